@@ -16,7 +16,6 @@ import json
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from _runs import EXAMPLE, elastic, prepare, sets
 
 from elastic.report.tracking import LOGGERS, SampleBounds, StepSource, TrackedRow, TrackedRun, logger_named, text_of
 from elastic.runtime.journal import RunDirectory
+from elastic.system.sqlite import open_sqlite
 
 PYTHON = ROOT / ".cache" / "loggers" / "bin" / "python"
 SEED = 7
@@ -84,7 +84,7 @@ def steps_in(logger: str, run: str, kept: Path) -> list[int]:
             query, path = "SELECT step FROM metrics WHERE key = 'time/step'", kept / "mlflow.db"
         case _:
             query, path = "SELECT step FROM metrics", Path(os.environ["TRACKIO_DIR"]) / f"{PROJECT}.db"
-    with closing(sqlite3.connect(path)) as connection:
+    with closing(open_sqlite(path, "ro")) as connection:
         return [step for (step,) in connection.execute(query)]
 
 

@@ -17,6 +17,7 @@ from elastic.engine import resolve_engine
 from elastic.environments.base import Environment
 from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
 from elastic.protocol.endpoint import is_loopback
+from elastic.system.cores import cores
 from elastic.system.given import read_text
 from elastic.system.installed import installed
 from elastic.system.named_code import missing
@@ -25,6 +26,8 @@ from elastic.worker.trainer.base import TrainerKind, TrainerSettings
 from providers.base import Provider, ProviderSettings
 
 PROVIDERS_OPTION = "--providers"
+RANKS_A_CORE = 8
+"""Of a trainer on CPUs: beyond it a mistake is likelier than a wish."""
 TRAINER_PROVIDER = "trainer"
 BFLOAT16_BYTES = 2
 TRACE_PLAYERS = {name: f"{name}-replay" for name in ("serving", "serverless", "spot")}
@@ -298,14 +301,15 @@ def check_live(plan: RunPlan, listening: str = "--listen HOST:PORT, and --advert
             raise ConfigError(str(error)) from error
         if membership is None:
             raise ConfigError(ConfigProblem(NOT_A_JOB, where=f"{PROVIDERS_OPTION} {name}"))
-    _check_ranks(plan.config)
+    _check_ranks(plan)
     if gone := list(missing(plan.config.model_dump(mode="json"))):
         raise ConfigError(*(ConfigProblem(f"found {str(code)!r}, but no such file", key) for key, code in gone))
     _check_reach(plan, listening)
 
 
-def _check_ranks(config: Config) -> None:
-    """A trainer of several GPUs is of a kind that has ranks, and leaves generating to others."""
+def _check_ranks(plan: RunPlan) -> None:
+    """A trainer of several GPUs is of a kind that has ranks, and leaves generating to others, who are there."""
+    config = plan.config
     gpus, kind = config.trainer.gpus, config.trainer.kind
     if gpus == 1:
         return
@@ -322,6 +326,9 @@ def _check_ranks(config: Config) -> None:
             "allowed: 'none', 'auto'"
         )
         raise ConfigError(ConfigProblem(problem, ("seeding", "policy")))
+    if not plan.providers:
+        problem = f"found {gpus}, whose devices do not generate, and no provider; name one by {PROVIDERS_OPTION}"
+        raise ConfigError(ConfigProblem(problem, ("trainer", "gpus")))
 
 
 def has_ranks(config: Config) -> bool:
@@ -333,6 +340,9 @@ def has_ranks(config: Config) -> bool:
 def _check_devices(config: Config) -> None:
     """The devices that the configuration names are here. Raises `ConfigError`."""
     gpus, device = config.trainer.gpus, trainer_device(config)
+    if device == "cpu" and has_ranks(config) and gpus > RANKS_A_CORE * cores():
+        problem = f"found {gpus} ranks on CPUs, of which {cores()} are here; allowed: up to {RANKS_A_CORE * cores()}"
+        raise ConfigError(ConfigProblem(problem, ("trainer", "gpus")))
     if config.engine.device != "cuda" and (gpus == 1 or device == "cpu"):
         return
     import torch
@@ -342,8 +352,8 @@ def _check_devices(config: Config) -> None:
         raise ConfigError("engine.device: found 'cuda', but no CUDA device is here; allowed: 'auto', 'cpu'")
     if 1 < gpus > there and device != "cpu":
         raise ConfigError(
-            f"trainer.gpus: found {gpus}, but {there} CUDA devices are here; allowed: up to {max(1, there)}, or any "
-            "number of ranks on CPUs with trainer.engine.device = 'cpu'"
+            f"trainer.gpus: found {gpus}, but {there} CUDA devices are here; allowed: up to {max(1, there)}, or ranks "
+            "on CPUs with trainer.engine.device = 'cpu'"
         )
 
 

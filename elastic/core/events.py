@@ -281,7 +281,8 @@ class WeightsPublished(_Event, frozen=True, omit_defaults=True):
     """The trainer has stepped, and workers may pull `version`: a relay holds what they need, or is being given it.
 
     It counts if `worker` is the trainer's. `checks` as in `GroupTrained`. A `proof` is what workers that serve this
-    version are to answer; empty where they need not.
+    version are to answer; empty where they need not. From `unusable` groups of the step no gradient came, for this
+    `reason` among others.
     """
 
     worker: WorkerId
@@ -289,6 +290,8 @@ class WeightsPublished(_Event, frozen=True, omit_defaults=True):
     version: int
     checks: tuple[LogprobCheck, ...] = ()
     proof: tuple[float, ...] = ()
+    unusable: int = 0
+    reason: str = ""
 
 
 class TrainerFailed(_Event, frozen=True):

@@ -271,7 +271,7 @@ class StepController:
         run.fleet.reindex(trainer)
         run.agreement.expect(event.version, event.proof)
         self._compare(event.checks)
-        self._conclude(step)
+        self._conclude(step, event)
         self._judge(ends=event.version >= run.plan.steps)
         if not run.active:
             return
@@ -282,7 +282,7 @@ class StepController:
         if self._run.hear_trainer(event.worker, event.epoch) is not None:
             self._run.fail(f"the trainer failed: {event.error}")
 
-    def _conclude(self, step: Step) -> None:
+    def _conclude(self, step: Step, published: e.WeightsPublished) -> None:
         """The step is over: what it taught decides how the next one seeds, and how many workers are worth having."""
         run = self._run
         step.meter.add_up(run.now_ns)
@@ -291,13 +291,16 @@ class StepController:
         self.seeding_plan = run.policies.seeding.following(self.seeding_plan, record)
         run.leases.worker_bound = self.seeding_plan.worker_bound
 
-        if not record.groups_trained:
-            run.warn("NothingTrained", f"step {step.number} had nothing to train on: {self._why_nothing(step)}")
+        if record.groups_trained <= published.unusable:
+            why = self._why_nothing(step, published)
+            run.warn("NothingTrained", f"step {step.number} had nothing to train on: {why}")
 
-    def _why_nothing(self, step: Step) -> str:
+    def _why_nothing(self, step: Step, published: e.WeightsPublished) -> str:
         outcomes = self._run.outcomes.now
         failed = sum(outcomes.failed.values())
         words: list[str] = []
+        if published.unusable:
+            words.append(f"no gradient came of {published.unusable} groups: {published.reason}")
         if failed:
             of = failed + outcomes.finished
             words.append(f"{failed} of {of} trajectories failed: {in_words(counted(outcomes))}")

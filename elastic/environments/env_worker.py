@@ -40,6 +40,7 @@ from elastic.protocol.front_messages import (
     GiveReward,
     TrajectoryBegun,
 )
+from elastic.protocol.http_clients import async_client
 from elastic.system.named_code import CodeUnusable, load
 from elastic.system.plain_values import told
 from elastic.system.signals import TERMINATION, act_on
@@ -78,7 +79,7 @@ async def serve_env_worker(work: EnvWork) -> None:
     `BadData`."""
     key = os.environ.pop(KEY_VARIABLE, "")
     link = EnvRunLink(work.run_dir, key, work.away_s)
-    http = httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None))
+    http = async_client(timeout=None, limits=httpx.Limits(max_connections=None))
     rollout, make_client = load_episode(work.settings, http)
     rows = None if work.data is None else read_rows(work.data)
     ended = asyncio.Event()

@@ -140,11 +140,16 @@ class Listener:
         self._run.feed(e.GroupTrained(worker=worker, epoch=epoch, group=trained.group, checks=checks))
 
     def _on_stepped(self, worker: WorkerId, epoch: int, stepped: wire.Stepped) -> None:
-        checks, proof = tuple(stepped.checks), tuple(stepped.proof)
-        self._run.feed(
-            e.WeightsPublished(worker=worker, epoch=epoch, version=stepped.version, checks=checks, proof=proof),
-            stepped.metrics,
+        event = e.WeightsPublished(
+            worker=worker,
+            epoch=epoch,
+            version=stepped.version,
+            checks=tuple(stepped.checks),
+            proof=tuple(stepped.proof),
+            unusable=len(stepped.unusable),
+            reason=next(iter(stepped.unusable.values()), ""),
         )
+        self._run.feed(event, stepped.metrics)
         for group, reason in stepped.unusable.items():
             self._scribe.unusable(group, reason)
         self._stepped(stepped.version)

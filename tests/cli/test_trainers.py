@@ -69,6 +69,23 @@ def test_an_engine_that_cannot_serve_the_model_is_named(elastic, refused, config
     refused(elastic("run", config, *mixed), "providers.spot.engine.kind: found 'torch'", "allowed: 'vllm'")
 
 
+@pytest.mark.parametrize(
+    ("gpus", "providers", "words"),
+    [
+        (2, (), "trainer.gpus: found 2, whose devices do not generate, and no provider"),
+        (10_000_000, ("--providers", "spot"), "trainer.gpus: found 10000000 ranks on CPUs"),
+    ],
+)
+def test_ranks_that_nobody_generates_for_or_that_are_too_many(
+    elastic, refused, config: Path, tmp_path: Path, gpus: int, providers: tuple[str, ...], words: str
+) -> None:
+    pytest.importorskip("transformers")
+    directory = write_model(tmp_path / "qwen3", "qwen3")
+    keys = ("trainer.kind=transformers", f"model.checkpoint={directory}", f"trainer.gpus={gpus}")
+    sets = (word for key in (*keys, "trainer.engine={device = 'cpu'}") for word in ("--set", key))
+    refused(elastic("run", config, "--dry-run", *providers, *sets), words)
+
+
 def test_a_model_in_the_hubs_cache_is_found_by_its_name(
     start, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

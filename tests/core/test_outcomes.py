@@ -10,7 +10,7 @@ from tests.core.conftest import CoreHarness
 BROKEN = "the environment raised Broken: no lake today"
 
 
-def step(core: CoreHarness, number: int, *outcomes: float | str) -> None:
+def step(core: CoreHarness, number: int, *outcomes: float | str, unusable: int = 0) -> None:
     """A step of one group, whose members come to these rewards, or fail for these causes."""
     if number:
         core.tell(e.WorkerAwoke(worker="trainer", epoch=1))
@@ -23,7 +23,11 @@ def step(core: CoreHarness, number: int, *outcomes: float | str) -> None:
     core.tell(e.WorkerSlept(worker="trainer", epoch=1))
     if (group := core.scheduler.training) is not None:
         core.tell(e.GroupTrained(worker="trainer", epoch=1, group=group))
-    core.tell(e.WeightsPublished(worker="trainer", epoch=1, version=number + 1))
+    core.tell(
+        e.WeightsPublished(
+            worker="trainer", epoch=1, version=number + 1, unusable=unusable, reason="odd" * bool(unusable)
+        )
+    )
 
 
 def warned(core: CoreHarness) -> list[str]:
@@ -88,3 +92,10 @@ def test_groups_of_equal_rewards_are_no_failures(make_core) -> None:
 def test_a_step_with_something_to_train_on_warns_of_nothing(make_core) -> None:
     core = failing(make_core, 2, BROKEN, 1.0, 0.0)
     assert warned(core) == []
+
+
+def test_a_step_whose_groups_all_gave_no_gradient_has_nothing_to_train_on(make_core) -> None:
+    core = make_core(steps=3, group_size=2)
+    core.trainer()
+    step(core, 0, 1.0, 0.0, unusable=1)
+    assert warned(core) == ["step 0 had nothing to train on: no gradient came of 1 groups: odd"]

@@ -198,7 +198,7 @@ class TestCodeOfOnesOwn:
             ("tokens.logprobs.sum()", r"returned a tensor of shape \(\); allowed: a loss for each token"),
             ("1.0", "returned 1.0; allowed"),
             ("tokens.advantages", "without a gradient"),
-            ("tokens.nonesuch", "cannot be called: AttributeError"),
+            ("tokens.nonesuch", "raised AttributeError"),
             ("tokens.logprobs * float('nan')", r"returned \[nan, nan, nan\]; allowed: finite numbers"),
         ],
     )

@@ -147,13 +147,13 @@ def test_any_number_of_ranks_reads_what_another_wrote(start: Start, tmp_path: Pa
         as_of_one(process.ask("train", 1), expected)
 
     assert dict(checkpoint.masters(directory)).keys() == held.keys()
-    damaged = next(directory.glob("__1_*"))
-    content = bytearray(damaged.read_bytes())
-    content[-100] ^= 1
-    damaged.write_bytes(content)
-    for process, one in ((two, False), (two, True), (four, False)):
-        with pytest.raises(ValueError, match=rf"damaged: {damaged.name} is not as it was written"):
-            process.ask("load", str(directory), one=one)
+    for damaged in (next(directory.glob("__1_*")), directory / ".metadata"):
+        content = bytearray(damaged.read_bytes())
+        content[-100] ^= 0x80
+        damaged.write_bytes(content)
+        for process, one in ((two, False), (two, True), (four, False)):
+            with pytest.raises(ValueError, match=rf"damaged: {damaged.name} is not as it was written"):
+                process.ask("load", str(directory), one=one)
     checkpoint.remove(directory)
     assert [path.name for path in saved(tmp_path)] == [file.name]
     assert not list(tmp_path.glob(".checkpoint-*"))

@@ -34,7 +34,7 @@ KINDS = (MASTER, "exp_avg.", "exp_avg_sq.")
 """Before the names of all that is kept of them."""
 
 _HEADER_KEY = "elastic_trainer"
-_DIGESTS_KEY = "digests"
+DIGESTS_KEY = "digests"
 _UNFINISHED_PREFIX = ".checkpoint-"
 
 
@@ -248,7 +248,7 @@ def _opened(path: Path) -> StoredState:
 def _header(counters: Counters, digests: Mapping[str, str]) -> dict[str, str]:
     encoded = msgspec.json.encode(counters)
     every = {**digests, _HEADER_KEY: digest_of(encoded)}
-    return {_HEADER_KEY: encoded.decode(), _DIGESTS_KEY: msgspec.json.encode(every).decode()}
+    return {_HEADER_KEY: encoded.decode(), DIGESTS_KEY: msgspec.json.encode(every).decode()}
 
 
 def _counters(path: Path, header: Mapping[str, str]) -> Counters:
@@ -266,7 +266,7 @@ def _check_digests(path: Path, state: StoredState, parts: Sequence[str]) -> None
     """These parts are as they were written, and there are no others than there were."""
     header = state.header
     try:
-        written = msgspec.json.decode(header[_DIGESTS_KEY], type=dict[str, str])
+        written = msgspec.json.decode(header[DIGESTS_KEY], type=dict[str, str])
     except (KeyError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{path}: damaged: it has no digests ({error})") from error
     with ThreadPoolExecutor(cores()) as executor:

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from elastic.engine.model.stored import CheckpointError
-from elastic.worker.trainer.checkpoint import digest_of
+from elastic.worker.trainer.checkpoint import DIGESTS_KEY, digest_of
 from elastic.worker.trainer.ranks import Ranks
 
-HEADER_FILE = "elastic.json"
+HEADER_FILE, METADATA_FILE = "elastic.json", ".metadata"
 
 
 class StoredDirectory:
@@ -32,11 +32,15 @@ class StoredDirectory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.header: Mapping[str, str] = msgspec.json.decode((path / HEADER_FILE).read_bytes(), type=dict[str, str])
+        # Before it is unpickled, which may raise anything where it is damaged.
+        digests = msgspec.json.decode(self.header.get(DIGESTS_KEY, "{}"), type=dict[str, str])
+        if digests.get(METADATA_FILE) != digest_of(path / METADATA_FILE):
+            raise CheckpointError(f"{path}: damaged: {METADATA_FILE} is not as it was written")
         try:
             stored: Any = FileSystemReader(path).read_metadata().state_dict_metadata
             self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(one.size) for name, one in stored.items()}
         except (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError) as error:
-            raise CheckpointError(f"{path}: damaged: .metadata is not as it was written ({error})") from error
+            raise CheckpointError(f"{path}: damaged: {METADATA_FILE} cannot be read ({error})") from error
 
     def parts(self) -> Sequence[str]:
         return sorted(file.name for file in self._path.iterdir() if file.name != HEADER_FILE)

@@ -120,7 +120,12 @@ def own_loss(name: str, settings: LossConfig) -> Loss:
         raise ValueError(f"trainer.loss: {error}") from error
 
     def loss(tokens: LossTokens, clip: Clip) -> TokenLosses:
-        found = function(tokens, settings)
+        try:
+            found = function(tokens, settings)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            raise ValueError(f"trainer.loss: {name} raised {told(error)}") from error
         shape = tuple(tokens.logprobs.shape)
         if not isinstance(found, Tensor) or tuple(found.shape) != shape:
             what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
@@ -131,12 +136,7 @@ def own_loss(name: str, settings: LossConfig) -> Loss:
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     plain = torch.tensor([-1.5, -1.5, -1.5])
     tokens = LossTokens(logprobs, plain, torch.ones(3), torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1]))
-    try:
-        tried = loss(tokens, Clip(0.2, 0.2, 3.0, math.inf)).loss
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(f"trainer.loss: {name} cannot be called: {told(error)}") from error
+    tried = loss(tokens, Clip(0.2, 0.2, 3.0, math.inf)).loss
     if not tried.requires_grad:
         raise ValueError(f"trainer.loss: {name} returned a loss without a gradient of `logprobs`")
     if not bool(tried.isfinite().all()):
