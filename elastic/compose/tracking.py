@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import structlog
 from elastic.config import Config
 from elastic.system.outages import backoff
 from elastic.system.processes import inherited
-from elastic.system.supervision import RecordedProcesses, WatchedProcess, how_ended, records
+from elastic.system.supervision import KeptProcesses, how_ended
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +34,8 @@ async def tracked(config: Config, run_dir: Path) -> AsyncIterator[None]:
     Afterwards the tracker brings what is left, if that takes no longer than `CATCH_UP_S`. Nothing that happens to it
     reaches the run.
     """
-    watched = await _left_over(run_dir, wanted=bool(config.logging.to))
+    processes = KeptProcesses(run_dir, TRACKER)
+    await processes.take_over([TRACKER] if config.logging.to else [])
     if not config.logging.to:
         yield
         return
@@ -49,71 +49,28 @@ async def tracked(config: Config, run_dir: Path) -> AsyncIterator[None]:
         "--to",
         ",".join(config.logging.to),
     )
-    tracker = _Tracker(run_dir, command, tracker_environment(config), watched)
-    keeping = asyncio.create_task(tracker.keep(), name=TRACKER)
+    keeping = asyncio.create_task(_keep(processes, command, tracker_environment(config)), name=TRACKER)
     try:
         yield
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-        await tracker.end()
+        last = processes.get(TRACKER)
+        await processes.aclose(CATCH_UP_S)
+        if last is not None and (not last.over or last.status not in (0, None)):
+            log.warning("loggers may lack rows of this run; `elastic track RUN` brings them", run=run_dir.name)
 
 
-async def _left_over(run_dir: Path, *, wanted: bool) -> tuple[RecordedProcesses, WatchedProcess] | None:
-    """The tracker of an earlier process of the run that still lives; others' remains are ended."""
-    kept = None
-    for recorded in RecordedProcesses.found(records(run_dir), run_dir.name, TRACKER):
-        living = [one for one in recorded.adopted().values() if not one.over]
-        if wanted and living and kept is None:
-            kept = recorded, living[0]
-        else:
-            await recorded.end()
-    return kept
-
-
-class _Tracker:
-    """The process, started again where it dies."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        watched: tuple[RecordedProcesses, WatchedProcess] | None,
-    ) -> None:
-        self._run_dir = run_dir
-        self._command = command
-        self._environment = environment
-        self._now = watched
-
-    async def keep(self) -> None:
-        failures = 0
-        while True:
-            try:
-                recorded, watched = self._now = self._now or self._start()
-                status = await watched.wait()
-                log.warning("the tracker of loggers has ended; another one is started", how=how_ended(status))
-                await recorded.end()
-                self._now = None
-            except OSError as error:
-                log.warning("the tracker of loggers does not start", error=str(error))
-            await asyncio.sleep(backoff(failures, BACK_OFF_S, BACK_OFF_MAX_S))
-            failures += 1
-
-    def _start(self) -> tuple[RecordedProcesses, WatchedProcess]:
-        recorded = RecordedProcesses(records(self._run_dir), self._run_dir.name, TRACKER, TRACKER)
-        with (self._run_dir / "logs" / f"{TRACKER}.log").open("ab") as output:
-            return recorded, recorded.start(TRACKER, self._command, self._environment, output)
-
-    async def end(self) -> None:
-        if self._now is None:
-            return
-        recorded, watched = self._now
-        watched.send(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CATCH_UP_S):
-                await watched.wait()
-        if not watched.over or watched.status not in (0, None):
-            log.warning("loggers may lack rows of this run; `elastic track RUN` brings them", run=self._run_dir.name)
-        watched.close()
-        await recorded.end()
+async def _keep(processes: KeptProcesses, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Keep the tracker going: it is started again where it dies."""
+    failures = 0
+    while True:
+        try:
+            watched = processes.get(TRACKER) or processes.start(TRACKER, command, environment)
+            status = await watched.wait()
+            log.warning("the tracker of loggers has ended; another one is started", how=how_ended(status))
+            await processes.forget(TRACKER)
+        except OSError as error:
+            log.warning("the tracker of loggers does not start", error=str(error))
+        await asyncio.sleep(backoff(failures, BACK_OFF_S, BACK_OFF_MAX_S))
+        failures += 1

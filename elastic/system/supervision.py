@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -231,6 +231,66 @@ class RecordedProcesses:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
         return killed
+
+
+class KeptProcesses:
+    """Processes of a run that one `owner` keeps going, one under each name: each has a record and a log of its own.
+
+    Those that a former process of the run has left are taken over; whoever keeps one starts another where it ends.
+    """
+
+    def __init__(self, run_dir: Path, owner: str) -> None:
+        self._run_dir = run_dir
+        self._owner = owner
+        self._recorded: dict[str, RecordedProcesses] = {}
+        self._watched: dict[str, WatchedProcess] = {}
+
+    async def take_over(self, names: Collection[str]) -> None:
+        """Go on with those of these names that an earlier process has left alive; end all others of this owner."""
+        for recorded in RecordedProcesses.found(records(self._run_dir), self._run_dir.name, self._owner):
+            living = [one for one in recorded.adopted().values() if not one.over]
+            if recorded.name in names and living:
+                self._recorded[recorded.name], self._watched[recorded.name] = recorded, living[0]
+            else:
+                await recorded.end()
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of the processes that are there."""
+        return self._watched.keys()
+
+    def get(self, name: str) -> WatchedProcess | None:
+        return self._watched.get(name)
+
+    def start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], **options: Any
+    ) -> WatchedProcess:
+        """Start it, with its output in its log; `options` are as in `start_detached`. Raises `OSError`."""
+        recorded = RecordedProcesses(records(self._run_dir), self._run_dir.name, self._owner, name)
+        self._recorded[name] = recorded
+        with self.log(name).open("ab") as output:
+            watched = self._watched[name] = recorded.start(name, command, environment, output, **options)
+        return watched
+
+    async def forget(self, name: str) -> None:
+        """It has ended: end what it has started, too."""
+        del self._watched[name]
+        await self._recorded.pop(name).end()
+
+    def log(self, name: str) -> Path:
+        return self._run_dir / "logs" / f"{name}.log"
+
+    async def aclose(self, drain_s: float) -> None:
+        """Ask all of them to end; kill what has not in `drain_s`, and whatever they have started."""
+        for watched in self._watched.values():
+            watched.send(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await asyncio.gather(*(watched.wait() for watched in self._watched.values()))
+        for watched in self._watched.values():
+            watched.close()
+        for recorded in self._recorded.values():
+            await recorded.end()
 
 
 async def end_left_over(leftovers: Iterable[RecordedProcesses], timeout_s: float) -> None:

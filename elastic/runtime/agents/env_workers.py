@@ -4,7 +4,6 @@ and what it was playing begins again elsewhere.
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import structlog
 from elastic.core.types import TrajectoryId
 from elastic.system.last_words import last_words
 from elastic.system.outages import backoff
-from elastic.system.supervision import RecordedProcesses, WatchedProcess, how_ended, records
+from elastic.system.supervision import KeptProcesses, WatchedProcess, how_ended
 
 log = structlog.get_logger(__name__)
 
@@ -68,48 +67,32 @@ class EnvWorkers:
         self._order = order
         self._drivers = drivers
         self._fail = fail
-        self._recorded: dict[str, RecordedProcesses] = {}
-        self._watched: dict[str, WatchedProcess] = {}
+        self._processes = KeptProcesses(order.run_dir, ENV_WORKERS)
         self._keeping: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Take over those that a former process has left, and start the others."""
-        run_dir = self._order.run_dir
-        for recorded in RecordedProcesses.found(records(run_dir), run_dir.name, ENV_WORKERS):
-            living = [one for one in recorded.adopted().values() if not one.over]
-            if recorded.name in self._order.commands and living:
-                self._recorded[recorded.name], self._watched[recorded.name] = recorded, living[0]
-            else:
-                await recorded.end()
+        await self._processes.take_over(self._order.commands)
         self._keeping = [asyncio.create_task(self._keep(name), name=name) for name in self._order.commands]
 
     async def aclose(self) -> None:
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
-        for watched in self._watched.values():
-            watched.send(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
-                await asyncio.gather(*(watched.wait() for watched in self._watched.values()))
-        for watched in self._watched.values():
-            watched.close()
-        for recorded in self._recorded.values():
-            await recorded.end()
+        await self._processes.aclose(DRAIN_S)
 
     async def _keep(self, name: str) -> None:
         deaths = 0
         while True:
             before = self._drivers.finished(name)
             try:
-                watched = self._watched.get(name) or self._start(name)
+                watched = self._processes.get(name) or self._start(name)
                 cause = await self._ended(name, watched)
-                del self._watched[name]
-                await self._recorded.pop(name).end()  # What it has started, too: nobody plays on for it.
+                await self._processes.forget(name)
             except OSError as error:
                 cause = f"it does not start: {error}"
             deaths = 1 if self._drivers.finished(name) > before else deaths + 1
-            words = last_words(self._log(name), self._order.secrets)
+            words = last_words(self._processes.log(name), self._order.secrets)
             log.warning("an env worker has ended; another one is started", worker=name, how=cause, last=words)
             self._drivers.lost(name, (), f"its env worker has ended: {cause}")
             if deaths > self._order.max_restarts:
@@ -136,12 +119,4 @@ class EnvWorkers:
         return how_ended(watched.status)
 
     def _start(self, name: str) -> WatchedProcess:
-        order = self._order
-        of_run = records(order.run_dir), order.run_dir.name
-        recorded = self._recorded[name] = RecordedProcesses(*of_run, ENV_WORKERS, name)
-        with self._log(name).open("ab") as output:
-            watched = self._watched[name] = recorded.start(name, order.commands[name], order.environments[name], output)
-        return watched
-
-    def _log(self, name: str) -> Path:
-        return self._order.run_dir / "logs" / f"{name}.log"
+        return self._processes.start(name, self._order.commands[name], self._order.environments[name])

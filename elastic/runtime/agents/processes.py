@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import structlog
 
 from elastic.protocol.sockets import address_of, listening_socket
 from elastic.runtime.agents.hub import FrontHub
-from elastic.system.supervision import RecordedProcesses, WatchedProcess, how_ended, records
+from elastic.system.supervision import KeptProcesses, WatchedProcess, how_ended
 
 log = structlog.get_logger(__name__)
 
@@ -38,12 +37,10 @@ class FrontProcesses:
         count: int,
     ) -> None:
         self._hub = hub
-        self._run_dir = run_dir
         self._command = command
         self._environment = environment
         self._count = count
-        self._recorded: dict[str, RecordedProcesses] = {}
-        self._watched: dict[str, WatchedProcess] = {}
+        self._processes = KeptProcesses(run_dir, FRONTS)
         self._keeping: list[asyncio.Task[None]] = []
 
     async def start(self, host: str, port: int, former_port: int = 0) -> str:
@@ -52,14 +49,8 @@ class FrontProcesses:
         Raises `OSError`, where the address is not to be had.
         """
         names = [f"front-{number}" for number in range(self._count)]
-        for recorded in RecordedProcesses.found(records(self._run_dir), self._run_dir.name, FRONTS):
-            living = {name: one for name, one in recorded.adopted().items() if not one.over}
-            if recorded.name in names and living:
-                self._recorded[recorded.name] = recorded
-                self._watched[recorded.name] = next(iter(living.values()))
-            else:
-                await recorded.end()
-        if self._watched:
+        await self._processes.take_over(names)
+        if self._processes.names:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HAND_OVER_S):
                     await self._hub.handed_over.wait()
@@ -72,26 +63,17 @@ class FrontProcesses:
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
-        for watched in self._watched.values():
-            watched.send(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
-                await asyncio.gather(*(watched.wait() for watched in self._watched.values()))
-        for watched in self._watched.values():
-            watched.close()
-        for recorded in self._recorded.values():
-            await recorded.end()
+        await self._processes.aclose(DRAIN_S)
 
     async def _keep(self, name: str) -> None:
         loop, wait_s = asyncio.get_running_loop(), BACK_OFF_S
         while True:
             began_s = loop.time()
             try:
-                watched = self._watched.get(name) or self._start(name)
+                watched = self._processes.get(name) or self._start(name)
                 status = await watched.wait()
-                del self._watched[name]
                 log.warning("a front has ended; another one is started", front=name, how=how_ended(status))
-                await self._recorded.pop(name).end()
+                await self._processes.forget(name)
             except OSError as error:
                 log.warning("a front does not start", front=name, error=str(error))
             wait_s = BACK_OFF_S if loop.time() - began_s > LIVED_S else min(2 * wait_s, BACK_OFF_MAX_S)
@@ -100,12 +82,8 @@ class FrontProcesses:
     def _start(self, name: str) -> WatchedProcess:
         assert self._hub.listening is not None
         descriptor = self._hub.listening.fileno()
-        recorded = self._recorded[name] = RecordedProcesses(records(self._run_dir), self._run_dir.name, FRONTS, name)
-        with (self._run_dir / "logs" / f"{name}.log").open("ab") as output:
-            watched = self._watched[name] = recorded.start(
-                name, [*self._command, "--fd", str(descriptor)], self._environment, output, pass_fds=(descriptor,)
-            )
-        return watched
+        command = [*self._command, "--fd", str(descriptor)]
+        return self._processes.start(name, command, self._environment, pass_fds=(descriptor,))
 
 
 def _listening(host: str, port: int, former_port: int) -> socket.socket:
