@@ -21,24 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from _common import ROOT, emit, parse_arguments
+from _trained import TRAINED_SHAPE, TRAINERS_PYTHON, WITHOUT_PEFT
 
-TRAINERS_PYTHON = ROOT / ".cache" / "trainers" / "bin" / "python"
 VLLM_PYTHON = ROOT / ".cache" / "vllm-venv" / "bin" / "python"
-WITHOUT_PEFT = "peft is not installed in .cache/trainers: `make .cache/trainers/installed`"
 WITHOUT_VLLM = "vLLM is not installed in .cache/vllm-venv: `make .cache/vllm-venv/installed`"
 IN_MINUTES = "a run on vLLM takes minutes"
-MODEL = {
-    "vocab_size": 8192,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
+MODEL = {**TRAINED_SHAPE, "vocab_size": 8192, "max_position_embeddings": 1024, "dtype": "bfloat16"}
 """13 million parameters."""
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 """What peft adapts where it is not told."""

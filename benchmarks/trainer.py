@@ -29,22 +29,13 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from _common import ROOT, emit, parse_arguments
+from _trained import TRAINED_SHAPE, TRAINERS_PYTHON, WITHOUT_PEFT
 
 if TYPE_CHECKING:
     from elastic.protocol.wire import TrajectoryData
     from elastic.worker.trainer.packing import PackedRow
 
-MODEL = {
-    "vocab_size": 32_000,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
+MODEL = {**TRAINED_SHAPE, "vocab_size": 32_000, "max_position_embeddings": 4096}
 """22 million parameters."""
 MEDIAN_TOKENS, SIGMA, TOKENS_MAX, PROMPT_TOKENS = 256, 1.0, 2048, 16
 SIZES = (8, 1, 2)
@@ -54,11 +45,9 @@ THREADS = 1
 """Two wait for each other where cores are shared."""
 HEAD = {"tokens": 512, "hidden": 64, "vocabulary": 150_000}
 TRL_PYTHON = ROOT / ".cache" / "trl" / "bin" / "python"
-TRAINERS_PYTHON = ROOT / ".cache" / "trainers" / "bin" / "python"
 LORA = {"r": 8, "lora_alpha": 16}
-WITHOUT_PEFT = "peft is not installed in .cache/trainers: `make .cache/trainers/installed`"
 WITHOUT_TRL = "TRL is not installed in .cache/trl: `make .cache/trl/installed`"
-ONE_RANK = "the trainer is one process on one device"
+WITHOUT_RANKS = "this benchmark starts no ranks yet"
 
 
 def batch_of(sequences: int) -> list[dict[str, Any]]:
@@ -292,7 +281,7 @@ def main(*, quick: bool) -> dict[str, Any]:
         figures = measured(model, sequences, rounds, with_trl=TRL_PYTHON.exists() and not quick)
     figures["peak_bytes"] = {how: head_peak_bytes(how) for how in ("ours", "full_logits")}
     figures["ranks"] = None
-    figures["skipped_because"]["ranks"] = ONE_RANK
+    figures["skipped_because"]["ranks"] = WITHOUT_RANKS
     if quick and TRL_PYTHON.exists():
         figures["skipped_because"]["trl"] = "beside it takes minutes"
     return figures
