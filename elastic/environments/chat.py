@@ -1,26 +1,28 @@
-"""The kind `chat`: a row's prompt, one answer of the policy, and functions that say what it is worth.
+"""The kind `chat`: a row's prompt, what the policy says to it, and functions that say what that is worth.
 
-A reward function is called as TRL's are, with one answer in each list (`prompts`, `completions`, and a list for each
-column of the row), or, where it takes a `solution_str`, as verl's (`data_source`, `solution_str`, `ground_truth`,
-`extra_info`). It may be async. It returns None for an answer that it cannot judge.
+Without tools the policy answers once. With tools its calls are answered, and it is asked again until it calls none.
 """
 
 import asyncio
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, cast
 
 import httpx
 from pydantic import BaseModel, Field, model_validator
 
 from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
 from elastic.environments.outside import Outside, OutsideSettings
-from elastic.system.named_code import CodeUnusable, GivenCode, load
-from elastic.system.plain_values import number, shown
+from elastic.environments.scoring import Conversation, load_reward
+from elastic.environments.tools import Toolbox
+from elastic.system.named_code import GivenCode, parsed
+from elastic.system.plain_values import shown
 
 AGAIN = (408, 409, 429, 500, 502, 503, 504)
 """Statuses after which a call is made again, as OpenAI's client does."""
 AGAIN_S = 0.5
+NO_ROOM = ("max_turns", "context_length_exceeded")
+"""Codes of refusals which say that an episode has come to a limit of the run's."""
+REFUSED_CHARACTERS = 500
 
 
 class RowChatSettings(OutsideSettings):
@@ -28,13 +30,29 @@ class RowChatSettings(OutsideSettings):
         min_length=1, description="functions that score an answer: FILE.py:NAME or MODULE:NAME"
     )
     weights: tuple[float, ...] = Field((), description="of the rewards, in the same order; 1 each unless said")
+    reward_timeout_s: float = Field(300.0, gt=0, description="a reward function that takes longer has failed")
     system: str = Field("", description="system prompt, before a prompt that is a text")
+    tools: tuple[GivenCode, ...] = Field(
+        (), description="functions that the policy may call as tools: FILE.py:NAME or MODULE:NAME"
+    )
+    turns_most: int = Field(
+        8, ge=1, description="with tools: answers of the policy after which an episode is truncated"
+    )
+    tool_timeout_s: float = Field(30.0, gt=0, description="a tool that takes longer is an error, which the policy reads")
+    tool_characters: int = Field(16_384, ge=1, description="most of a tool's answer that the policy reads")
     concurrency: int = Field(32, ge=1, le=4096, description="episodes at once in each of the environment's processes")
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> "RowChatSettings":
         if self.weights and len(self.weights) != len(self.rewards):
             raise ValueError(f"weights must be one for each of {len(self.rewards)} rewards (found {len(self.weights)})")
+        return self
+
+    @model_validator(mode="after")
+    def _tools_of_different_names(self) -> "RowChatSettings":
+        names = [parsed(tool).name for tool in self.tools]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"tools must have different names (found {twice[0]!r} twice)")
         return self
 
 
@@ -45,32 +63,39 @@ class RowChat(Outside):
     in_workers: ClassVar[bool] = True
 
 
+class Said(NamedTuple):
+    """An answer of the policy; `cut` if its limit of tokens has ended it."""
+
+    message: dict[str, Any]
+    cut: bool
+
+
+class NoRoom(Exception):
+    """The episode has come to a limit of the run's: of turns, or of tokens."""
+
+
 def load_chat(settings: RowChatSettings, http: httpx.AsyncClient) -> Rollout:
-    """What plays an episode; `http` makes its calls. Raises `CodeUnusable` for rewards that cannot be loaded."""
-    rewards = [_loaded(named) for named in settings.rewards]
+    """What plays an episode; `http` makes its calls. Raises `CodeUnusable` for what cannot be loaded."""
+    rewards = [load_reward(named) for named in settings.rewards]
     weights = settings.weights or (1.0,) * len(rewards)
+    tools = Toolbox(settings.tools, settings.tool_timeout_s, settings.tool_characters)
 
     async def play(task: EpisodeTask, client: Any, trajectory: PlayedTrajectory) -> Outcome:
-        messages = _messages(task.prompt, settings.system)
-        choice = await _answered(http, trajectory, messages)
-        text: str = choice["message"]["content"] or ""
-        scores = [await _score(reward, task, text) for reward in rewards]
+        messages = opening(task.prompt, settings.system)
+        prompt = len(messages)
+        truncated = await _converse(http, trajectory, messages, tools, settings.turns_most)
+        said = Conversation(task=task, trajectory=trajectory, messages=messages, prompt=prompt)
+        scores = [await reward.score(said, settings.reward_timeout_s) for reward in rewards]
         known = [weight * score for weight, score in zip(weights, scores, strict=True) if score is not None]
         if not known:
             return Outcome(failed="no reward function has judged the answer")
-        return Outcome(reward=sum(known), truncated=choice["finish_reason"] == "length")
+        return Outcome(reward=sum(known), truncated=truncated)
 
     return play
 
 
-def _loaded(named: str) -> Callable[..., Any]:
-    found = load(named)
-    if not callable(found):
-        raise CodeUnusable(f"{named}: found {type(found).__name__}; allowed: a function")
-    return cast("Callable[..., Any]", found)
-
-
-def _messages(prompt: Any, system: str) -> list[dict[str, Any]]:
+def opening(prompt: Any, system: str) -> list[dict[str, Any]]:
+    """The messages of a prompt. Raises `BadOutcome` for what is none."""
     if isinstance(prompt, str):
         before = [{"role": "system", "content": system}] if system else []
         return [*before, {"role": "user", "content": prompt}]
@@ -79,50 +104,58 @@ def _messages(prompt: Any, system: str) -> list[dict[str, Any]]:
     raise BadOutcome(f"prompt: found {shown(prompt)}; allowed: a text, or a list of messages")
 
 
+async def _converse(
+    http: httpx.AsyncClient,
+    trajectory: PlayedTrajectory,
+    messages: list[dict[str, Any]],
+    tools: Toolbox,
+    turns_most: int,
+) -> bool:
+    """Add what is said to the messages; returns whether a limit has ended it."""
+    for turn in range(turns_most):
+        try:
+            said = await _answered(http, trajectory, messages, tools.told)
+        except NoRoom as full:
+            if not turn:
+                raise BadOutcome(f"the prompt was refused: {full}") from full
+            return True
+        messages.append(said.message)
+        calls = said.message.get("tool_calls")
+        if said.cut or not calls:
+            return said.cut
+        if turn + 1 < turns_most:
+            messages += [await tools.answer(call) for call in calls]
+    return True
+
+
 async def _answered(
-    http: httpx.AsyncClient, trajectory: PlayedTrajectory, messages: list[dict[str, Any]]
-) -> Mapping[str, Any]:
-    """The choice that answers; a call that breaks is made again, which joins it. Raises `httpx.HTTPStatusError`."""
+    http: httpx.AsyncClient,
+    trajectory: PlayedTrajectory,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+) -> Said:
+    """What the policy says; a call that breaks is made again, which joins it. Raises `NoRoom` and `BadOutcome`."""
     headers = {"authorization": f"Bearer {trajectory.key}"}
-    body = {"model": trajectory.model, "messages": messages}
+    body = {"model": trajectory.model, "messages": messages} | ({"tools": tools} if tools else {})
     while True:
         try:
             answer = await http.post(f"{trajectory.base_url}/chat/completions", json=body, headers=headers)
+            if answer.status_code == 200:
+                choice = answer.json()["choices"][0]
+                return Said(choice["message"], choice["finish_reason"] == "length")
             if answer.status_code not in AGAIN or answer.headers.get("x-should-retry") == "false":
-                answer.raise_for_status()
-                return answer.json()["choices"][0]
+                raise _refusal(answer)
         except httpx.TransportError:
             pass
         await asyncio.sleep(AGAIN_S)
 
 
-async def _score(reward: Callable[..., Any], task: EpisodeTask, text: str) -> float | None:
-    """What one function says. Raises `BadOutcome`, and whatever it raises."""
-    if "solution_str" in inspect.signature(reward).parameters:
-        given: dict[str, Any] = {
-            "data_source": task.row.get("data_source", ""),
-            "solution_str": text,
-            "ground_truth": task.answer,
-            "extra_info": task.row.get("extra_info", {}),
-        }
-        said = await _called(reward, given)
-        said = cast("Mapping[str, Any]", said)["score"] if isinstance(said, Mapping) else said
-    else:
-        completion = text if isinstance(task.prompt, str) else [{"role": "assistant", "content": text}]
-        columns = {name: [value] for name, value in task.row.items() if name not in ("prompt", "prompts")}
-        said = await _called(reward, {**columns, "prompts": [task.prompt], "completions": [completion]})
-        if not isinstance(said, Sequence) or isinstance(said, str) or len(cast("Sequence[Any]", said)) != 1:
-            raise BadOutcome(f"a reward function has returned {shown(said)}; allowed: a list with one reward")
-        said = cast("Sequence[Any]", said)[0]
-    if said is None:
-        return None
-    if (found := number(said)) is None:
-        raise BadOutcome(f"a reward function has returned {shown(said)}; allowed: a finite number")
-    return found
-
-
-async def _called(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """A function that is not async runs beside the event loop, which it may hold up otherwise."""
-    if inspect.iscoroutinefunction(function):
-        return await function(**given)
-    return await asyncio.to_thread(function, **given)
+def _refusal(answer: httpx.Response) -> Exception:
+    """Why the run does not answer."""
+    try:
+        error = answer.json()["error"]
+        code, message = str(error["code"]), str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        code, message = "", answer.text
+    message = message[:REFUSED_CHARACTERS]
+    return NoRoom(message) if code in NO_ROOM else BadOutcome(f"a call was refused ({answer.status_code}): {message}")
