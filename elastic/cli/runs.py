@@ -146,6 +146,10 @@ def show(
         shown.print(upstream_words(now.upstream), highlight=False)
     if summary.refilled:
         shown.print(refilled_words(summary.refilled), highlight=False)
+    if summary.steps and (metrics := summary.steps[-1].metrics):
+        shown.print(
+            "last step, " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), highlight=False
+        )
     for source in sources_of(step.trainer for step in summary.steps[-1:]):
         shown.print(f"last step, {source_words(source)}", highlight=False)
     shown.print(closing_table(summary))

@@ -12,8 +12,12 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from elastic.environments.outside import Outside, OutsideSettings
+from elastic.protocol.front_messages import METRICS_MAX
 from elastic.system.named_code import GivenCode
 from elastic.system.plain_values import number, shown
+
+METRIC_CHARACTERS = 64
+"""Of a metric's name."""
 
 
 class AgentSettings(OutsideSettings):
@@ -65,6 +69,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a limit of the environment's own has ended it."""
     rewards: Mapping[str, float] = {}
     """By policy, where several have rewards of their own (`front.policies`)."""
+    metrics: Mapping[str, float] = {}
+    """Numbers by name that are shown beside the reward, and not trained on."""
 
 
 Rollout: TypeAlias = Callable[[EpisodeTask, Any, PlayedTrajectory], Awaitable[float | Outcome]]
@@ -78,15 +84,28 @@ def outcome_of(answer: Any) -> Outcome:
     """Return what a function's answer means. Raises `BadOutcome`."""
     if isinstance(answer, Outcome):
         rewards = {str(policy): _reward(reward) for policy, reward in answer.rewards.items()}
-        if answer.failed or rewards:
-            return Outcome(
-                reward=None if answer.reward is None else _reward(answer.reward),
-                failed=str(answer.failed),
-                truncated=bool(answer.truncated),
-                rewards=rewards,
-            )
-        return Outcome(reward=_reward(answer.reward), truncated=bool(answer.truncated))
+        may_lack = bool(answer.failed or rewards)
+        return Outcome(
+            reward=None if may_lack and answer.reward is None else _reward(answer.reward),
+            failed=str(answer.failed),
+            truncated=bool(answer.truncated),
+            rewards=rewards,
+            metrics=_metrics(answer.metrics),
+        )
     return Outcome(reward=_reward(answer))
+
+
+def _metrics(given: Mapping[str, Any]) -> dict[str, float]:
+    if len(given) > METRICS_MAX:
+        raise BadOutcome(f"found {len(given)} metrics; allowed: at most {METRICS_MAX}")
+    metrics: dict[str, float] = {}
+    for name, value in given.items():
+        if not (isinstance(name, str) and 0 < len(name) <= METRIC_CHARACTERS and name.isprintable()):
+            raise BadOutcome(f"found a metric {shown(name)}; allowed: a name of 1 to {METRIC_CHARACTERS} characters")
+        if (found := number(value)) is None:
+            raise BadOutcome(f"metric {name!r}: found {shown(value)}; allowed: a finite number")
+        metrics[name] = found
+    return metrics
 
 
 def _reward(answer: Any) -> float:

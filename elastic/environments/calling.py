@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 
 class TooSlow(Exception):
@@ -28,37 +28,42 @@ async def called(function: Callable[..., Any], given: Mapping[str, Any], limit_s
         waiting.cancel()  # It is not waited for: it may catch that.
     if not waiting.done():
         raise TooSlow(limit_s)
-    return waiting.result()
-
-
-async def _answer(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    answer = function(**given) if inspect.iscoroutinefunction(function) else await _in_thread(function, given)
-    return await _awaited(answer) if inspect.isawaitable(answer) else answer
-
-
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer
-
-
-async def _in_thread(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    loop = asyncio.get_running_loop()
-    over: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def settle(answer: Any, error: BaseException | None) -> None:
-        if not over.done():
-            over.set_result((answer, error))
-
-    def run() -> None:
-        answer, error = None, None
-        try:
-            answer = function(**given)
-        except BaseException as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
-            loop.call_soon_threadsafe(settle, answer, error)
-
-    threading.Thread(target=run, name=getattr(function, "__name__", "call"), daemon=True).start()
-    answer, error = await over
+    answer, error = waiting.result()
     if error is not None:
         raise error
     return answer
+
+
+_Answer: TypeAlias = tuple[Any, BaseException | None]
+
+
+async def _answer(function: Callable[..., Any], given: Mapping[str, Any]) -> _Answer:
+    """What it returns or raises. Nothing is raised here: `SystemExit` would end the event loop."""
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(**given), None
+        answer, error = await _in_thread(function, given)
+        return (await answer if inspect.isawaitable(answer) else answer), error
+    except BaseException as error:
+        return None, error
+
+
+async def _in_thread(function: Callable[..., Any], given: Mapping[str, Any]) -> _Answer:
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[_Answer] = loop.create_future()
+
+    def settle(answer: _Answer) -> None:
+        if not over.done():
+            over.set_result(answer)
+
+    def run() -> None:
+        answer: _Answer
+        try:
+            answer = function(**given), None
+        except BaseException as error:
+            answer = None, error
+        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+            loop.call_soon_threadsafe(settle, answer)
+
+    threading.Thread(target=run, name=getattr(function, "__name__", "call"), daemon=True).start()
+    return await over

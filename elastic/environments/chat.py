@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
 from elastic.environments.outside import Outside, OutsideSettings
-from elastic.environments.scoring import Conversation, load_reward
+from elastic.environments.scoring import PlayedChat, load_reward
 from elastic.environments.tools import Toolbox
 from elastic.system.named_code import GivenCode, parsed
 from elastic.system.plain_values import shown
@@ -38,7 +38,9 @@ class RowChatSettings(OutsideSettings):
     turns_most: int = Field(
         8, ge=1, description="with tools: answers of the policy after which an episode is truncated"
     )
-    tool_timeout_s: float = Field(30.0, gt=0, description="a tool that takes longer is an error, which the policy reads")
+    tool_timeout_s: float = Field(
+        30.0, gt=0, description="a tool that takes longer is an error, which the policy reads"
+    )
     tool_characters: int = Field(16_384, ge=1, description="most of a tool's answer that the policy reads")
     concurrency: int = Field(32, ge=1, le=4096, description="episodes at once in each of the environment's processes")
 
@@ -63,14 +65,14 @@ class RowChat(Outside):
     in_workers: ClassVar[bool] = True
 
 
-class Said(NamedTuple):
+class PolicyAnswer(NamedTuple):
     """An answer of the policy; `cut` if its limit of tokens has ended it."""
 
     message: dict[str, Any]
     cut: bool
 
 
-class NoRoom(Exception):
+class LimitReached(Exception):
     """The episode has come to a limit of the run's: of turns, or of tokens."""
 
 
@@ -78,20 +80,32 @@ def load_chat(settings: RowChatSettings, http: httpx.AsyncClient) -> Rollout:
     """What plays an episode; `http` makes its calls. Raises `CodeUnusable` for what cannot be loaded."""
     rewards = [load_reward(named) for named in settings.rewards]
     weights = settings.weights or (1.0,) * len(rewards)
+    names = metric_names(settings.rewards)
     tools = Toolbox(settings.tools, settings.tool_timeout_s, settings.tool_characters)
 
     async def play(task: EpisodeTask, client: Any, trajectory: PlayedTrajectory) -> Outcome:
         messages = opening(task.prompt, settings.system)
         prompt = len(messages)
         truncated = await _converse(http, trajectory, messages, tools, settings.turns_most)
-        said = Conversation(task=task, trajectory=trajectory, messages=messages, prompt=prompt)
+        said = PlayedChat(task=task, trajectory=trajectory, messages=messages, prompt=prompt)
         scores = [await reward.score(said, settings.reward_timeout_s) for reward in rewards]
         known = [weight * score for weight, score in zip(weights, scores, strict=True) if score is not None]
         if not known:
             return Outcome(failed="no reward function has judged the answer")
-        return Outcome(reward=sum(known), truncated=truncated)
+        metrics = {name: score for name, score in zip(names, scores, strict=True) if score is not None}
+        return Outcome(reward=sum(known), truncated=truncated, metrics=metrics)
 
     return play
+
+
+def metric_names(rewards: Sequence[str]) -> list[str]:
+    """What the scores of reward functions are called among metrics: as the functions are, numbered where two are
+    called the same."""
+    names = [parsed(named).name for named in rewards]
+    return [
+        f"rewards/{name}" if names.count(name) == 1 else f"rewards/{name}-{names[: place + 1].count(name)}"
+        for place, name in enumerate(names)
+    ]
 
 
 def opening(prompt: Any, system: str) -> list[dict[str, Any]]:
@@ -115,7 +129,7 @@ async def _converse(
     for turn in range(turns_most):
         try:
             said = await _answered(http, trajectory, messages, tools.told)
-        except NoRoom as full:
+        except LimitReached as full:
             if not turn:
                 raise BadOutcome(f"the prompt was refused: {full}") from full
             return True
@@ -133,8 +147,8 @@ async def _answered(
     trajectory: PlayedTrajectory,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
-) -> Said:
-    """What the policy says; a call that breaks is made again, which joins it. Raises `NoRoom` and `BadOutcome`."""
+) -> PolicyAnswer:
+    """What the policy says; a call that breaks is made again, which joins it. Raises `LimitReached`, `BadOutcome`."""
     headers = {"authorization": f"Bearer {trajectory.key}"}
     body = {"model": trajectory.model, "messages": messages} | ({"tools": tools} if tools else {})
     while True:
@@ -142,7 +156,7 @@ async def _answered(
             answer = await http.post(f"{trajectory.base_url}/chat/completions", json=body, headers=headers)
             if answer.status_code == 200:
                 choice = answer.json()["choices"][0]
-                return Said(choice["message"], choice["finish_reason"] == "length")
+                return PolicyAnswer(choice["message"], choice["finish_reason"] == "length")
             if answer.status_code not in AGAIN or answer.headers.get("x-should-retry") == "false":
                 raise _refusal(answer)
         except httpx.TransportError:
@@ -158,4 +172,8 @@ def _refusal(answer: httpx.Response) -> Exception:
     except (ValueError, KeyError, TypeError):
         code, message = "", answer.text
     message = message[:REFUSED_CHARACTERS]
-    return NoRoom(message) if code in NO_ROOM else BadOutcome(f"a call was refused ({answer.status_code}): {message}")
+    return (
+        LimitReached(message)
+        if code in NO_ROOM
+        else BadOutcome(f"a call was refused ({answer.status_code}): {message}")
+    )

@@ -208,4 +208,5 @@ class FunctionPlayer:
                 if isinstance(answer, Declined):
                     cause = f"its reward was refused: {answer.message}"
                     break
-        await self._link.ask(lambda n: EndTrajectory(n, caller, cause, outcome.truncated and not cause))
+        truncated, metrics = outcome.truncated and not cause, dict(outcome.metrics)
+        await self._link.ask(lambda n: EndTrajectory(n, caller, cause, truncated, metrics))

@@ -23,7 +23,7 @@ OWN = ("task", "messages", "trajectory")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversation:
+class PlayedChat:
     """What is to be scored. The first `prompt` of the `messages` are the prompt. `trajectory` is where calls go: with
     its key those of other models, as judges are."""
 
@@ -52,7 +52,7 @@ class RewardFunction:
     style: Literal["trl", "verl", "own"]
     named: frozenset[str] | None
 
-    async def score(self, said: Conversation, limit_s: float) -> float | None:
+    async def score(self, said: PlayedChat, limit_s: float) -> float | None:
         """What the conversation is worth. Raises `BadOutcome`, and whatever the function raises."""
         given = _GIVEN[self.style](said)
         if self.named is not None:
@@ -87,7 +87,9 @@ def load_reward(named: str) -> RewardFunction:
     style: Literal["trl", "verl", "own"] = "own"
     if "solution_str" in parameters:
         style = "verl"
-    elif "completions" in parameters or "prompts" in parameters or (takes_all and not any(n in parameters for n in OWN)):
+    elif (
+        "completions" in parameters or "prompts" in parameters or (takes_all and not any(n in parameters for n in OWN))
+    ):
         style = "trl"
     else:
         needed = [n for n, one in parameters.items() if one.default is one.empty and n not in OWN and not takes_all]
@@ -97,13 +99,13 @@ def load_reward(named: str) -> RewardFunction:
     return RewardFunction(parsed(named).name, function, style, None if takes_all else frozenset(parameters))
 
 
-def _trl(said: Conversation) -> dict[str, Any]:
+def _trl(said: PlayedChat) -> dict[str, Any]:
     columns = {name: [value] for name, value in said.task.row.items() if name not in ("prompt", "prompts")}
     own = {name: [value] for name, value in _own(said).items()}
     return {**own, **columns, "prompts": [said.task.prompt], "completions": [said.completion]}
 
 
-def _verl(said: Conversation) -> dict[str, Any]:
+def _verl(said: PlayedChat) -> dict[str, Any]:
     return {
         **_own(said),
         "data_source": said.task.row.get("data_source", ""),
@@ -113,8 +115,8 @@ def _verl(said: Conversation) -> dict[str, Any]:
     }
 
 
-def _own(said: Conversation) -> dict[str, Any]:
+def _own(said: PlayedChat) -> dict[str, Any]:
     return {"task": said.task, "messages": list(said.messages), "trajectory": said.trajectory}
 
 
-_GIVEN: Mapping[str, Callable[[Conversation], dict[str, Any]]] = {"trl": _trl, "verl": _verl, "own": _own}
+_GIVEN: Mapping[str, Callable[[PlayedChat], dict[str, Any]]] = {"trl": _trl, "verl": _verl, "own": _own}

@@ -30,7 +30,7 @@ _ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 @dataclass(frozen=True)
-class Tool:
+class FunctionTool:
     """`told` is what the policy is told of the function, as OpenAI's APIs have it."""
 
     name: str
@@ -85,7 +85,7 @@ class Toolbox:
             return f"{ERROR}{told(error)}"
 
 
-def load_tool(named: str) -> Tool:
+def load_tool(named: str) -> FunctionTool:
     """Raises `CodeUnusable` for what cannot be loaded, or cannot be told to a model."""
     name, function = parsed(named).name, load(named)
     if not callable(function):
@@ -99,7 +99,7 @@ def load_tool(named: str) -> Tool:
     except (NameError, PydanticUserError, PydanticInvalidForJsonSchema) as error:
         raise CodeUnusable(f"{named}: its parameters cannot be told to a model: {told(error, 300)}") from error
     told_as = {"name": name, **({"description": about} if about else {}), "parameters": schema}
-    return Tool(name, function, arguments, {"type": "function", "function": told_as})
+    return FunctionTool(name, function, arguments, {"type": "function", "function": told_as})
 
 
 def documented(text: str) -> tuple[str, dict[str, str]]:
@@ -138,7 +138,8 @@ def _arguments(named: str, function: Callable[..., Any], about: Mapping[str, str
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
             raise CodeUnusable(f"{named}: parameter {parameter.name!r} has no name in calls; allowed: named parameters")
         default = ... if parameter.default is parameter.empty else parameter.default
-        field = Field(default, alias=parameter.name, description=about.get(parameter.name))
+        described: dict[str, Any] = {"description": about[parameter.name]} if parameter.name in about else {}
+        field = Field(default, alias=parameter.name, **described)
         fields[f"p{place}"] = (hints.get(parameter.name, Any), field)
     return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
 

@@ -225,7 +225,8 @@ class AgentFront:
 
     async def _end(self, request: Request) -> Response:
         caller = self._of(request)
-        return await self._shown(EndTrajectory(0, caller, (await self._body(request, EndRequest)).cause or ""))
+        body = await self._body(request, EndRequest)
+        return await self._shown(EndTrajectory(0, caller, body.cause or "", metrics=body.metrics))
 
     async def _bind(self, request: Request) -> Response:
         caller = self._of(request)

@@ -38,6 +38,8 @@ HISTORY_BYTES_MAX = 16 * 1024 * 1024
 ALL_IDS = 2**31 - 1
 """`LookUp.ids_before` of a front that wants all of a context."""
 NAME_MAX = 512
+METRICS_MAX = 64
+"""Most metrics of a trajectory."""
 UNREAD_BYTES = 64 * 1024 * 1024
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_MAX)]
@@ -223,6 +225,8 @@ class EndTrajectory(_FrontMessage, frozen=True):
     caller: AgentCaller
     cause: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     truncated: bool = False
+    metrics: Annotated[dict[Name, float], msgspec.Meta(max_length=METRICS_MAX)] = {}
+    """Numbers of the driver's own, by name."""
 
 
 class AskUpstream(_FrontMessage, frozen=True):

@@ -23,6 +23,7 @@ from elastic.report.coserving import CoServingHost, co_serving_of
 from elastic.report.functions import FunctionUsage, functions_of
 from elastic.report.history import History, Segment, history_of
 from elastic.report.lanes import WorkerLane, lanes, replacements
+from elastic.report.metrics import mean_metrics
 from elastic.report.policies import PolicyUsage, policies_of
 from elastic.report.refusals import LeaseRefusals, Remark, refused_leases_of, refused_of, remarks_of
 from elastic.report.timeline import Timeline, timeline
@@ -95,6 +96,8 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     mean_reward: float | None
     standard_error: float | None
     trainer: dict[str, float | None]
+    metrics: dict[str, float] = {}
+    """What environments measure besides rewards: the means over the step's scored trajectories that have them."""
 
 
 class Moves(msgspec.Struct, frozen=True, kw_only=True):
@@ -407,13 +410,14 @@ def _scored(trajectory: TrajectoryRow) -> bool:
 
 
 def _steps(steps: Sequence[StepRow], trajectories: Sequence[TrajectoryRow], *, learns: bool) -> list[StepSummary]:
-    rewards: dict[int, list[float]] = {}
+    scored: dict[int, list[TrajectoryRow]] = {}
     for row in filter(_scored, trajectories):
-        rewards.setdefault(row.step, []).append(row.reward or 0.0)
-    return [_step(row, rewards.get(row.step, []), learns=learns) for row in steps]
+        scored.setdefault(row.step, []).append(row)
+    return [_step(row, scored.get(row.step, []), learns=learns) for row in steps]
 
 
-def _step(row: StepRow, rewards: Sequence[float], *, learns: bool) -> StepSummary:
+def _step(row: StepRow, scored: Sequence[TrajectoryRow], *, learns: bool) -> StepSummary:
+    rewards = [one.reward or 0.0 for one in scored]
     rate = success_rate(rewards) if learns else None
     unusable = int(row.trainer.get("groups_unusable") or 0)
     return StepSummary(
@@ -429,6 +433,7 @@ def _step(row: StepRow, rewards: Sequence[float], *, learns: bool) -> StepSummar
         mean_reward=mean_reward(rewards) if learns else None,
         standard_error=None if rate is None else math.sqrt(rate * (1 - rate) / len(rewards)),
         trainer=row.trainer,
+        metrics=mean_metrics(scored),
     )
 
 

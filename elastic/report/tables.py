@@ -232,6 +232,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _remarks(summary),
         _integrity(summary),
         _steps(summary),
+        _metrics(summary),
     ]
     return [table for table in found if table.rows]
 
@@ -825,6 +826,24 @@ def _steps(summary: Summary) -> Table:
         "the policy was being trained."
         if learns
         else "Rewards of a simulation are drawn, and are not shown: no policy learns.",
+    )
+
+
+METRICS_SHOWN = 12
+"""Columns of the table of metrics; the others are in the report's JSON."""
+
+
+def _metrics(summary: Summary) -> Table:
+    names = sorted({name for step in summary.steps for name in step.metrics})[:METRICS_SHOWN]
+    return Table(
+        title="Metrics",
+        header=["step", *names],
+        rows=[
+            [str(step.step), *(units.reward(step.metrics.get(name)) for name in names)]
+            for step in summary.steps
+            if step.metrics
+        ],
+        note="What environments measure besides rewards: means of the step's scored trajectories that have it.",
     )
 
 

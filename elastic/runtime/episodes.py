@@ -65,6 +65,8 @@ class RolloutTrajectory:
     """A limit of turns or tokens ended it, not its environment."""
     branches: list[SampledBranch] = field(default_factory=list[SampledBranch])
     """Further contexts in which an agent let the policy sample, besides the first."""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """What its driver has told of it besides its reward."""
 
     @property
     def tokens(self) -> int:
@@ -104,6 +106,7 @@ class RolloutTrajectory:
             turns=row.turns,
             truncated=row.truncated,
             branches=branches,
+            metrics=row.metrics_by_name,
         )
 
     def data(self) -> list[wire.TrajectoryData]:

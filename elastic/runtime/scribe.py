@@ -1,7 +1,7 @@
 """A run's scribe: turns what happens into rows of the journal, and counts what the run's status shows."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -65,6 +65,9 @@ class Ended(Protocol):
 
     @property
     def branches(self) -> Sequence[SampledBranch]: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 @dataclass(slots=True)
@@ -499,4 +502,5 @@ def _row(
         truncated=ended.truncated,
         sampled=b"" if sampled is None else msgspec.msgpack.encode(sampled),
         branches=msgspec.msgpack.encode(ended.branches) if ended.branches else b"",
+        metrics=msgspec.msgpack.encode(ended.metrics) if ended.metrics else b"",
     )

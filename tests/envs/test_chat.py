@@ -122,7 +122,7 @@ async def played(url: str, of: RowChatSettings, prompt: Any = "2+2=") -> Outcome
 
 async def test_rewards_are_called_as_trls_and_verls_and_weighed(url: str, tmp_path: Path) -> None:
     found = await played(url, settings(tmp_path, "trl", "verl", "none", weights=[1, 0.5, 7]))
-    assert found == Outcome(reward=14 + 0.5, truncated=True)
+    assert found == Outcome(reward=14 + 0.5, truncated=True, metrics={"rewards/trl": 14.0, "rewards/verl": 1.0})
     conversation = [{"role": "user", "content": "2+2="}]
     assert (await played(url, settings(tmp_path, "trl"), conversation)).reward == 14
 
@@ -131,7 +131,9 @@ async def test_what_no_function_judges_has_failed(url: str, tmp_path: Path) -> N
     assert (await played(url, settings(tmp_path, "none"))).failed == "no reward function has judged the answer"
 
 
-@pytest.mark.parametrize(("name", "told"), [("two", "one reward"), ("text", "a finite number"), ("slow", "no answer within 0.1 s")])
+@pytest.mark.parametrize(
+    ("name", "told"), [("two", "one reward"), ("text", "a finite number"), ("slow", "no answer within 0.1 s")]
+)
 async def test_what_is_no_reward_is_told(url: str, tmp_path: Path, name: str, told: str) -> None:
     with pytest.raises(BadOutcome, match=told):
         await played(url, settings(tmp_path, name, reward_timeout_s=0.1))
@@ -165,7 +167,7 @@ SUM = ("add", '{"a": 2, "b": 2}')
 async def test_calls_of_tools_are_answered_until_there_are_none(tmp_path: Path) -> None:
     of = settings(tmp_path, "used_the_tool", "own", tools=["add"], system="You can add.")
     async with model(calls(SUM, ("add", "{}")), {**ANSWER, "finish_reason": "stop"}) as (url, asked):
-        assert await played(url, of) == Outcome(reward=1.0 + 3.0)
+        assert await played(url, of) == Outcome(reward=4.0, metrics={"rewards/used_the_tool": 1.0, "rewards/own": 3.0})
     first, second = asked
     (tool,) = first["tools"]
     assert (tool["function"]["name"], second["tools"]) == ("add", first["tools"])
@@ -177,7 +179,7 @@ async def test_calls_of_tools_are_answered_until_there_are_none(tmp_path: Path) 
 
 async def test_an_answer_without_a_call_is_what_the_reward_says(tmp_path: Path) -> None:
     async with model({**ANSWER, "finish_reason": "stop"}) as (url, _):
-        assert await played(url, settings(tmp_path, "used_the_tool", tools=["add"])) == Outcome(reward=0.0)
+        assert (await played(url, settings(tmp_path, "used_the_tool", tools=["add"]))).reward == 0.0
 
 
 @pytest.mark.parametrize("ended", [calls(SUM), refused(410, "max_turns"), refused(400, "context_length_exceeded")])

@@ -58,13 +58,13 @@ async def test_a_function_gets_its_task_and_its_reward_is_told() -> None:
 
     async def rollout(task: EpisodeTask, client: Any, trajectory: PlayedTrajectory) -> Outcome:
         got.append((task, client, trajectory))
-        return Outcome(reward=0.5, truncated=True, rewards={"solver": 1})
+        return Outcome(reward=0.5, truncated=True, rewards={"solver": 1}, metrics={"calls": True})
 
     own = m.AgentCaller(named="3-1-2")
     assert await played(rollout) == [
         m.GiveReward(1, own, 0.5),
         m.GiveReward(1, own, 1.0, "solver"),
-        m.EndTrajectory(1, own, "", True),
+        m.EndTrajectory(1, own, "", True, {"calls": 1.0}),
     ]
     await played(rollout)
     (task, client, trajectory), (same, _, _) = got
@@ -110,6 +110,12 @@ def raises(error: BaseException) -> Any:
         (lambda *_: Outcome(), "found None"),
         (lambda *_: Outcome(reward=1.0, failed="the sandbox is gone"), "the sandbox is gone"),
         (lambda *_: Outcome(failed="x" * 10_000), "x" * 1000),
+        (lambda *_: Outcome(reward=1.0, metrics={"calls": math.nan}), "metric 'calls': found nan"),
+        (lambda *_: Outcome(reward=1.0, metrics={"": 1}), "allowed: a name of 1 to 64 characters"),
+        (
+            lambda *_: Outcome(reward=1.0, metrics={str(n): n for n in range(65)}),
+            "found 65 metrics; allowed: at most 64",
+        ),
         (lambda: 1.0, "the environment raised TypeError"),
     ],
 )

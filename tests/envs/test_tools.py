@@ -44,6 +44,9 @@ def divide(a: float, b: float) -> float:
 def leave(**rest) -> None:
     raise SystemExit(3)
 
+async def leave_too() -> None:
+    raise SystemExit(3)
+
 async def cancel() -> None:
     raise asyncio.CancelledError
 
@@ -51,11 +54,10 @@ def sleepy() -> None:
     time.sleep(20)
 
 async def deaf() -> None:
-    while True:
-        try:
-            await asyncio.sleep(20)
-        except asyncio.CancelledError:
-            pass
+    try:
+        await asyncio.sleep(20)
+    except asyncio.CancelledError:
+        await asyncio.sleep(0.5)
 
 def long() -> str:
     return "x" * 1000
@@ -129,6 +131,7 @@ async def test_arguments_are_made_what_the_function_takes(file: Path) -> None:
         ("divide", "{", "the arguments are no JSON"),
         ("divide", [1, 2], "allowed: a JSON object"),
         ("leave", {}, "Error: SystemExit: 3"),
+        ("leave_too", {}, "Error: SystemExit: 3"),
         ("cancel", {}, "Error: CancelledError"),
         ("long", "", "x… (900 characters more)"),
     ],

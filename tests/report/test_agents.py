@@ -105,3 +105,21 @@ def test_other_runs_have_neither(summary_of, config):
     summary = summary_of(fill)
     assert summary.policies == summary.upstream == []
     assert "Models elsewhere" not in as_markdown(summary)
+
+
+def test_metrics_of_environments_are_means_of_the_scored_trajectories_that_have_them(summary_of):
+    def fill(run):
+        run.meta(config=CONFIG, run="run")
+        told = [{"calls": 1.0}, {"calls": 2.0, "rewards/right": 0.5}, {"calls": 9.0}, {}]
+        rows = [
+            msgspec.structs.replace(
+                trajectory(f"0/0/{member}", None if member == 2 else 1.0, sampled("", 1, None)),
+                metrics=msgspec.msgpack.encode(metrics) if metrics else b"",
+            )
+            for member, metrics in enumerate(told)
+        ]
+        run.journal.append(*rows)
+        run.step(0, 1.0)
+
+    (step,) = summary_of(fill).steps
+    assert step.metrics == {"calls": 1.5, "rewards/right": 0.5}

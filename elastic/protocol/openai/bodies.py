@@ -225,7 +225,12 @@ class RewardRequest(msgspec.Struct, kw_only=True):
 
 
 class EndRequest(msgspec.Struct, kw_only=True):
+    """The agent is done. With a `cause` the trajectory has failed; `metrics` are numbers of the driver's own."""
+
     cause: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
+    metrics: Annotated[
+        dict[Annotated[str, msgspec.Meta(min_length=1, max_length=64)], float], msgspec.Meta(max_length=64)
+    ] = {}
 
 
 class SessionRequest(msgspec.Struct, kw_only=True):

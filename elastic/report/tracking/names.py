@@ -64,6 +64,12 @@ def named(figures: Mapping[str, float]) -> dict[str, float]:
     return {NAMES.get(figure, f"trainer/{figure}"): value for figure, value in figures.items()}
 
 
+def of_environment(metric: str) -> str:
+    """The name of what an environment measures besides rewards; TRL's, where it is what one of several functions says
+    of the reward."""
+    return f"{metric}/mean" if metric.startswith("rewards/") else f"metrics/{metric}/mean"
+
+
 def of_provider(provider: str, figure: str) -> str:
     """The name of a figure of one provider."""
     return f"elastic/{figure}/{provider}"

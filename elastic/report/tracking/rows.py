@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 from elastic.core.types import NS_PER_S
+from elastic.report.metrics import mean_metrics
 from elastic.report.tracking.delivery import TrackedRow, TrackedSample
-from elastic.report.tracking.names import named, of_provider
+from elastic.report.tracking.names import named, of_environment, of_provider
 from elastic.report.tracking.samples import SampleBounds, ToText, chosen, sample_of
 from elastic.runtime.journal import (
     CONTINUES,
@@ -98,6 +99,7 @@ class StepSource:
         before = [last.status for one in earlier if (last := self._journal(one).last(SampleRow)) is not None]
         ended = list(trajectories.values())
         figures = named(figures_of(row, ended, list(groups.values())))
+        figures |= {of_environment(name): value for name, value in mean_metrics(ended).items()}
         if status is not None:
             figures |= costs_of(status.status, before)
         return TrackedRow(

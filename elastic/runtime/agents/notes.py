@@ -74,6 +74,13 @@ class Rewarded(_Note, frozen=True):
     policy: str = ""
 
 
+class MetricsTaken(_Note, frozen=True):
+    """Numbers that its driver tells of the trajectory, by name."""
+
+    trajectory: TrajectoryId
+    metrics: dict[str, float]
+
+
 class Truncated(_Note, frozen=True):
     """The trajectory has had all of its turns."""
 
@@ -135,6 +142,7 @@ AgentNote: TypeAlias = (
     | AnswerGiven
     | Abandoned
     | Rewarded
+    | MetricsTaken
     | Truncated
     | BegunAgain
     | UpstreamAsked

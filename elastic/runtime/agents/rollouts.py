@@ -6,8 +6,9 @@ knows all of it: a trajectory is not played again after a restart, its agent goe
 """
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -181,13 +182,17 @@ class AgentRollouts:
             self._note(notes.Rewarded(trajectory.trajectory, reward, policy))
         return self._standing(trajectory)
 
-    def end(self, caller: AgentCaller, cause: str, *, truncated: bool = False) -> TrajectoryStanding:
+    def end(
+        self, caller: AgentCaller, cause: str, *, truncated: bool = False, metrics: Mapping[str, float] | None = None
+    ) -> TrajectoryStanding:
         """End the trajectory with the reward that it has; as failed, where there is none, or with a cause."""
         if (ended := self._claims.over(caller)) is not None:
             return ended.standing
         trajectory = self._claims.open(caller)
         if truncated and not trajectory.truncated:
             self._note(notes.Truncated(trajectory.trajectory))
+        if known := {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}:
+            self._note(notes.MetricsTaken(trajectory.trajectory, known))
         self._end(trajectory, cause)
         return self._claims.ended[trajectory.trajectory].standing
 
@@ -656,6 +661,8 @@ class AgentRollouts:
                     trajectories[_trajectory(note.turn)].withdraw(turn)
             case notes.Rewarded():
                 trajectories[note.trajectory].take_reward(note.policy, note.reward)
+            case notes.MetricsTaken():
+                trajectories[note.trajectory].metrics = note.metrics
             case notes.Truncated():
                 trajectories[note.trajectory].truncated = True
             case notes.BegunAgain():

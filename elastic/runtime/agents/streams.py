@@ -182,7 +182,9 @@ class FrontStreams:
                 standing = rollouts.reward(message.caller, message.reward, message.policy)
                 self._reply(front, m.TrajectoryShown(message.request, standing))
             case m.EndTrajectory():
-                standing = rollouts.end(message.caller, message.cause, truncated=message.truncated)
+                standing = rollouts.end(
+                    message.caller, message.cause, truncated=message.truncated, metrics=message.metrics
+                )
                 self._reply(front, m.TrajectoryShown(message.request, standing))
             case m.ShowTrajectory():
                 front.connection.send(m.TrajectoryShown(message.request, rollouts.show(message.caller)))
@@ -220,7 +222,7 @@ class FrontStreams:
                 self._reply(front, m.TrajectoryShown(message.request, standing))
             case m.EndTrajectory():
                 own = m.AgentCaller(driver=driver, named=message.caller.named)
-                standing = rollouts.end(own, message.cause, truncated=message.truncated)
+                standing = rollouts.end(own, message.cause, truncated=message.truncated, metrics=message.metrics)
                 self._finished[driver] += standing.state in ("finished", "truncated")
                 self._reply(front, m.TrajectoryShown(message.request, standing))
             case _:

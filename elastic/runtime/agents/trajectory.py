@@ -102,6 +102,7 @@ class AgentTrajectory:
     policy_rewards: dict[str, float] = field(default_factory=dict[str, float])
     """Of policies that have rewards of their own."""
     truncated: bool = False
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def awaited(self) -> bool:
@@ -213,7 +214,7 @@ class AgentTrajectory:
     def episode(self) -> RolloutTrajectory:
         """What it has come to: its first branch in which anything was sampled, and the others."""
         episode = RolloutTrajectory(self.trajectory, self.started_ns, 0)
-        episode.turns, episode.truncated = self.played, self.truncated
+        episode.turns, episode.truncated, episode.metrics = self.played, self.truncated, self.metrics
         for place, (_, branch) in enumerate(self.branches.trained()):
             branch.sampled.policy = branch.policy
             branch.sampled.policy_reward = self.policy_rewards.get(branch.policy)

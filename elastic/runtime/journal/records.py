@@ -85,6 +85,7 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     `truncated` says that a limit of turns or tokens ended it. `token_ids` are packed, and `sampled` is a msgpack
     `elastic.protocol.sampled.Sampled`; both are empty where tokens were only counted. `branches` is a msgpack list of
     `SampledBranch`, of the branches that an agent has made besides the first; empty where there is only that.
+    `metrics` are msgpack, too: numbers by name.
     """
 
     TABLE: ClassVar[str] = "trajectories"
@@ -103,6 +104,11 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     truncated: bool = False
     sampled: bytes = b""
     branches: bytes = b""
+    metrics: bytes = b""
+
+    @property
+    def metrics_by_name(self) -> dict[str, float]:
+        return msgspec.msgpack.decode(self.metrics, type=dict[str, float]) if self.metrics else {}
 
 
 class TrajectoryPlace(NamedTuple):

@@ -25,7 +25,7 @@ from elastic.system.files import StandingFiles
 from elastic.system.host import here
 from elastic.system.sqlite import open_sqlite
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 CAUGHT_UP_SHARE = 0.5
 """A journal that is behind has caught up once no more than this share of its bound waits."""
 PENDING_BYTES = 64 * 2**20

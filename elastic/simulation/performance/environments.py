@@ -1,6 +1,6 @@
 """Environment loops and reward functions of a simulated run: episodes whose turns take modelled time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,6 +41,10 @@ class Trajectory:
     @property
     def branches(self) -> tuple[()]:
         return ()
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return {}
 
 
 @dataclass(slots=True)
