@@ -172,8 +172,6 @@ def _refusal(answer: httpx.Response) -> Exception:
     except (ValueError, KeyError, TypeError):
         code, message = "", answer.text
     message = message[:REFUSED_CHARACTERS]
-    return (
-        LimitReached(message)
-        if code in NO_ROOM
-        else BadOutcome(f"a call was refused ({answer.status_code}): {message}")
-    )
+    if code in NO_ROOM:
+        return LimitReached(message)
+    return BadOutcome(f"a call was refused ({answer.status_code}): {message}")

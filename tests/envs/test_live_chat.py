@@ -1,0 +1,48 @@
+"""Live runs of kind `chat`: a policy without training, tools that are plain functions, and figures by step."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic.report import summarise
+from elastic.runtime.journal import RunDirectory
+from tests.front.live import agents_run
+
+pytestmark = pytest.mark.environments
+
+FUNCTIONS = '''
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+async def length(messages, task, trajectory) -> float:
+    assert trajectory.base_url.endswith("/v1") and task.prompt in (one["content"] for one in messages)
+    return float(len(messages))
+
+
+def digits(completions, answer, **columns):
+    assert answer == ["4"]
+    return [sum(letter.isdigit() for letter in said) for said in completions]
+'''
+
+
+def test_a_run_with_tools_ends_with_metrics_of_each_step(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2+2=", "answer": "4"}))
+    settings = (
+        *("run.steps=2", "rollout.groups=2", "rollout.group_size=2", "front.tool_parser=hermes"),
+        *("environment.name=chat", f"environment.data.source={tmp_path}/rows.jsonl", "environment.data.answer=answer"),
+        *('environment.settings.tools=["mine.py:add"]', "environment.settings.system=You can add."),
+        'environment.settings.rewards=["mine.py:length", "mine.py:digits"]',
+    )
+    with agents_run(tmp_path, *settings) as run:
+        run.wait()
+        assert run.leftovers() == []
+        summary = summarise(RunDirectory(run.run_dir))
+    assert (summary.outcome, len(summary.steps)) == ("finished", 2)
+    for step in summary.steps:
+        assert list(step.metrics) == ["rewards/digits", "rewards/length"]
+        assert step.metrics["rewards/length"] >= 3, "a system prompt, a question, and an answer"
+        assert step.mean_reward == pytest.approx(sum(step.metrics.values()))
