@@ -30,7 +30,7 @@ _ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 @dataclass(frozen=True)
-class FunctionTool:
+class PythonTool:
     """`told` is what the policy is told of the function, as OpenAI's APIs have it."""
 
     name: str
@@ -85,7 +85,7 @@ class Toolbox:
             return f"{ERROR}{told(error)}"
 
 
-def load_tool(named: str) -> FunctionTool:
+def load_tool(named: str) -> PythonTool:
     """Raises `CodeUnusable` for what cannot be loaded, or cannot be told to a model."""
     name, function = parsed(named).name, load(named)
     if not callable(function):
@@ -99,7 +99,7 @@ def load_tool(named: str) -> FunctionTool:
     except (NameError, PydanticUserError, PydanticInvalidForJsonSchema) as error:
         raise CodeUnusable(f"{named}: its parameters cannot be told to a model: {told(error, 300)}") from error
     told_as = {"name": name, **({"description": about} if about else {}), "parameters": schema}
-    return FunctionTool(name, function, arguments, {"type": "function", "function": told_as})
+    return PythonTool(name, function, arguments, {"type": "function", "function": told_as})
 
 
 def documented(text: str) -> tuple[str, dict[str, str]]:
