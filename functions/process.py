@@ -6,14 +6,16 @@ standard output, which from then on is standard error to the function. Where tha
 loaded. An answer has at most `ANSWER_BYTES_MAX` bytes. The process dies with the pool's, and ends when its input does.
 """
 
+import asyncio
 import ctypes
 import importlib
+import inspect
 import os
 import signal
 import stat
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, BinaryIO
 
 import msgspec
@@ -72,6 +74,8 @@ def load(function: str) -> Callable[[Any], Any]:
 def call(function: Callable[[Any], Any], payload: Any) -> Answer:
     try:
         result = function(payload)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
     except BaseException as error:  # `sys.exit` in a function is a failed call, not the end of its process.
         return Raised(told(error))
     try:
@@ -81,6 +85,10 @@ def call(function: Callable[[Any], Any], payload: Any) -> Answer:
     if len(encoded) + _ANSWER_OVERHEAD_BYTES > ANSWER_BYTES_MAX:
         return Unsendable(f"{type(result).__name__} has {len(encoded)} bytes; at most {ANSWER_BYTES_MAX} can be sent")
     return Returned(msgspec.Raw(encoded))
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 def serve(function: str, requests: BinaryIO, answers: BinaryIO) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from elastic.compose.plan import RunPlan, read_model_config
 from elastic.config import DRIVEN, OUTSIDE, PLAYED, Config, ConfigError, ConfigProblem, FrontConfig, validate
 from elastic.core.types import INTEGER_MAX, SamplingParameters
-from elastic.environments.env_worker import KEY_VARIABLE, PLAYED_SETTINGS
+from elastic.environments.env_worker import CHAT_KEY_VARIABLE, KEY_VARIABLE, PLAYED_SETTINGS
 from elastic.environments.outside import OutsideSettings
 from elastic.environments.rows import BadData, DataSource, check_first_row
 from elastic.front.addresses import agents_url
@@ -116,14 +116,15 @@ def _env_workers(config: Config, run_dir: Path) -> EnvWorkersOrder:
     command = (str(environment.python or sys.executable), "-m", "elastic.cli", "env-worker", *place)
     authority = own_authority(run_dir) if config.front and not is_loopback(config.front.host) else None
     trusted = {} if authority is None else {"SSL_CERT_FILE": str(authority.resolve())}
-    common = {**inherited(*config.run.pass_env), **trusted}
+    chat_key = secrets.viewer_key("judge")
+    common = {**inherited(*config.run.pass_env), **trusted, CHAT_KEY_VARIABLE: chat_key}
     return EnvWorkersOrder(
         run_dir=run_dir,
         commands=dict.fromkeys(names, command),
         environments={name: {**common, KEY_VARIABLE: key} for name, key in keys.items()},
         step_timeout_s=environment.step_timeout_s,
         max_restarts=environment.max_restarts,
-        secrets=tuple(keys.values()),
+        secrets=(chat_key, *keys.values()),
     )
 
 

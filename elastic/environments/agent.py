@@ -58,6 +58,8 @@ class PlayedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     member: int
     """Its number in its group."""
+    chat_key: str = ""
+    """For calls of the policy that are no turns of the trajectory, and not trained: chats, on spare credit."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

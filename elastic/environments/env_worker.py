@@ -54,6 +54,8 @@ PLAYED_SETTINGS: Mapping[str, type[AgentSettings] | type[RowChatSettings]] = {
 """By the names of the environments."""
 KEY_VARIABLE = "ELASTIC_ENV_WORKER_KEY"
 """Environment variable with the driver's key that an env worker shows to its run."""
+CHAT_KEY_VARIABLE = "ELASTIC_ENV_WORKER_CHAT_KEY"
+"""The same with a viewer's key, for judges that are the policy itself."""
 CAUSE_CHARACTERS = 2000
 TRACE_CHARACTERS = 4000
 REFUSED_WAIT_S = 1.0
@@ -84,7 +86,7 @@ async def serve_env_worker(work: EnvWork) -> None:
     rows = None if work.data is None else read_rows(work.data)
     ended = asyncio.Event()
     heed_no_more = act_on(TERMINATION, ended.set)
-    player = FunctionPlayer(link, rollout, make_client, work, rows)
+    player = FunctionPlayer(link, rollout, make_client, work, rows, os.environ.pop(CHAT_KEY_VARIABLE, ""))
     linking = asyncio.create_task(link.run(), name="run")
     slots = [asyncio.create_task(player.play_on(), name=f"slot {n}") for n in range(work.settings.concurrency)]
     waiting = asyncio.create_task(ended.wait(), name="signal")
@@ -149,13 +151,20 @@ class FunctionPlayer:
     """Plays one trajectory after the other in each of its slots."""
 
     def __init__(
-        self, link: EnvRunLink, rollout: Rollout, make_client: MakeClient, work: EnvWork, rows: Rows | None = None
+        self,
+        link: EnvRunLink,
+        rollout: Rollout,
+        make_client: MakeClient,
+        work: EnvWork,
+        rows: Rows | None = None,
+        chat_key: str = "",
     ) -> None:
         self._link = link
         self._rollout = rollout
         self._make_client = make_client
         self._work = work
         self._rows = rows
+        self._chat_key = chat_key
 
     async def play_on(self) -> None:
         while True:
@@ -176,6 +185,7 @@ class FunctionPlayer:
             key=begun.key,
             model=self._work.model,
             member=parse_trajectory(begun.trajectory).member,
+            chat_key=self._chat_key,
         )
         try:
             answer = self._rollout(task, self._make_client(trajectory), trajectory)

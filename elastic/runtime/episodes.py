@@ -13,7 +13,7 @@ from elastic.core.types import SamplingParameters, TrajectoryId, TurnId, WorkerI
 from elastic.protocol import wire
 from elastic.protocol.sampled import TOKEN_BYTES, Sampled, SampledBranch, SampledRun, ids_of, pack_ids
 from elastic.runtime.journal import TrajectoryRow
-from functions.rewards import FinishedTrajectory
+from functions.rewards import FinishedBranch, FinishedTrajectory
 
 
 @dataclass(slots=True)
@@ -65,6 +65,8 @@ class RolloutTrajectory:
     """A limit of turns or tokens ended it, not its environment."""
     branches: list[SampledBranch] = field(default_factory=list[SampledBranch])
     """Further contexts in which an agent let the policy sample, besides the first."""
+    task: bytes = b""
+    """What its driver opened it with, as JSON."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """What its driver has told of it besides its reward."""
 
@@ -106,6 +108,7 @@ class RolloutTrajectory:
             turns=row.turns,
             truncated=row.truncated,
             branches=branches,
+            task=row.task,
             metrics=row.metrics_by_name,
         )
 
@@ -143,6 +146,7 @@ class ScoringSettings:
 
     environment: dict[str, Any]
     reward: dict[str, Any]
+    checkpoint: str = ""
 
 
 class FinishedEpisodes:
@@ -190,6 +194,16 @@ class FinishedEpisodes:
             environment_reward=episode.sampled.reward,
             settings=self.scoring.reward,
             truncated=episode.truncated,
+            task=msgspec.json.decode(episode.task) if episode.task else None,
+            branches=[
+                FinishedBranch(
+                    token_ids=ids_of(branch.token_ids),
+                    trained=branch.sampled.trained(len(branch.token_ids) // TOKEN_BYTES).astype(int).tolist(),
+                    policy=branch.sampled.policy,
+                )
+                for branch in episode.branches
+            ],
+            checkpoint=self.scoring.checkpoint,
         )
 
     def record_reward(self, trajectory: TrajectoryId, reward: float | None) -> None:

@@ -210,7 +210,10 @@ class Orchestrator:
     def _connect(self, run: Run) -> Ports:
         config, wiring = self._config, self._wiring
         make_pool, environment = wiring.make_reward_pool, config.environment
-        scoring = ScoringSettings(environment.settings, config.rewards.settings) if make_pool else None
+        scoring = None
+        if make_pool:
+            checkpoint = str(config.model.checkpoint.absolute())
+            scoring = ScoringSettings(environment.settings, config.rewards.settings, checkpoint)
         listener = Listener(run, self._scribe, self.now_ns, self._trust, self._stepped)
         self._gateway = Gateway()
         self._door = self._gateway.open(

@@ -67,6 +67,9 @@ class Ended(Protocol):
     def branches(self) -> Sequence[SampledBranch]: ...
 
     @property
+    def task(self) -> bytes: ...
+
+    @property
     def metrics(self) -> Mapping[str, float]: ...
 
 
@@ -502,5 +505,6 @@ def _row(
         truncated=ended.truncated,
         sampled=b"" if sampled is None else msgspec.msgpack.encode(sampled),
         branches=msgspec.msgpack.encode(ended.branches) if ended.branches else b"",
+        task=ended.task,
         metrics=msgspec.msgpack.encode(ended.metrics) if ended.metrics else b"",
     )

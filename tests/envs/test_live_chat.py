@@ -12,6 +12,11 @@ from tests.front.live import agents_run
 pytestmark = pytest.mark.environments
 
 FUNCTIONS = '''
+import asyncio
+
+import httpx
+
+
 def add(a: int, b: int) -> int:
     """Adds two numbers."""
     return a + b
@@ -20,6 +25,17 @@ def add(a: int, b: int) -> int:
 async def length(messages, task, trajectory) -> float:
     assert trajectory.base_url.endswith("/v1") and task.prompt in (one["content"] for one in messages)
     return float(len(messages))
+
+
+async def judged(messages, trajectory) -> float:
+    """The policy is asked itself, and that is no turn of the trajectory."""
+    asked = {"model": trajectory.model, "messages": [{"role": "user", "content": "Is it good?"}]}
+    key = {"authorization": f"Bearer {trajectory.chat_key}"}
+    async with httpx.AsyncClient(base_url=trajectory.base_url, headers=key, timeout=120, trust_env=False) as calls:
+        while (answer := await calls.post("/chat/completions", json=asked)).status_code in (429, 503):
+            await asyncio.sleep(0.2)
+    assert answer.status_code == 200, answer.text
+    return float(answer.headers["x-elastic-trained"] == "false")
 
 
 def digits(completions, answer, **columns):
@@ -35,7 +51,8 @@ def test_a_run_with_tools_ends_with_metrics_of_each_step(tmp_path: Path) -> None
         *("run.steps=2", "rollout.groups=2", "rollout.group_size=2", "front.tool_parser=hermes"),
         *("environment.name=chat", f"environment.data.source={tmp_path}/rows.jsonl", "environment.data.answer=answer"),
         *('environment.settings.tools=["mine.py:add"]', "environment.settings.system=You can add."),
-        'environment.settings.rewards=["mine.py:length", "mine.py:digits"]',
+        'environment.settings.rewards=["mine.py:length", "mine.py:digits", "mine.py:judged"]',
+        "front.chats_max=64",
     )
     with agents_run(tmp_path, *settings) as run:
         run.wait()
@@ -43,6 +60,7 @@ def test_a_run_with_tools_ends_with_metrics_of_each_step(tmp_path: Path) -> None
         summary = summarise(RunDirectory(run.run_dir))
     assert (summary.outcome, len(summary.steps)) == ("finished", 2)
     for step in summary.steps:
-        assert list(step.metrics) == ["rewards/digits", "rewards/length"]
+        assert list(step.metrics) == ["rewards/digits", "rewards/judged", "rewards/length"]
+        assert step.metrics["rewards/judged"] == 1.0
         assert step.metrics["rewards/length"] >= 3, "a system prompt, a question, and an answer"
         assert step.mean_reward == pytest.approx(sum(step.metrics.values()))

@@ -20,6 +20,10 @@ def double(value: float) -> float:
     return 2 * value
 
 
+async def double_later(value: float) -> float:
+    return 2 * value
+
+
 def process_id(_: Any) -> int:
     return os.getpid()
 

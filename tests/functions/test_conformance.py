@@ -26,6 +26,7 @@ async def test_returns_what_the_function_returns(make_pool: MakePool, calls: lis
     assert results == [2 * n for n in range(20)]
     assert sorted(call.key for call in calls) == sorted(f"key-{n}" for n in range(20))
     assert {call.outcome for call in calls} == {CallOutcome.OK}
+    assert await make_pool("double_later").invoke("later", 3, TIMEOUT_S) == 6, "a function may be async"
 
 
 async def test_a_key_runs_once_however_often_it_is_asked(

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.environments.frozenlake import ACTIONS, VOCABULARY, FrozenLake, FrozenLakeSettings, encode
+from elastic.front.rendering.tokenizer import Tokenizer
+from elastic.front.tiny import write_tokenizer
 from functions.base import BadResult
 from functions.frozenlake import reward
-from functions.rewards import FinishedTrajectory, score
+from functions.rewards import FinishedBranch, FinishedTrajectory, finished_trajectory, score
 from tests.functions.conftest import TIMEOUT_S, MakePool
 
 
@@ -77,3 +79,29 @@ async def test_it_runs_on_a_pool(make_pool: MakePool, tmp_path: Path) -> None:
     for episode in episodes:
         found = await pool.invoke(episode.trajectory, msgspec.to_builtins(episode), TIMEOUT_S)
         assert score(found) == episode.environment_reward
+
+
+def test_messages_are_what_the_tokens_of_the_policy_and_of_others_say(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    spoken = [("user", "<|im_start|>2+2=<|im_end|>"), ("assistant", "four"), ("user", "Sure?"), ("assistant", "Yes")]
+    ids = [tokenizer.encode(text, special=True) for _, text in spoken]
+    trained = [int(role == "assistant") for (role, _), of in zip(spoken, ids, strict=True) for _ in of]
+    finished = FinishedTrajectory(
+        trajectory="0/0/0",
+        token_ids=[token for of in ids for token in of],
+        trained=trained,
+        seed=0,
+        environment_settings={},
+        environment_reward=0.0,
+        settings={},
+        task={"id": 3},
+        branches=[FinishedBranch(token_ids=ids[0], trained=[0] * len(ids[0]), policy="critic")],
+        checkpoint=str(tmp_path),
+    )
+    told = finished_trajectory(msgspec.to_builtins(finished))
+    assert told == finished
+    assert [(one["role"], one["content"]) for one in told.messages] == spoken
+    elsewhere = msgspec.structs.replace(finished, checkpoint=str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match="tokens would become messages"):
+        _ = elsewhere.messages

@@ -214,7 +214,8 @@ class AgentTrajectory:
     def episode(self) -> RolloutTrajectory:
         """What it has come to: its first branch in which anything was sampled, and the others."""
         episode = RolloutTrajectory(self.trajectory, self.started_ns, 0)
-        episode.turns, episode.truncated, episode.metrics = self.played, self.truncated, self.metrics
+        episode.turns, episode.truncated = self.played, self.truncated
+        episode.task, episode.metrics = self.task, self.metrics
         for place, (_, branch) in enumerate(self.branches.trained()):
             branch.sampled.policy = branch.policy
             branch.sampled.policy_reward = self.policy_rewards.get(branch.policy)

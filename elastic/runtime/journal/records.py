@@ -85,7 +85,7 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     `truncated` says that a limit of turns or tokens ended it. `token_ids` are packed, and `sampled` is a msgpack
     `elastic.protocol.sampled.Sampled`; both are empty where tokens were only counted. `branches` is a msgpack list of
     `SampledBranch`, of the branches that an agent has made besides the first; empty where there is only that.
-    `metrics` are msgpack, too: numbers by name.
+    `task` is JSON that its driver gave, if any; `metrics` are msgpack, too: numbers by name.
     """
 
     TABLE: ClassVar[str] = "trajectories"
@@ -104,6 +104,7 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     truncated: bool = False
     sampled: bytes = b""
     branches: bytes = b""
+    task: bytes = b""
     metrics: bytes = b""
 
     @property

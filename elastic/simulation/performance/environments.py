@@ -43,6 +43,10 @@ class Trajectory:
         return ()
 
     @property
+    def task(self) -> bytes:
+        return b""
+
+    @property
     def metrics(self) -> Mapping[str, float]:
         return {}
 

@@ -451,6 +451,19 @@ def test_a_reward_comes_once_and_a_trajectory_without_one_has_failed() -> None:
     assert isinstance(bench.ended[MEMBERS[1]][0], e.TrajectoryFailed)
 
 
+def test_what_a_driver_says_of_a_trajectory_goes_along_with_it_and_into_another_process() -> None:
+    bench = Bench()
+    bench.begin()
+    (turn,), _ = bench.ask(AgentCall("chat", b"1"), None, 0, [200])
+    bench.generate(turn, 8)
+    bench.rollouts.settle(turn, 8, b"")
+    bench.rollouts.reward(AGENT, 1.0)
+    for process in (bench, bench.recalled()):
+        process.rollouts.end(AGENT, "", metrics={"calls": 2.0, "none": float("nan")})
+        _, episode = process.ended[MEMBERS[0]]
+        assert (episode.metrics, episode.task) == ({"calls": 2.0}, b"{}")
+
+
 def test_what_is_idle_ends_with_the_reward_that_it_has() -> None:
     bench = Bench()
     bench.begin()
