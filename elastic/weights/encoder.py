@@ -53,7 +53,7 @@ from elastic.weights.waiting import awaited
 log = structlog.get_logger(__name__)
 
 PART_TIMEOUT_S = 120.0
-"""For the other ranks' parts of a version."""
+"""For the other ranks' parts of a version, unless settings say otherwise."""
 
 
 BUCKET_ELEMENTS = 32 << 20
@@ -76,6 +76,8 @@ class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's share of the slowest link; codecs are chosen for it."""
     codec: str | None = None
     """Always this one instead."""
+    part_timeout_s: float = PART_TIMEOUT_S
+    """How long another rank's part of a version is waited for."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class PublishReport(NamedTuple):
     full_bytes: int
     changed: dict[str, int]
     """Changed patterns by tensor, of which a float32 has two; empty for a keyframe."""
+    patterns: dict[str, int]
+    """All patterns by tensor."""
     encode_s: float
     put_s: float
 
@@ -208,7 +212,9 @@ class Encoder:
             _put_blob(self._relay, self._run, held, self._model_config, self._key)
         put_s = here().monotonic() - encoded_s
         size = bits.nbytes
-        return held, PublishReport(version, "keyframe", size, size, {}, encoded_s - begun_s, put_s)
+        return held, PublishReport(
+            version, "keyframe", size, size, {}, _patterns_of(layout), encoded_s - begun_s, put_s
+        )
 
     def announce_keyframe(self, version: int, layout: Layout) -> None:
         """Says on the relay that a keyframe in cells of `version` is to come."""
@@ -276,14 +282,15 @@ class Encoder:
             )
         claim(self._relay, key, self._key.seal(record))
         put_s += here().monotonic() - begun_s
-        per_name = dict.fromkeys((entry.name for entry in layout.tensors), 0)
+        every = _patterns_of(layout)
+        per_name = dict.fromkeys(every, 0)
         for entry, count in zip(layout.tensors, by_tensor.tolist(), strict=True):
             per_name[entry.name] += count
         kind, per_name = ("keyframe", {}) if base.version == NOTHING else ("delta", per_name)
         size, encode_s = sum(bucket.size_bytes for bucket in buckets), here().monotonic() - started_s - put_s
         full = sum(entry.size_bytes for entry in layout.tensors) if self.leads else bits.nbytes
         held = Version(version, layout, bits, sums)
-        return held, PublishReport(version, kind, size, full, per_name, encode_s, put_s)
+        return held, PublishReport(version, kind, size, full, per_name, every, encode_s, put_s)
 
     def _announce(self, base: Version, version: int) -> tuple[DeltaBegun, dict[int, PartOf]]:
         """Returns the delta's announcement, which rank 0 puts on the relay for workers that follow, and what says that
@@ -345,7 +352,7 @@ class Encoder:
     ) -> list[BucketEntry]:
         """Returns the other ranks' buckets, by rank, and fills in their sums and changes."""
         buckets: list[BucketEntry] = []
-        deadline_s = here().monotonic() + PART_TIMEOUT_S
+        deadline_s = here().monotonic() + self._settings.part_timeout_s
         for rank, of in parts_of.items():
             own = layout.tiles[rank]
             content = awaited(self._relay, part_key(of.version, of.base_version, rank), deadline_s)
@@ -355,6 +362,13 @@ class Encoder:
             changed[own] = part.changed
             buckets += part.buckets
         return buckets
+
+
+def _patterns_of(layout: Layout) -> dict[str, int]:
+    patterns: dict[str, int] = {}
+    for entry in layout.tensors:
+        patterns[entry.name] = patterns.get(entry.name, 0) + entry.patterns
+    return patterns
 
 
 class _Puts:

@@ -11,7 +11,6 @@ from torch import Tensor
 from elastic.system.host import here
 from elastic.weights.compact import Mirror, on_device
 from elastic.weights.encoder import (
-    PART_TIMEOUT_S,
     Encoder,
     PublishReport,
     PublishSettings,
@@ -134,7 +133,7 @@ class Publisher:
     def _is_keyframe_ordered(self, held: Version, last: Version) -> bool:
         if self._encoder.leads:
             return self._keyframe_ordered
-        deadline_s = here().monotonic() + PART_TIMEOUT_S
+        deadline_s = here().monotonic() + self._settings.part_timeout_s
         awaited(self._relay, begun_key(held.version, last.version), deadline_s)
         self._in_step = held
         try:

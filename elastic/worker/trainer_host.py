@@ -4,7 +4,7 @@ One of them uses the device at a time. The orchestrator alternates Sleep, traini
 thread takes orders one by one, and the engine sleeps through every one of the trainer's, so they never overlap.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import assert_never
@@ -13,28 +13,29 @@ import structlog
 import torch
 from msgspec.structs import replace
 
-from elastic.config import Config, TrainerPacingConfig, WeightsConfig
+from elastic.config import Config, TrainerPacingConfig
 from elastic.core.types import LogprobCheck, WeightMode
-from elastic.engine import resolve_engine
 from elastic.engine.base import RolloutEngine
 from elastic.protocol import wire
 from elastic.system.host import here
 from elastic.system.logs import PaceLog
 from elastic.system.parking import Parkable, Switch
-from elastic.weights.choice import BYTES_PER_S_IN_GBPS
-from elastic.weights.codecs import warm_up
-from elastic.weights.placements import tensor_parallel
-from elastic.weights.publisher import Publisher, PublishSettings, TrainerRank
-from elastic.weights.relay import Relay, open_relay
-from elastic.weights.sharding import whole
+from elastic.weights.relay import open_relay
 from elastic.weights.shared_memory import kept_in_memory
 from elastic.weights.signing import SigningKey
 from elastic.weights.source import TensorSource
-from elastic.weights.versions import discard_all
-from elastic.weights.waiting import PatientRelay
 from elastic.worker.agent import AgentExit, BuildEngine, Ticket, build_engine, run_agent
 from elastic.worker.device_permit import DevicePermit
 from elastic.worker.idle_engine import idle_engine
+from elastic.worker.publication import (
+    REQUEST_POLL_S,
+    OpenRelay,
+    PublishesVersions,
+    PublishingTerms,
+    RelayPlace,
+    WholeVersions,
+    tensors_of,
+)
 from elastic.worker.trainer import checkpoint, create_trainer
 from elastic.worker.trainer.base import PolicyTrainer, checkpoint_path, saved
 from elastic.worker.trainer.layers import changed_shares
@@ -43,17 +44,9 @@ from elastic.worker.training import Standing, TrainerOrder, TrainerReply
 log = structlog.get_logger(__name__)
 
 KEEP_CHECKPOINTS = 2
-REQUEST_POLL_S = 1.0
-"""How often the relay is checked for workers that ask for a keyframe."""
-PUTS_AT_ONCE = 2
-"""Buckets that are sent to a distant relay at the same time."""
-
 
 MakeTrainer = Callable[[Config], PolicyTrainer]
 """Makes the trainer from the run's configuration."""
-
-OpenRelay = Callable[[str, str, str], Relay]
-"""Opens the relay at a URL, with a token and a certificate."""
 
 
 async def run_trainer_host(
@@ -127,32 +120,27 @@ class TrainerHost:
         self._trainer = self._make_trainer(self._config)
         if self._shares_device:
             self._learning = self._trainer
-        self._relay_at = welcome.relay, welcome.relay_token, welcome.relay_anchor
-        self._relay = PatientRelay(self._open_relay(*self._relay_at), welcome.orchestrator_timeout_s)
         if self._resume:
             self._restore()
         self._standing = Standing(self._trainer.version, proof=wire.sound_proof(self._trainer.proof()))
-        discard_all(self._relay)
-        warm_up()
-        settings = _publish_settings(self._config.weights)
-        tensors = self._tensors()
-        share = _share(self._config, tensors)
-        self._publisher = Publisher(self._relay, self._run, welcome.model, settings, share, self._key)
-        self._publication.set_result(self._publish(self._trainer.version, (), tensors))
-        del tensors  # As large as the model.
-        here().thread(target=self._answer_requests, name="requests").start()
+        self._versions = self._versions_of(self._trainer)
+        self._hold()
+        patience_s, model = welcome.orchestrator_timeout_s, dict(welcome.model)
+        terms = PublishingTerms(self._run, model, RelayPlace.of(welcome), patience_s, self._key.secret)
+        self._versions.begin_publishing(terms)
+        self._publication.set_result(self._publish(self._trainer.version, ()))
         return self._make_engine(welcome)
 
     def load_policy(self, engine: RolloutEngine) -> None:
         """Load the trainer's weights into its engine, before the worker is ready."""
         self._engine = engine
         if not self._shares_device:
-            self._apply(self._tensors())
+            self._apply(tensors_of(self._trainer, in_host_memory=False))
             return
         self._seeding = _parkable(engine)
         # So that it keeps what it is given in host memory.
         self._seeding.park()
-        self._apply(self._tensors())
+        self._apply(tensors_of(self._trainer, in_host_memory=True))
         self._seeding.resume()
 
     def wake(self) -> None:
@@ -174,9 +162,7 @@ class TrainerHost:
 
     def follow(self, welcome: wire.Welcome) -> None:
         """Use the relay of an orchestrator that has come back."""
-        if self._relay_at != (welcome.relay, welcome.relay_token, welcome.relay_anchor):
-            self._relay_at = welcome.relay, welcome.relay_token, welcome.relay_anchor
-            self._relay.follow(self._open_relay(*self._relay_at))
+        self._versions.follow(RelayPlace.of(welcome))
 
     def standing(self) -> Standing:
         """Return the progress. Any thread may call it once there is an engine."""
@@ -236,8 +222,8 @@ class TrainerHost:
             log.warning("group not trained on", group=group, reason=reason)
         if self._trainer.version != order.version:
             raise RuntimeError(f"the trainer stepped to version {self._trainer.version}, not {order.version}")
-        tensors = self._tensors()
-        self._publication = self._publishing.submit(self._publish, order.version, order.pulled, tensors)
+        tensors = self._hold()
+        self._publication = self._publishing.submit(self._publish, order.version, order.pulled)
         self._standing = Standing(order.version, proof=wire.sound_proof(self._trainer.proof()))
         self._checks.clear()
         began_s = here().monotonic()
@@ -265,10 +251,10 @@ class TrainerHost:
         """Wait until the last version is on the relay; returns how long that took. Raises what failed."""
         return self._publication.result()
 
-    def _publish(self, version: int, pulled: Sequence[int], tensors: dict[str, torch.Tensor]) -> wire.PublishedFrame:
+    def _publish(self, version: int, pulled: Sequence[int]) -> wire.PublishedFrame:
         """Publish the version while the engine already generates with it and workers pull it bucket by bucket."""
         began_s = here().monotonic()
-        published = self._publisher.publish(version, tensors, pulled)
+        published = self._versions.publish(version, pulled)
         figures = {
             "publish_s": here().monotonic() - began_s,
             "weights_encode_s": published.encode_s,
@@ -277,25 +263,21 @@ class TrainerHost:
             "weights_over_full": published.size_bytes / max(published.full_bytes, 1),
             "weights_changed_share": 2 * sum(published.changed.values()) / max(published.full_bytes, 1),
         }
-        patterns = {name: tensor.nbytes // 2 for name, tensor in tensors.items()}
-        return wire.PublishedFrame(version, wire.finite(figures), changed_shares(published.changed, patterns))
-
-    def _answer_requests(self) -> None:
-        """Publish keyframes for workers that can verify no chain of deltas, until the process ends."""
-        while True:
-            here().sleep(self._request_poll_s)
-            try:
-                self._publisher.answer_requests()
-            except Exception:  # the run goes on without; the next poll may fare better
-                log.exception("requests for keyframes not answered")
+        changed = changed_shares(published.changed, published.patterns)
+        return wire.PublishedFrame(version, wire.finite(figures), changed)
 
     def _apply(self, tensors: dict[str, torch.Tensor]) -> None:
         self._engine.load_version(TensorSource(self._trainer.version, tensors), WeightMode.FINISH)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return the trainer's tensors; copied to host memory if the device may have to be left during publication."""
-        tensors = self._trainer.tensors()
-        return {name: tensor.cpu() for name, tensor in tensors.items()} if self._shares_device else tensors
+    def _hold(self) -> dict[str, torch.Tensor]:
+        """Have the weights kept for publication, in host memory if the device may have to be left meanwhile. Returns
+        them where this process has them whole: only then an engine is here."""
+        return self._versions.hold(in_host_memory=self._shares_device)
+
+    def _versions_of(self, trainer: PolicyTrainer) -> PublishesVersions:
+        if isinstance(trainer, PublishesVersions):
+            return trainer
+        return WholeVersions(trainer, self._config, self._open_relay, self._request_poll_s)
 
     def _checkpoint_due(self) -> bool:
         version = self._trainer.version
@@ -340,27 +322,4 @@ def _both(switches: Iterable[Switch]) -> Switch:
         sum(part.seconds for part in parts),
         sum(part.state_bytes for part in parts),
         max((part.rest_bytes for part in parts), default=0),
-    )
-
-
-def _share(config: Config, tensors: Mapping[str, torch.Tensor]) -> TrainerRank | None:
-    """How versions are cut for workers whose engine has several ranks, so that each pulls its part; else None."""
-    _, engine = resolve_engine(config.engine, "")
-    if engine.ranks == 1:
-        return None
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    float32 = [name for name, tensor in tensors.items() if tensor.dtype == torch.float32]
-    (share,) = TrainerRank.of_all([whole(shapes)], tensor_parallel(shapes, engine.ranks), float32)
-    return share
-
-
-def _publish_settings(config: WeightsConfig) -> PublishSettings:
-    elsewhere = "://" in config.relay
-    return PublishSettings(
-        keyframe_every=config.keyframe_every,
-        merge_every=config.merge_every,
-        keyframe_in_buckets=elsewhere,
-        puts_at_once=PUTS_AT_ONCE if elsewhere else 1,
-        keep_versions=config.keep_versions,
-        link_bytes_per_s=config.link_gbps * BYTES_PER_S_IN_GBPS,
     )

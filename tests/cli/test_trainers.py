@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.runtime.journal import DirectoryStore
-from tests.trainer.hugging_face import change_config, write_model
+from elastic.runtime.journal import DirectoryStore, JournalReader
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.puller import Puller
+from elastic.weights.signing import Trust
+from tests.trainer.hugging_face import change_config, read_weights, write_model
 
 pytestmark = [pytest.mark.trainers, pytest.mark.alone]
 
@@ -67,6 +70,23 @@ def test_an_engine_that_cannot_serve_the_model_is_named(elastic, refused, config
     refused(ended, "trainer.engine.kind: found 'torch'", "model_type", "'llama'", "allowed: 'vllm'")
     mixed = (*kinds, "--set", "trainer.engine.kind=vllm", "--providers", "spot")
     refused(elastic("run", config, *mixed), "providers.spot.engine.kind: found 'torch'", "allowed: 'vllm'")
+
+
+def test_what_workers_have_of_two_ranks_is_the_checkpoint_bit_for_bit(elastic, config: Path, tmp_path: Path) -> None:
+    """Each rank publishes its own; what can be pulled in the end is what `elastic export` makes of the checkpoint."""
+    pytest.importorskip("transformers")
+    keys = ("trainer.kind=transformers", "trainer.gpus=2", "trainer.engine={device = 'cpu'}", "weights.relay=http")
+    ended = elastic("run", config, "--providers", "spot", *(word for key in keys for word in ("--set", key)))
+    assert ended.code == 0, ended.err
+    run = DirectoryStore(tmp_path / "runs").find("latest")
+    assert elastic("export", run.path, "-o", tmp_path / "policy").code == 0
+    with JournalReader(run.journal_paths()[-1]) as journal:
+        trust = Trust(run.path.name, journal.meta()["publisher"])
+    relay = DirectoryRelay(run.path / "weights")
+    assert relay.list_keys("versions/00000002/delta-00000001.part-00001")
+    pulled, exported = Puller(relay, trust).pull(2), read_weights(tmp_path / "policy")
+    assert pulled.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in pulled.items())
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,23 @@ def write_model(directory: Path, kind: str, seed: int = 0) -> Path:
     return directory
 
 
+FLOAT32_BUFFER = "model.layers.1.mlp.gate.e_score_correction_bias"
+"""Of GLM's routers: persistent, no parameter."""
+EXACT = (0.1, -0.2, 0.3, torch.pi)
+
+
+def write_glm(directory: Path) -> Path:
+    """A checkpoint with a buffer in float32 (`EXACT`); all else is bfloat16."""
+    import transformers
+
+    own = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "tie_word_embeddings": False}
+    config = transformers.AutoConfig.for_model("glm4_moe", **SIZES, **EXPERTS, **own)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.get_submodule(FLOAT32_BUFFER.rpartition(".")[0]).e_score_correction_bias = torch.tensor(EXACT)
+    model.save_pretrained(directory)
+    return directory
+
+
 def read_weights(directory: Path) -> dict[str, Tensor]:
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 

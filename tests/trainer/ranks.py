@@ -62,7 +62,7 @@ class RankedProcess:
 
     def ask(self, what: str, *arguments: object, one: bool = False) -> Any:
         """`one` asks a trainer of one rank in the same process. Raises `ConnectionError` where the process has ended,
-        and `ValueError` where it refuses."""
+        `ValueError` where it refuses, and `RuntimeError` where it fails."""
         given, said = self._process.stdin, self._process.stdout
         assert given is not None
         assert said is not None
@@ -73,6 +73,8 @@ class RankedProcess:
                 how, found = json.loads(line)
                 if how == "refused":
                     raise ValueError(found)
+                if how == "failed":
+                    raise RuntimeError(found)
                 return found
         raise ConnectionError(f"the first rank ended with status {self._process.wait()}")
 
@@ -89,6 +91,8 @@ class _Orders:
         from elastic.worker.trainer import create_trainer
 
         self._trainer: Any = create_trainer(Config.model_validate(config))
+        self._puller: Any = None
+        self._published = 0
 
     def pids(self) -> list[int]:
         return self._trainer.pids
@@ -112,9 +116,28 @@ class _Orders:
         return {"metrics": metrics, "unusable": dict(self._trainer.unusable), "checks": checks}
 
     def weights(self, path: str) -> None:
+        """Of several ranks as a worker has them: these publish the next version, which is pulled."""
         from safetensors.torch import save_file
 
-        save_file(self._trainer.tensors(), path)
+        tensors = self._trainer.tensors() or self._pulled(Path(path).with_name(f"relay-{os.getpid()}"))
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+
+    def _pulled(self, relay: Path) -> Any:
+        from elastic.weights.directory import DirectoryRelay
+        from elastic.weights.puller import Puller
+        from elastic.weights.signing import SigningKey
+        from elastic.worker.publication import PublishingTerms, RelayPlace
+
+        self._trainer.hold(in_host_memory=False)
+        if self._puller is None:
+            key = SigningKey()
+            relay.mkdir()
+            relay.with_suffix(".key").write_text(key.public)
+            self._trainer.begin_publishing(PublishingTerms("run", {}, RelayPlace(str(relay), "", ""), 1.0, key.secret))
+            self._puller = Puller(DirectoryRelay(relay), key.trust("run"))
+        self._published += 1
+        self._trainer.publish(self._published, ())
+        return self._puller.pull(self._published)
 
     def save(self, path: str) -> None:
         self._trainer.save(Path(path))
@@ -133,13 +156,28 @@ class _Orders:
         """Send a rank a signal as soon as this function begins here: ranks do the same at the same time. When that was
         stands in a file then."""
 
-        def look(frame: FrameType, event: str, _: object) -> None:
-            if event == "call" and frame.f_code.co_qualname == function:
-                sys.setprofile(None)
-                Path(path).write_text(str(time.time()))
-                os.kill(self._trainer.pids[rank - 1], number)
+        def strike() -> None:
+            Path(path).write_text(str(time.time()))
+            os.kill(self._trainer.pids[rank - 1], number)
 
-        sys.setprofile(look)
+        _when(function, strike)
+
+    def fail_when(self, function: str) -> None:
+        """Have this function fail here, and on no other rank."""
+
+        def fail() -> None:
+            raise OSError("the disk is gone")
+
+        _when(function, fail)
+
+
+def _when(function: str, then: Callable[[], None]) -> None:
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_qualname == function:
+            sys.setprofile(None)
+            then()
+
+    sys.setprofile(look)
 
 
 def main(config: dict[str, Any]) -> None:
@@ -156,6 +194,8 @@ def main(config: dict[str, Any]) -> None:
             answer = ["done", order(*arguments)]
         except (CheckpointError, ValueError) as error:
             answer = ["refused", str(error)]
+        except Exception as error:
+            answer = ["failed", f"{type(error).__name__}: {error}"]
         print(json.dumps(answer), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 

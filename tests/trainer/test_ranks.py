@@ -12,9 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from elastic.system.processes import lives
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.puller import Puller
+from elastic.weights.signing import Trust
+from elastic.weights.versions import published_versions
 from elastic.worker.trainer import checkpoint
 from elastic.worker.trainer.base import saved
-from tests.trainer.hugging_face import MODELS, write_model
+from tests.trainer.hugging_face import MODELS, read_weights, write_glm, write_model
 from tests.trainer.ranks import RankedProcess, config_of
 
 pytestmark = pytest.mark.trainers
@@ -59,6 +63,14 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+def on_disk(directory: Path, kind: str) -> dict[str, Tensor]:
+    """The tensors of the files, but for such as are another one's."""
+    found = read_weights(directory)
+    if MODELS[kind].get("tie_word_embeddings"):
+        found.pop("lm_head.weight", None)
+    return found
+
+
 def as_of_one(found: dict[str, Any], one: dict[str, Any]) -> None:
     """The same decisions, and the same figures but for how sums are rounded."""
     assert found["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-7)
@@ -73,11 +85,22 @@ def about_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_two_ranks_learn_what_one_does(start: Start, tmp_path: Path, kind: str) -> None:
+def test_two_ranks_publish_what_is_on_disk_and_learn_what_one_does(
+    start: Start, stored: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
     made = start(2, kind)
+    assert same_bits(weights(made, tmp_path / "base"), on_disk(stored(kind), kind))
     for seed in range(2):
         as_of_one(made.ask("train", seed), made.ask("train", seed, one=True))
     about_equal(weights(made, tmp_path / "two"), weights(made, tmp_path / "one", one=True))
+
+
+def test_ranks_publish_buffers_and_float32_tensors_as_they_are_on_disk(tmp_path: Path) -> None:
+    made = RankedProcess(config_of(write_glm(tmp_path / "glm"), 2))
+    try:
+        assert same_bits(weights(made, tmp_path / "base"), read_weights(tmp_path / "glm"))
+    finally:
+        made.close()
 
 
 def test_two_ranks_keep_first_weights_and_compare_with_a_reference_as_one_does(start: Start, tmp_path: Path) -> None:
@@ -163,12 +186,15 @@ HELD_UP = {
     "forward": ("CausalModel.local_distribution", signal.SIGKILL),
     "backward": ("ShardedModel.gradients", signal.SIGKILL),
     "optimiser step": ("AdamW.step", signal.SIGKILL),
-    "publish": ("ProcessRanks.collect", signal.SIGKILL),
+    "publish": ("Encoder.put_delta", signal.SIGKILL),
     "checkpoint": ("save_shards", signal.SIGKILL),
     "stopped": ("ShardedModel.gradients", signal.SIGSTOP),
+    "stopped in publish": ("Encoder.put_delta", signal.SIGSTOP),
 }
 """A function in which a rank is struck, and how."""
 ENDS_WITHIN_S = 2.0
+PATIENCE_S = 1.0
+"""For the relay."""
 STEP_TIMEOUT_S = 20.0
 
 
@@ -182,6 +208,14 @@ def test_a_rank_that_dies_or_hangs_ends_all_and_nothing_is_lost(start: Start, tm
         made.ask("save", str(tmp_path / "00000002.shards"))
         return found
 
+    def nothing_is_half_published() -> None:
+        """Whatever can be pulled is as it was published."""
+        for root in tmp_path.glob("relay-*.key"):
+            relay = DirectoryRelay(root.with_suffix(""))
+            for version in published_versions(relay):
+                found = Puller(relay, Trust("run", root.read_text())).pull(version)
+                assert same_bits(found, undisturbed)
+
     made = start(2, step_timeout_s=STEP_TIMEOUT_S)
     made.ask("train", 0)
     made.ask("save", str(tmp_path / "00000001.shards"))
@@ -193,13 +227,25 @@ def test_a_rank_that_dies_or_hangs_ends_all_and_nothing_is_lost(start: Start, tm
         with pytest.raises(ConnectionError, match="status 1"):
             last_step(made)
         struck_s = float((tmp_path / "struck").read_text())
-        longest_s = ENDS_WITHIN_S if number == signal.SIGKILL else STEP_TIMEOUT_S + ENDS_WITHIN_S
+        longest_s = ENDS_WITHIN_S if number == signal.SIGKILL else STEP_TIMEOUT_S + PATIENCE_S + ENDS_WITHIN_S
         assert time.time() - struck_s < longest_s, what
         while any(lives(pid) for pid in made.pids):
             assert time.time() - struck_s < longest_s, what
             time.sleep(0.01)
         checkpoint.sweep(tmp_path)
         assert [path.name for path in saved(tmp_path)] == ["00000001.shards"], what
+        nothing_is_half_published()
         made = start(2, step_timeout_s=STEP_TIMEOUT_S)
         assert made.ask("load", str(tmp_path / "00000001.shards")) == 1
     assert same_bits(last_step(made), undisturbed)
+
+
+def test_what_fails_on_the_first_rank_alone_is_told_and_ends_the_others(start: Start) -> None:
+    """Also where it looks like a line that breaks: they are out of step."""
+    made = start(2)
+    made.ask("fail_when", "AdamW.step")
+    with pytest.raises(RuntimeError, match="OSError: the disk is gone"):
+        made.ask("train", 0)
+    assert not any(lives(pid) for pid in made.pids)
+    with pytest.raises(RuntimeError, match="the ranks have been ended, since the first one failed"):
+        made.ask("park")

@@ -19,7 +19,16 @@ from elastic.worker.trainer.batches import micro_batches
 from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 from elastic.worker.trainer.packing import PackedRow, row_of
 from tests.trainer.conftest import random_group
-from tests.trainer.hugging_face import EXPERTS, MODELS, SIZES, VOCABULARY, change_config, read_weights, write_model
+from tests.trainer.hugging_face import (
+    EXACT,
+    FLOAT32_BUFFER,
+    MODELS,
+    VOCABULARY,
+    change_config,
+    read_weights,
+    write_glm,
+    write_model,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -124,21 +133,14 @@ def test_what_is_published_are_the_tensors_on_disk(stored, kind: str) -> None:
 @pytest.mark.trainers
 def test_buffers_and_float32_tensors_are_published_as_they_are_on_disk(tmp_path: Path) -> None:
     """GLM's routers have biases that are persistent buffers in float32, and no parameters; all else is bfloat16."""
-    own = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "tie_word_embeddings": False}
-    config = transformers.AutoConfig.for_model("glm4_moe", **SIZES, **EXPERTS, **own)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    exact = torch.tensor([0.1, -0.2, 0.3, torch.pi])
-    model.get_submodule(bias.rpartition(".")[0]).e_score_correction_bias = exact
-    model.save_pretrained(tmp_path)
-    made, on_disk = trainer_of(tmp_path), read_weights(tmp_path)
+    made, on_disk = trainer_of(write_glm(tmp_path)), read_weights(tmp_path)
     published = made.tensors()
     assert published.keys() == on_disk.keys()
     for name, tensor in published.items():
-        assert tensor.dtype is (torch.float32 if name == bias else torch.bfloat16)
+        assert tensor.dtype is (torch.float32 if name == FLOAT32_BUFFER else torch.bfloat16)
         assert torch.equal(tensor, on_disk[name]), name
     step(made, groups_of(0))
-    assert torch.equal(made.tensors()[bias], exact)
+    assert torch.equal(made.tensors()[FLOAT32_BUFFER], torch.tensor(EXACT))
     assert not torch.equal(made.tensors()["lm_head.weight"], on_disk["lm_head.weight"])
 
 

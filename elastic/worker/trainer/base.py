@@ -69,7 +69,8 @@ class PolicyTrainer(Protocol):
         """Return what rollouts use, under the names and in the shapes of the base policy's files: in float32 what is
         float32 there, all else in bfloat16.
 
-        They are copies, which stay as they are while training goes on.
+        They are copies, which stay as they are while training goes on. Nothing where ranks publish what they hold
+        (`elastic.worker.publication.PublishesVersions`).
         """
         ...
 

@@ -5,7 +5,6 @@ All ranks call the same methods in the same order, and come to the same results.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -32,8 +31,8 @@ class Ranks:
         """Each rank's tensor, in order; they differ in their first dimension alone, which has so many `rows` each."""
         return [mine]
 
-    def collect(self, mine: Tensor, rows: Sequence[int]) -> Tensor | None:
-        """As `gather`, one after the other in a single tensor, and on the first rank alone; None on the others."""
+    def collect(self, mine: Tensor, rows: Sequence[int], to: int) -> Tensor | None:
+        """As `gather`, one after the other in a single tensor, on this rank alone; None on the others."""
         return mine
 
     def in_turns(self, work: Callable[[], T]) -> T:
@@ -56,8 +55,9 @@ class ProcessRanks(Ranks):
         self.rank, self.size = rank, size
 
     @classmethod
-    def joined(cls, rank: int, size: int, device: torch.device, directory: Path, timeout_s: float) -> "ProcessRanks":
-        """Join the others, on all of which this is called, with a `directory` that only they can read. Blocks.
+    def joined(cls, rank: int, size: int, device: torch.device, meeting: int, timeout_s: float) -> "ProcessRanks":
+        """Join the others, on all of which this is called, by a file that they alone have open, and keep so: `meeting`
+        is its descriptor. Blocks.
 
         Tensors on CPUs go by gloo, those on GPUs by nccl, both within this machine.
         """
@@ -66,7 +66,7 @@ class ProcessRanks(Ranks):
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        store = dist.FileStore(str(directory / "rendezvous"), size)  # pyright: ignore[reportPrivateImportUsage]
+        store = dist.FileStore(f"/proc/self/fd/{meeting}", size)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
         return cls(rank, size)
 
@@ -90,12 +90,12 @@ class ProcessRanks(Ranks):
         dist.all_gather(found, padded)
         return [tensor[:count] for tensor, count in zip(found, rows, strict=True)]
 
-    def collect(self, mine: Tensor, rows: Sequence[int]) -> Tensor | None:
+    def collect(self, mine: Tensor, rows: Sequence[int], to: int) -> Tensor | None:
         import torch.distributed as dist
 
         padded = _padded(mine, max(rows))
-        found = [torch.empty_like(padded) for _ in rows] if self.rank == 0 else None
-        dist.gather(padded, found)
+        found = [torch.empty_like(padded) for _ in rows] if self.rank == to else None
+        dist.gather(padded, found, dst=to)
         if found is None:
             return None
         return torch.cat([tensor[:count] for tensor, count in zip(found, rows, strict=True)])

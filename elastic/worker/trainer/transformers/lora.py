@@ -54,6 +54,10 @@ class AdaptedModel(CausalModel):
         """The adapter as it travels, under the names of peft's files, with a scale of 1."""
         return self._lora.folded(tensors)
 
+    def published_buffers(self) -> dict[str, Tensor]:
+        """None: those of the base are not the adapter's."""
+        return {}
+
     @torch.no_grad()
     def merged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The base with the adapter `tensors` (as they are trained) added to it, under the names of its files."""
@@ -63,7 +67,7 @@ class AdaptedModel(CausalModel):
             if isinstance(module, LoraLayer):
                 a, b = (tensors[f"{PREFIX}{name}.lora_{part}.weight"] for part in "AB")
                 found[f"{name}.weight"] = found[f"{name}.weight"] + self._lora.scale * (b @ a)
-        return super().as_stored(found)
+        return super().merged(found)
 
     @torch.no_grad()
     def proof(self) -> list[float]:

@@ -123,13 +123,21 @@ class CausalModel:
         return token_distribution(states[predicting], self._head(), trained, temperature)
 
     def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters by their names here, and persistent buffers, under the names and in the shapes of the files."""
-        found = {name: buffer.clone() for name, buffer in _buffers(self.model)} | dict(tensors)
-        return {name: found[name] for name in self._names} if self._names else _unfused(self.model, found)
+        """Tensors by their names here under the names and in the shapes of the files. Some of a model's do, if they are
+        all of a layer's."""
+        if not self._names:
+            return _unfused(self.model, tensors)
+        return {name: tensors[name] for name in self._names if name in tensors}
+
+    def published_buffers(self) -> dict[str, Tensor]:
+        """What stays as it is and is in the files, too."""
+        return dict(_buffers(self.model))
 
     def merged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What is trained, `tensors`, as a whole policy, under the names and in the shapes of the files."""
-        return self.as_stored(tensors)
+        return CausalModel.as_stored(
+            self, {name: buffer.clone() for name, buffer in _buffers(self.model)} | dict(tensors)
+        )
 
     def proof(self) -> list[float]:
         """What those who serve this version are to answer (`elastic.engine.base.proof_text`); whole models need none,

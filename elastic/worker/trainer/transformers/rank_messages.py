@@ -1,12 +1,14 @@
 """What passes between a trainer's first rank and its others, over pairs of connected sockets that only they have.
 
-The first says what to do, and the others do it, one order after the other: each is answered.
+The first says what to do, and the others do it, one order after the other: each is answered. What is published while
+training goes on has a pair of its own.
 """
 
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
@@ -14,6 +16,7 @@ import msgspec
 
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.system.parking import Switch
+from elastic.worker.publication import PublishingTerms, RelayPlace
 
 
 class _RankMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -21,12 +24,13 @@ class _RankMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class BeRank(_RankMessage, frozen=True):
-    """The first message: be this rank of `size`, and meet the others in a `directory`. `config` is the run's."""
+    """The first message: be this rank of `size`, and meet the others by the file that is open as `meeting`. `config` is
+    the run's."""
 
     rank: int
     size: int
     device: str
-    directory: str
+    meeting: int
     timeout_s: float
     config: dict[str, Any]
 
@@ -45,8 +49,16 @@ class UpdateShare(_RankMessage, frozen=True):
     pass
 
 
-class CollectShards(_RankMessage, frozen=True):
-    """Give the first rank the weights."""
+class HoldShards(_RankMessage, frozen=True):
+    """Keep a copy of what is published of the weights as they are."""
+
+    in_host_memory: bool
+
+
+class BePublisher(_RankMessage, frozen=True):
+    """Publish on these terms from now on, as the other pair of sockets says."""
+
+    terms: PublishingTerms
 
 
 class SaveShards(_RankMessage, frozen=True):
@@ -66,8 +78,29 @@ class ResumeShards(_RankMessage, frozen=True):
 
 
 RankOrder: TypeAlias = (
-    TrainShare | SkipShare | UpdateShare | CollectShards | SaveShards | LoadShards | ParkShards | ResumeShards
+    TrainShare
+    | SkipShare
+    | UpdateShare
+    | HoldShards
+    | BePublisher
+    | SaveShards
+    | LoadShards
+    | ParkShards
+    | ResumeShards
 )
+
+
+class PublishShards(_RankMessage, frozen=True):
+    """Publish what is held, under this version; those that are `pulled` stay on the relay."""
+
+    version: int
+    pulled: Collection[int]
+
+
+class FollowRelay(_RankMessage, frozen=True):
+    """The relay is there from now on. This is not answered, and heard also while something is published."""
+
+    place: RelayPlace
 
 
 class RankDone(_RankMessage, frozen=True):
@@ -76,14 +109,21 @@ class RankDone(_RankMessage, frozen=True):
     switch: Switch | None = None
 
 
+class RankPublished(_RankMessage, frozen=True):
+    """This rank's part of the version is on the relay; what that took."""
+
+    encode_s: float
+    put_s: float
+
+
 class RankRefused(_RankMessage, frozen=True):
-    """The order cannot be carried out, and nothing has changed: on no rank."""
+    """The order cannot be carried out, and nothing has changed: on no rank. Or a version cannot be published."""
 
     why: str
 
 
-ToRank: TypeAlias = BeRank | RankOrder
-FromRank: TypeAlias = RankDone | RankRefused
+ToRank: TypeAlias = BeRank | RankOrder | PublishShards | FollowRelay
+FromRank: TypeAlias = RankDone | RankPublished | RankRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)
@@ -91,11 +131,12 @@ _from_rank = msgspec.msgpack.Decoder(FromRank)
 
 
 class RankLine:
-    """One end of the connection. One thread sends and one receives; both raise `OSError` or `EOFError` at its end."""
+    """One end of the connection. One thread receives; both ways raise `OSError` or `EOFError` at its end."""
 
     def __init__(self, descriptor: int, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         self._connection = Connection(descriptor)
         self._decoder = decoder
+        self._sending = threading.Lock()
 
     @classmethod
     def of_first(cls, descriptor: int) -> "RankLine":
@@ -106,7 +147,8 @@ class RankLine:
         return cls(descriptor, _to_rank)
 
     def send(self, message: ToRank | FromRank) -> None:
-        self._connection.send_bytes(_encoder.encode(message))
+        with self._sending:
+            self._connection.send_bytes(_encoder.encode(message))
 
     def receive(self) -> Any:
         return self._decoder.decode(self._connection.recv_bytes())

@@ -6,17 +6,16 @@ checkpoint. With this process all others end.
 """
 
 import contextlib
+import math
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -30,9 +29,13 @@ from elastic.engine.model.stored import CheckpointError
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.system.parking import Switch
 from elastic.system.processes import MARK_VARIABLE, RUN_VARIABLE, end_own_kin, inherited
+from elastic.weights.errors import WeightsError
+from elastic.weights.publisher import PublishReport
+from elastic.worker.publication import PublishingTerms, RelayPlace
 from elastic.worker.trainer.ranks import ProcessRanks
 from elastic.worker.trainer.transformers import rank_messages as m
 from elastic.worker.trainer.transformers.making import trainer_on
+from elastic.worker.trainer.transformers.own_part import OwnPart
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 from elastic.worker.trainer.transformers.trainer import TransformersTrainer
 
@@ -44,32 +47,64 @@ START_TIMEOUT_S = 600.0
 """For all ranks to have the policy."""
 LOOK_S = 0.25
 """Between two looks at whether an order takes too long."""
+DEATH_SHOWS_S = 1.0
+"""After what it breaks, at most: a process's sockets are closed before it counts as dead."""
 THIS_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Ranks listen for each other where nobody else can reach them."""
 
 
+class Lines:
+    """One to each rank, for orders of one sort. What is done where one of them breaks is for `broken` to say."""
+
+    def __init__(self, broken: Callable[[Exception], NoReturn]) -> None:
+        self._lines: list[m.RankLine] = []
+        self._broken = broken
+
+    def open(self) -> socket.socket:
+        """Return the next rank's end of a new one."""
+        ours, theirs = socket.socketpair()
+        self._lines.append(m.RankLine.of_first(ours.detach()))
+        return theirs
+
+    def tell(self, orders: Sequence[m.ToRank]) -> None:
+        """Send each rank its own."""
+        try:
+            for line, order in zip(self._lines, orders, strict=True):
+                line.send(order)
+        except OSError as error:
+            self._broken(error)
+
+    def tell_all(self, order: m.ToRank) -> None:
+        self.tell([order] * len(self._lines))
+
+    def answers(self) -> list[m.FromRank]:
+        """What each rank has answered."""
+        try:
+            return [line.receive() for line in self._lines]
+        except (OSError, EOFError) as error:
+            self._broken(error)
+
+
 class OtherRanks:
-    """The processes of all ranks but the first, with a line to each."""
+    """The processes of all ranks but the first, with lines to each."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._lines: list[m.RankLine] = []
-        self._deadline_s: float | None = None
+        self.orders, self.publications = Lines(self._broken), Lines(self._broken)
+        self._deadlines_s: dict[object, float] = {}
         self._closed = False
 
-    def start(self, number: int) -> None:
-        """Start so many, and watch them from now on."""
-        environment = inherited(RUN_VARIABLE, MARK_VARIABLE) | THIS_MACHINE
+    def start(self, number: int, meeting: int, pass_env: Sequence[str]) -> None:
+        """Start so many, and watch them from now on. They inherit the descriptor `meeting`, and these variables."""
+        environment = inherited(*pass_env, RUN_VARIABLE, MARK_VARIABLE) | THIS_MACHINE
         for _ in range(number):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                command = [sys.executable, "-m", "elastic.worker.trainer.transformers.rank", str(theirs.fileno())]
+            with self.orders.open() as orders, self.publications.open() as publications:
+                descriptors = orders.fileno(), publications.fileno()
+                command = [sys.executable, "-m", "elastic.worker.trainer.transformers.rank", *map(str, descriptors)]
+                given = (*descriptors, meeting)
                 self._processes.append(
-                    subprocess.Popen(
-                        command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=2
-                    )
+                    subprocess.Popen(command, pass_fds=given, env=environment, stdin=subprocess.DEVNULL, stdout=2)
                 )
-            self._lines.append(m.RankLine.of_first(ours.detach()))
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     @property
@@ -77,25 +112,23 @@ class OtherRanks:
         """In the order of the ranks."""
         return [process.pid for process in self._processes]
 
-    def tell(self, orders: Sequence[m.ToRank]) -> None:
-        """Send each rank its own."""
-        for line, order in zip(self._lines, orders, strict=True):
-            line.send(order)
-
-    def answers(self) -> list[m.FromRank]:
-        """What each rank has answered."""
-        return [line.receive() for line in self._lines]
-
     @contextlib.contextmanager
     def within(self, timeout_s: float) -> Iterator[None]:
-        """A context: the process ends if it takes longer."""
-        self._deadline_s = time.monotonic() + timeout_s
+        """A context: the process ends if it takes longer. Several threads may be in one."""
+        this = object()
+        self._deadlines_s[this] = time.monotonic() + timeout_s
         try:
             yield
-        except (OSError, EOFError) as error:
-            self._end(f"the line to a rank is broken: {error!r}")
         finally:
-            self._deadline_s = None
+            del self._deadlines_s[this]
+
+    def give_up(self) -> None:
+        """End them, since work of the first rank's own has failed, and they are out of step with it.
+
+        Where that work has failed since one of them is dead, this process ends meanwhile.
+        """
+        time.sleep(DEATH_SHOWS_S)
+        self.close()
 
     def close(self) -> None:
         """End them, and watch no longer."""
@@ -107,13 +140,17 @@ class OtherRanks:
             for rank, process in enumerate(self._processes, 1):
                 selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
             while not (died := selector.select(LOOK_S)):
-                deadline_s = self._deadline_s
-                if deadline_s is not None and time.monotonic() > deadline_s:
+                if time.monotonic() > min([*self._deadlines_s.values()], default=math.inf):
                     self._end("a rank has not done in time what all of them do")
         if self._closed:
             return
         rank = died[0][0].data
         self._end(f"rank {rank} has died: exit status {self._processes[rank - 1].poll()}")
+
+    def _broken(self, error: Exception) -> NoReturn:
+        if self._closed:
+            raise RuntimeError("the ranks have been ended, since the first one failed") from error
+        self._end(f"the line to a rank is broken: {error!r}")
 
     def _end(self, why: str) -> NoReturn:
         """End the process, whatever its threads are at, and all ranks: a collective cannot be left otherwise."""
@@ -131,12 +168,15 @@ class OtherRanks:
 
 
 class RankedTrainer:
-    """`elastic.worker.trainer.base.PolicyTrainer`, of a first rank's own trainer and the others."""
+    """`elastic.worker.trainer.base.PolicyTrainer`, of a first rank's own trainer and the others. It is
+    `elastic.worker.publication.PublishesVersions`."""
 
-    def __init__(self, own: TransformersTrainer, others: OtherRanks, timeout_s: float) -> None:
+    def __init__(self, own: TransformersTrainer, part: OwnPart, others: OtherRanks, timeout_s: float) -> None:
         self._own = own
+        self._part = part
         self._others = others
         self._timeout_s = timeout_s
+        self._patience_s = 0.0
 
     @property
     def version(self) -> int:
@@ -169,7 +209,7 @@ class RankedTrainer:
         return self._together(m.UpdateShare(), self._own.update)[0]
 
     def tensors(self) -> dict[str, Tensor]:
-        return self._together(m.CollectShards(), self._own.tensors)[0]
+        return {}
 
     def proof(self) -> list[float]:
         return self._own.proof()
@@ -186,21 +226,65 @@ class RankedTrainer:
     def resume(self) -> Switch:
         return _of_all(*self._together(m.ResumeShards(), self._own.resume))
 
+    def begin_publishing(self, terms: PublishingTerms) -> None:
+        self._patience_s = terms.patience_s
+        self._part.begin(terms)
+        self._part.discard_all()
+        self._together(m.BePublisher(terms), lambda: None)
+
+    def hold(self, *, in_host_memory: bool) -> dict[str, Tensor]:
+        self._together(m.HoldShards(in_host_memory), lambda: self._part.hold(in_host_memory=in_host_memory))
+        return {}
+
+    def publish(self, version: int, pulled: Collection[int]) -> PublishReport:
+        """As the contract says. A rank that hangs ends the process, as one does in an order."""
+        failed: Exception | None = None
+        report: PublishReport | None = None
+        with self._others.within(self._timeout_s + self._patience_s):
+            self._others.publications.tell_all(m.PublishShards(version, pulled))
+            try:
+                report = self._part.publish(version, pulled)
+            except Exception as error:  # Another rank may know better why.
+                failed = error
+            answers = self._others.publications.answers()
+        for rank, answer in enumerate(answers, 1):
+            if isinstance(answer, m.RankRefused):
+                raise WeightsError(f"rank {rank}: {answer.why}") from failed
+        if report is None:
+            assert failed is not None
+            raise failed
+        found = [answer for answer in answers if isinstance(answer, m.RankPublished)]
+        return report._replace(
+            encode_s=report.encode_s + sum(one.encode_s for one in found),
+            put_s=report.put_s + sum(one.put_s for one in found),
+        )
+
+    def follow(self, place: RelayPlace) -> None:
+        self._part.follow(place)
+        self._others.publications.tell_all(m.FollowRelay(place))
+
     def _together(self, order: m.RankOrder, work: Callable[[], T]) -> tuple[T, list[Switch]]:
         """Have all ranks do this; returns what it comes to here, and what it cost the others.
 
-        Raises the error with which it is refused, by all.
+        Raises the error with which it is refused, by all. With any other one of this rank's own the others end: they
+        are out of step.
         """
         with self._others.within(self._timeout_s):
-            self._others.tell([order] * len(self._others.pids))
+            self._others.orders.tell_all(order)
             try:
                 found = work()
-            except (CheckpointError, ValueError):
-                self._others.answers()
+            except (CheckpointError, ValueError) as refusal:
+                if all(isinstance(answer, m.RankRefused) for answer in self._others.orders.answers()):
+                    raise
+                self._others.close()
+                raise RuntimeError(f"a rank did what the first one refuses: {refusal}") from refusal
+            except Exception:
+                self._others.give_up()
                 raise
-            answers = self._others.answers()
+            answers = self._others.orders.answers()
         for answer in answers:
             if isinstance(answer, m.RankRefused):
+                self._others.close()
                 raise RuntimeError(f"a rank refuses what the first one did: {answer.why}")
         return found, [
             answer.switch for answer in answers if isinstance(answer, m.RankDone) and answer.switch is not None
@@ -214,26 +298,28 @@ def ranked_trainer(config: Config, settings: TransformersSettings, device: torch
     """
     size, timeout_s = config.trainer.gpus, config.trainer.step_timeout_s
     devices = [f"cuda:{rank}" if device.type == "cuda" else "cpu" for rank in range(size)]
-    meeting = Path(tempfile.mkdtemp(prefix="elastic-ranks-"))
+    # It has no name, so that nothing is left of it, however the process ends.
+    meeting = os.memfd_create("ranks")
     os.environ.update(THIS_MACHINE)
     others = OtherRanks()
-    others.start(size - 1)
-    try:
-        with others.within(START_TIMEOUT_S):
-            given = config.model_dump(mode="json")
-            others.tell(
-                [m.BeRank(rank, size, devices[rank], str(meeting), START_TIMEOUT_S, given) for rank in range(1, size)]
-            )
+    others.start(size - 1, meeting, config.run.pass_env)
+    with others.within(START_TIMEOUT_S):
+        given = config.model_dump(mode="json")
+        others.orders.tell(
+            [m.BeRank(rank, size, devices[rank], meeting, START_TIMEOUT_S, given) for rank in range(1, size)]
+        )
+        try:
             own_device = torch.device(devices[0])
             ranks = ProcessRanks.joined(0, size, own_device, meeting, START_TIMEOUT_S)
             own = trainer_on(config, settings, own_device, ranks)
-            others.answers()
-    except (CheckpointError, ValueError):
-        others.close()
-        raise
-    finally:
-        shutil.rmtree(meeting, ignore_errors=True)
-    return RankedTrainer(own, others, timeout_s)
+        except (CheckpointError, ValueError):
+            others.close()
+            raise
+        except Exception:
+            others.give_up()
+            raise
+        others.orders.answers()
+    return RankedTrainer(own, OwnPart(config, own, 0), others, timeout_s)
 
 
 def _of_all(own: Switch, others: Sequence[Switch]) -> Switch:

@@ -30,6 +30,7 @@ from elastic.worker.trainer.ranks import ALONE, Ranks
 from elastic.worker.trainer.resumable import ResumableTrainer
 from elastic.worker.trainer.sources import SourceOf
 from elastic.worker.trainer.transformers.model import CausalModel, Reference
+from elastic.worker.trainer.transformers.published import PublishedShards
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 
 
@@ -71,6 +72,7 @@ class TransformersTrainer(ResumableTrainer):
         named = model.named_parameters()
         self._names, self._parameters, self._shapes = list(named), list(named.values()), model.shapes()
         self._ranks = ranks
+        self.published = PublishedShards(model, ranks)
         dtype = computed_in(own, model.device)
         keeps_masters = own.offload != "none" or (dtype != torch.float32 and not model.sharded)
         self._offload = own.offload
@@ -93,22 +95,9 @@ class TransformersTrainer(ResumableTrainer):
         self._proof = model.proof()
 
     def tensors(self) -> dict[str, Tensor]:
-        """As the contract says, on the first rank; the others, which give it their shards, return nothing."""
-        float32 = self.model.float32
-        # Rounded first where all of it is: that takes half the memory.
-        dtype = torch.float32 if float32 else torch.bfloat16
-        found: dict[str, Tensor] = {}
-        for name, master in zip(self._names, self._masters, strict=True):
-            own = self._parked.content(master.detach()).to(dtype, copy=True)
-            whole = self._ranks.collect(own, self._rows_of(name))
-            if whole is not None:
-                found[name] = whole if self._ranks.size == 1 else whole.cpu()
-        if not found:
-            return {}
-        return {
-            name: tensor.to(torch.float32 if name in float32 else torch.bfloat16).contiguous()
-            for name, tensor in self.model.as_stored(found).items()
-        }
+        """As the contract says; of several ranks this one's part of that, as `published` says."""
+        masters = zip(self._names, self._masters, strict=True)
+        return self.published.own({name: self._parked.content(master.detach()) for name, master in masters})
 
     def proof(self) -> list[float]:
         return self._proof
@@ -319,11 +308,6 @@ class TransformersTrainer(ResumableTrainer):
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if parameter is not master:
                 parameter.copy_(master)
-
-    def _rows_of(self, name: str) -> list[int]:
-        """How many rows of a parameter each rank holds."""
-        shape = self._shapes[name]
-        return [len(share) for share in self._ranks.shares(shape[0] if shape else 1)]
 
     def _shape(self, place: int) -> tuple[int, ...]:
         return self._shapes[self._names[place]]
