@@ -347,7 +347,7 @@ def ends_well(play: Play) -> None:
 def test_the_trainer_goes_at_any_event(way: str, helpers: int, bound: int) -> None:
     modes: set[str] = set()
     events = len(Play(bound, helpers, {}).run().log)
-    for at in range(1, events, 9):
+    for at in range(1, events, 18):
         play = Play(bound, helpers, {at: way}, seed=at).run()
         ends_well(play)
         modes |= play.modes

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
 from tests.phases.stub_pool import StubPool
@@ -25,6 +27,7 @@ def run(directory: Path, steps: int, **environment: str) -> list[dict[str, objec
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.nightly
 def test_it_learns_the_same_alone_in_a_pool_and_from_its_checkpoint(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone", 4)
     with StubPool() as pool:

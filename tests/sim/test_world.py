@@ -177,11 +177,10 @@ def test_storm_of_one_fault(kind: FaultKind) -> None:
         without = storm(FaultKind.TAKE)
         both = sorted((*faults.faults, *without.faults), key=lambda fault: fault.at_s)
         faults = msgspec.structs.replace(faults, faults=tuple(both))
-    stormy = [simulate(seed, settings, faults) for seed in range(2)]
-    without_it = [calm(seed, settings.rewards_on_functions, without) for seed in range(2)]
-    assert all(outcome.record.finished for outcome in stormy)
-    assert all(0 < outcome.faults <= len(faults.faults) for outcome in stormy)
-    assert sum(map(TRACES[kind], stormy)) > sum(map(TRACES[kind], without_it))
+    stormy = simulate(0, settings, faults)
+    assert stormy.record.finished
+    assert 0 < stormy.faults <= len(faults.faults)
+    assert TRACES[kind](stormy) > TRACES[kind](calm(0, settings.rewards_on_functions, without))
 
 
 def test_what_did_nothing_is_no_fault() -> None:
@@ -235,12 +234,12 @@ def test_the_trainer_goes_at_any_time(bound: int, way: FaultKind) -> None:
         SETTINGS, plan=plan, providers=(), checkpoint_every_steps=3, train_ns=2 * NS_PER_S, tokens_per_iteration=3
     )
     again = 0
-    for tenths in range(5, 400, 15):
+    for tenths in range(5, 400, 30):
         faults = tuple(Fault(kind=way, at_s=tenths / 10 + n * 7, chance=0.3 + n % 2 / 2) for n in range(3))
         outcome = simulate(tenths, settings, FaultPlan(end_ns=(tenths + 140) * NS_PER_S // 10, faults=faults))
         assert outcome.failed == ""
         again += told(outcome, e.WorkerJoined) > 1
-    assert again > 9
+    assert again > 4
 
 
 def test_silence_hides_the_end_of_a_lease_that_nobody_remembers() -> None:

@@ -43,7 +43,7 @@ from tests.weights.ranks import (
 )
 from tests.weights.signed import KEY, TRUST, assert_same, overwrite
 
-many = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite
