@@ -143,12 +143,21 @@ NO_LIMIT_TURNS = 1_000_000
 """The turns of a trajectory that is driven from outside, where nothing else is said."""
 
 
+HubName = Annotated[str, Field(pattern=r"^hf:[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")]
+"""Of a data set."""
+
+
 class DataConfig(_Section):
     """Rows that episodes of kinds `agent` and `chat` are about: one for each group, by its number in the whole run."""
 
-    source: GivenPath = Field(description="file of rows: FILE.jsonl or FILE.parquet")
+    source: HubName | GivenPath = Field(description="rows: FILE.jsonl, FILE.parquet, or hf:NAME of Hugging Face's hub")
+    subset: str = Field("", description="of a data set of the hub: which of its configurations")
+    split: str = Field("train", min_length=1, description="of a data set of the hub: which of its splits")
     prompt: str = Field("prompt", min_length=1, description="column with the prompt; may be dotted")
     answer: str = Field("", description="column with the answer, if there is one; may be dotted")
+    columns: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="other columns that functions get; all unless said"
+    )
     order: Literal["shuffled", "in_order"] = Field(
         "shuffled", description="in which rows come: each pass has every row once"
     )

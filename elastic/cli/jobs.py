@@ -218,7 +218,8 @@ def _from_anywhere(config: Config) -> Config:
         "model": config.model.model_copy(update={"checkpoint": config.model.checkpoint.resolve()})
     }
     if (data := config.environment.data) is not None:
-        rows = data.model_copy(update={"source": data.source.resolve()})
+        where = data.source.resolve() if isinstance(data.source, Path) else data.source
+        rows = data.model_copy(update={"source": where})
         changed["environment"] = config.environment.model_copy(update={"data": rows})
     return config.model_copy(update=changed)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic.compose.plan import RunPlan, read_model_config
-from elastic.config import DRIVEN, OUTSIDE, PLAYED, Config, ConfigError, ConfigProblem, FrontConfig, validate
+from elastic.config import CHAT, DRIVEN, OUTSIDE, PLAYED, Config, ConfigError, ConfigProblem, FrontConfig, validate
 from elastic.core.types import INTEGER_MAX, SamplingParameters
 from elastic.environments.env_worker import CHAT_KEY_VARIABLE, KEY_VARIABLE, PLAYED_SETTINGS
+from elastic.environments.hub_rows import HUB, HubSource
 from elastic.environments.outside import OutsideSettings
 from elastic.environments.rows import BadData, DataSource, check_first_row
 from elastic.front.addresses import agents_url
@@ -138,8 +139,15 @@ def data_source(config: Config) -> DataSource | None:
     data = config.environment.data
     if data is None:
         return None
+    named = data.source
     return DataSource(
-        source=data.source, prompt=data.prompt, answer=data.answer, order=data.order, seed=config.run.seed
+        source=named if isinstance(named, Path) else HubSource(named.removeprefix(HUB), data.subset, data.split),
+        prompt=data.prompt,
+        answer=data.answer,
+        order=data.order,
+        seed=config.run.seed,
+        columns=data.columns,
+        texts=config.environment.name == CHAT,
     )
 
 
@@ -174,7 +182,7 @@ def check_front(plan: RunPlan) -> None:
     _check_upstream(front)
     if (source := data_source(config)) is not None:
         try:
-            check_first_row(source)
+            check_first_row(source, elsewhere=config.environment.python is not None)
         except BadData as error:
             raise ConfigError(ConfigProblem(str(error), ("environment", "data"))) from error
     from elastic.front.rendering.renderer import make_renderer

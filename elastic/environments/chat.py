@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
 from elastic.environments.outside import Outside, OutsideSettings
+from elastic.environments.rows import is_prompt
 from elastic.environments.scoring import PlayedChat, load_reward
 from elastic.environments.tools import Toolbox
 from elastic.system.named_code import GivenCode, parsed
@@ -113,7 +114,7 @@ def opening(prompt: Any, system: str) -> list[dict[str, Any]]:
     if isinstance(prompt, str):
         before = [{"role": "system", "content": system}] if system else []
         return [*before, {"role": "user", "content": prompt}]
-    if isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in cast("list[Any]", prompt)):
+    if is_prompt(prompt):
         return [dict(one) for one in cast("Sequence[Mapping[str, Any]]", prompt)]
     raise BadOutcome(f"prompt: found {shown(prompt)}; allowed: a text, or a list of messages")
 

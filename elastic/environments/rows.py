@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from elastic.system.plain_values import told
+from elastic.environments.hub_rows import HUB, HubSource, HubUnreadable, check_hub, hub_rows
+from elastic.system.plain_values import shown, told
 from policies.curriculum import CURRICULA
 
 Row: TypeAlias = Mapping[str, Any]
@@ -23,11 +24,20 @@ class DataSource:
     """Where rows are, how their columns are called, and in which order they come. A column may be dotted: it is looked
     up in what the first part is. An empty `answer` is none."""
 
-    source: Path
+    source: Path | HubSource
     prompt: str
     answer: str
     order: str
     seed: int
+    columns: Sequence[str] = ()
+    """Others that rows keep; all where none is named."""
+    texts: bool = False
+    """Whether prompts have to be texts, or lists of messages."""
+
+    @property
+    def named(self) -> list[str]:
+        """The columns that every row must have."""
+        return [name for name in (self.prompt, self.answer, *self.columns) if name]
 
 
 @dataclass(frozen=True)
@@ -57,8 +67,16 @@ def read_rows(source: DataSource) -> Rows:
     return Rows(source, rows)
 
 
-def check_first_row(source: DataSource) -> None:
-    """Raises `BadData` for what can be told of the file by its beginning."""
+def check_first_row(source: DataSource, *, elsewhere: bool = False) -> None:
+    """Raises `BadData` for what can be told of a file by its beginning. A data set of the hub is not loaded: it is only
+    looked whether it could be, unless that is done `elsewhere`, by another interpreter."""
+    if isinstance(source.source, HubSource):
+        if not elsewhere:
+            try:
+                check_hub()
+            except HubUnreadable as error:
+                raise BadData(f"{source.source}: {error}") from error
+        return
     if next(_checked(source), None) is None:
         raise BadData(f"{source.source}: has no rows; allowed: at least one")
 
@@ -76,22 +94,48 @@ def column(row: Row, name: str) -> Any:
 
 
 def _checked(source: DataSource) -> Iterator[Row]:
-    read = _READERS.get(source.source.suffix)
-    if read is None:
-        allowed = ", ".join(f"FILE{suffix}" for suffix in _READERS)
-        raise BadData(f"{source.source}: found {source.source.suffix or 'no suffix'!r}; allowed: {allowed}")
-    names = [name for name in (source.prompt, source.answer) if name]
     try:
-        for number, row in enumerate(read(source.source)):
-            for name in names:
+        for number, row in enumerate(_read(source.source)):
+            for name in source.named:
                 try:
                     column(row, name)
                 except KeyError:
                     there = ", ".join(map(str, row)) or "none"
                     raise BadData(f"{source.source}: row {number} has no column {name!r}; it has {there}") from None
-            yield row
+            prompt = column(row, source.prompt)
+            if source.texts and not is_prompt(prompt):
+                found = f"row {number}, column {source.prompt!r}: found {shown(prompt)}"
+                raise BadData(f"{source.source}: {found}; allowed: a text, or a list of messages")
+            yield _kept(row, source)
     except OSError as error:
         raise BadData(f"{source.source}: cannot be read ({error.strerror or error})") from error
+    except HubUnreadable as error:
+        raise BadData(f"{source.source}: {error}") from error
+
+
+def _read(source: Path | HubSource) -> Iterator[Row]:
+    if isinstance(source, HubSource):
+        return hub_rows(source)
+    if (read := _READERS.get(source.suffix)) is None:
+        allowed = ", ".join([*(f"FILE{suffix}" for suffix in _READERS), f"{HUB}NAME"])
+        raise BadData(f"{source}: found {source.suffix or 'no suffix'!r}; allowed: {allowed}")
+    return read(source)
+
+
+def _kept(row: Row, source: DataSource) -> Row:
+    """The columns that are named, or what they are looked up in; all where no others are named."""
+    if not source.columns:
+        return row
+    kept = {name if name in row else name.partition(".")[0] for name in source.named}
+    return {name: value for name, value in row.items() if name in kept}
+
+
+def is_prompt(found: Any) -> bool:
+    """Whether it is a text, or a list of messages."""
+    if isinstance(found, str):
+        return True
+    many = isinstance(found, Sequence) and len(cast("Sequence[Any]", found)) > 0
+    return many and all(isinstance(one, Mapping) for one in cast("Sequence[Any]", found))
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

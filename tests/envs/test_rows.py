@@ -1,6 +1,7 @@
 """Rows of data sets: which group has which, and what cannot be read is told by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_columns_may_be_dotted() -> None:
         ("rows.jsonl", '{"p": 1}\n', "row 0 has no column 'q'; it has p"),
         ("rows.jsonl", "[1]\n", "line 1: found list; allowed: an object of columns"),
         ("rows.jsonl", "{q: 1}\n", "line 1 is no JSON"),
-        ("rows.csv", "q\n1\n", "found '.csv'; allowed: FILE.jsonl, FILE.parquet"),
+        ("rows.csv", "q\n1\n", "found '.csv'; allowed: FILE.jsonl, FILE.parquet, hf:NAME"),
     ],
 )
 def test_what_cannot_be_used_is_told_by_its_first_row(tmp_path: Path, name: str, content: str, told: str) -> None:
@@ -75,3 +76,18 @@ def test_a_later_row_is_told_as_all_are_read(tmp_path: Path) -> None:
         read_rows(source(file))
     with pytest.raises(BadData, match="cannot be read"):
         check_first_row(source(tmp_path / "none.jsonl"))
+
+
+def test_a_row_keeps_the_columns_that_are_named_and_a_prompt_is_a_text_or_messages(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    row = {"q": "1+1", "a": {"n": 2, "why": ""}, "level": 3, "rest": None}
+    file.write_text(json.dumps(row))
+    named = replace(source(file, answer="a.n"), columns=("level",), texts=True)
+    (kept,) = read_rows(named).rows
+    assert kept == {"q": "1+1", "a": {"n": 2, "why": ""}, "level": 3}
+    with pytest.raises(BadData, match="row 0 has no column 'hard'"):
+        read_rows(replace(named, columns=("hard",)))
+    for prompt in (3, None, [], ["a"]):
+        file.write_text(json.dumps({**row, "q": prompt}))
+        with pytest.raises(BadData, match=r"row 0, column 'q': found .*allowed: a text, or a list of messages"):
+            read_rows(named)
