@@ -6,6 +6,7 @@ deferred as in production. Its stand-ins (`_stand_ins.py`) live in processes of 
 
 import asyncio
 import contextlib
+import math
 import multiprocessing
 import random
 import tempfile
@@ -54,6 +55,10 @@ PROMPT_TOKENS, ANSWER_TOKENS = 64, 64
 TOOL_SHARE, TOOL_S = 0.25, 1.0
 """One end in four is a tool call; its environment takes so long, on average."""
 POLL_S = 0.05
+LOOKS_LESS = 20
+"""Times as long as a look takes, nobody looks: of large runs it takes milliseconds."""
+STILL_S = 30.0
+"""After so long without growth a figure is not waited for any longer."""
 SILENCE_S = 30.0
 FEW_CHUNKS = 4
 """Of a frame that left for the sake of a turn or two, and not because a flush was due."""
@@ -108,10 +113,10 @@ class StandInProcess:
         finally:
             self.workers.discard(ticket.worker)
 
-    async def ask(self, question: Question) -> Any:
+    async def ask(self, question: Question, patience_s: float = PATIENCE_S) -> Any:
         self._pipe.send(question)
-        if not await asyncio.to_thread(self._pipe.poll, PATIENCE_S):
-            raise TimeoutError(f"a process of stand-ins said nothing for {PATIENCE_S:g} s")
+        if not await asyncio.to_thread(self._pipe.poll, patience_s):
+            raise TimeoutError(f"a process of stand-ins said nothing for {patience_s:g} s")
         return self._pipe.recv()
 
     def kill(self) -> None:
@@ -155,8 +160,8 @@ class StandInFleet:
         """Have a worker for this ticket in the process with the fewest."""
         await min(self._alive, key=lambda process: len(process.workers)).work(ticket)
 
-    async def ask(self, question: Question) -> list[Any]:
-        return list(await asyncio.gather(*(process.ask(question) for process in self._alive)))
+    async def ask(self, question: Question, patience_s: float = PATIENCE_S) -> list[Any]:
+        return list(await asyncio.gather(*(process.ask(question, patience_s) for process in self._alive)))
 
     def close(self) -> None:
         for process in self._alive:
@@ -184,6 +189,29 @@ async def comes_true(holds: Callable[[], bool], patience_s: float = PATIENCE_S) 
             return False
         await asyncio.sleep(POLL_S)
     return True
+
+
+async def comes_to(figure: Callable[[], float], wanted: float, patience_s: float = math.inf) -> bool:
+    """Wait for a growing figure to come to `wanted`; returns whether it did in time, and without standing still."""
+    best, grew_s = -math.inf, time.monotonic()
+    ends_s = grew_s + patience_s
+    while True:
+        asked_s = time.monotonic()
+        now = figure()
+        now_s = time.monotonic()
+        if now >= wanted:
+            return True
+        if now > best:
+            best, grew_s = now, now_s
+        if now_s > min(ends_s, grew_s + STILL_S):
+            return False
+        await asyncio.sleep(max(POLL_S, LOOKS_LESS * (now_s - asked_s)))
+
+
+async def grows_to(what: str, figure: Callable[[], float], wanted: float) -> None:
+    """As `comes_to`. Raises `TimeoutError`, which says how far `what` has come."""
+    if not await comes_to(figure, wanted):
+        raise TimeoutError(f"{what}: {figure():g} of {wanted:g}, and no more for {STILL_S:g} s")
 
 
 async def until(what: str, holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:

@@ -3,7 +3,8 @@
 The orchestrator is live and whole (`_streaming.py`); 1,024 workers, which eight processes stand in for
 (`_stand_ins.py`), are connected by TLS, with sixteen streams of 50 tokens/s each: turns of a median of 2,000 tokens,
 with pauses for tools. Then four of the processes are killed: their leases are lost, others are granted at once, and as
-many workers dial in. With `--quick` there are 128.
+many workers dial in. With `--quick` there are 128; `--workers N` says how many, for machines whose cores do not carry
+all of them.
 
 - workers, gpus_modelled: what was connected, and how many H100 produce as many tokens (3,000 a second each);
 - turns_per_s, tokens_per_s, core_share: what the orchestrator brought to an end and accepted, and took of its core, in
@@ -16,6 +17,7 @@ many workers dial in. With `--quick` there are 128.
   trajectory, from 20 to 40 s after the kill, with `--quick` from 5 to 10. Below 0 where tokens take less.
 """
 
+import argparse
 import asyncio
 import gc
 import multiprocessing
@@ -25,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import psutil
-from _common import Arguments, emit, parse_arguments
+from _common import emit, parser
 from _stand_ins import Look
 from _streaming import STREAMS_PER_WORKER, StandInFleet, StreamedRun, live_run, streaming_config, until, used
 
@@ -159,12 +161,18 @@ async def _missing_tokens(run: StreamedRun) -> int:
         return accepted - live - sum(row.tokens for row in journal.rows(TurnRow) if row.finished_ns <= now_ns)
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.quick:
-        return run_loop(_measure(WORKERS_QUICK, RUN_QUICK_S, DRIFT_QUICK_S))
-    return run_loop(_measure(WORKERS, RUN_S, DRIFT_S))
+        return run_loop(_measure(arguments.workers or WORKERS_QUICK, RUN_QUICK_S, DRIFT_QUICK_S))
+    return run_loop(_measure(arguments.workers or WORKERS, RUN_S, DRIFT_S))
+
+
+def parse() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("--workers", type=int, metavar="N", help=f"a multiple of {PROCESSES}; without it {WORKERS:,}")
+    return options.parse_args()
 
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")
-    emit(main(args := parse_arguments(__doc__)), args)
+    emit(main(args := parse()), args)

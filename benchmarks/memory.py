@@ -26,9 +26,9 @@ from _streaming import (
     STREAMS_PER_WORKER,
     PausingEnvironment,
     StandInFleet,
+    grows_to,
     live_run,
     streaming_config,
-    until,
 )
 
 from elastic.compose.processes import run_loop
@@ -39,6 +39,8 @@ QUICK_SHARE = 10
 WORKERS = 64
 CHUNK_TOKENS = 12
 """Of a turn in a frame, as after a flush interval of 250 ms."""
+LIMITS: tuple[str, ...] = ("turn_stall_timeout_s", "heartbeat_timeout_s", "stall_timeout_s", "queue_timeout_s")
+"""Of the scheduler: nobody is held to any here, for memory does not depend on how busy the machine is."""
 SETTLE_S = 0.5
 """For what the journal still writes, and for the collections of a run."""
 
@@ -68,22 +70,23 @@ async def _measure(trajectories: int, filled: int) -> dict[str, Any]:
 
 
 async def _bytes(trajectories: int, filled: int) -> dict[str, Any]:
-    patient = {"turn_stall_timeout_s": 10 * PATIENCE_S, "stall_timeout_s": PATIENCE_S, "queue_timeout_s": PATIENCE_S}
+    patient: dict[str, float] = dict.fromkeys(LIMITS, 10 * PATIENCE_S)
     config = streaming_config(WORKERS, trajectories, environment={"step_timeout_s": 10 * PATIENCE_S}, scheduler=patient)
     fleet = StandInFleet(1, -(-trajectories // WORKERS), produces=False)
     thoughts = Thoughts()
     none_bytes = await _settled_bytes()
     async with live_run(config, WORKERS, fleet, make_environment=lambda: ThinkingEnvironment(thoughts)) as run:
         workers, turns = run.scheduler.fleet.workers, run.scheduler.turns
-        await until("all trajectories open", lambda: thoughts.thinking == trajectories)
-        await until("workers", lambda: sum(worker.connected for worker in workers.values()) == WORKERS)
+        await grows_to("open trajectories", lambda: thoughts.thinking, trajectories)
+        await grows_to("workers", lambda: sum(worker.connected for worker in workers.values()), WORKERS)
         open_bytes = await _settled_bytes()
         thoughts.may_speak.set()
-        await until("all turns running", lambda: sum(t.worker is not None for t in turns.live.values()) == trajectories)
+        await grows_to("turns", lambda: sum(t.worker is not None for t in turns.live.values()), trajectories)
         running_bytes = await _settled_bytes()
-        told = await fleet.ask(Fill(-(-filled // STREAMS_PER_WORKER), STREAMS_PER_WORKER, TOKENS, CHUNK_TOKENS))
+        fill = Fill(-(-filled // STREAMS_PER_WORKER), STREAMS_PER_WORKER, TOKENS, CHUNK_TOKENS)
+        told = await fleet.ask(fill, 10 * PATIENCE_S)
         produced = sum(one.produced for one in told)
-        await until("all tokens accepted", lambda: run.accepted == produced)
+        await grows_to("accepted tokens", lambda: run.accepted, produced)
         filled_bytes = await _settled_bytes()
     return {
         "bytes_per_token": (filled_bytes - running_bytes) / max(1, produced),

@@ -16,14 +16,25 @@ By number of streams:
   of turns, and of last ones;
 - flush_interval_ms: how often the workers were told to send at the end;
 - drained: whether all that was produced was accepted in the end. A connection that broke would be why not;
+- carried: whether all streams got in, what they produced was accepted as fast, all of it in the end, and the stand-ins
+  had room on their cores. If not, `bound` says what was full: the orchestrator's core, that of the stand-ins
+  (`generator`), or all cores of the machine; the other figures are those of what got in. Such a size is not measured
+  again, and larger ones are not tried;
+- streams_in, accepted_share, machine_share: streams that got in; what was accepted of what was produced meanwhile; the
+  use of all cores of the machine, by whomever;
 - tls_…: over TLS, as beyond loopback, `tls_ratio` what that costs over plain text; one_connection_…: with all streams
   on one worker. Both of 64 and 1,000 streams only.
+
+`streams_carried` is the largest number of streams that was carried. `--streams 64,1000` measures these alone; all of
+them, three times, take more than ten minutes.
 """
 
+import argparse
 import asyncio
 import contextlib
 import multiprocessing
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from multiprocessing.connection import Connection as Pipe
@@ -31,15 +42,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import aiohttp
+import psutil
 import uvicorn
 import uvloop
-from _common import Arguments, emit, parse_arguments
+from _common import emit, parser
 from _stand_ins import PATIENCE_S, TOKENS_PER_S, Look, Rest, Tell
 from _streaming import (
     STREAMS_PER_WORKER,
     Acceptances,
     StandInFleet,
-    comes_true,
+    comes_to,
     live_run,
     percentile_ms,
     streaming_config,
@@ -64,9 +76,13 @@ SETTLE_S = 3.0
 """Until the flush interval suits the load."""
 STARTED_SHARE = 0.97
 """Of the streams. Some are at a tool at any moment."""
-START_S, DRAIN_S = 240.0, 60.0
+START_S, DRAIN_S, END_S = 150.0, 60.0, 30.0
 """Longest times, for machines that are busy with other things."""
 ORCHESTRATED_S = 2 * (START_S + DRAIN_S)
+KEPT_UP_SHARE = 0.97
+"""Of what is produced in a time so much is accepted in it, or a backlog grows."""
+FULL_SHARE, GENERATOR_SHARE_MAX = 0.95, 0.9
+"""Of a core: beyond the first it is full; beyond the second stand-ins may be late by themselves."""
 EVENT = (
     b'data: {"id":"cmpl-1","object":"text_completion",'
     b'"choices":[{"index":0,"text":"x","token_ids":[17],"logprob":-0.51}]}\n\n'
@@ -80,7 +96,12 @@ class Frames(NamedTuple):
     cpu_s: float
     wall_s: float
     tokens: int
+    produced: int
+    streams_in: int
+    started: bool
+    """Whether all streams got in."""
     generator_core_share: float
+    machine_share: float
     delay_ms_p50: float | None
     delay_ms_p99: float | None
     first_token_ms_p99: float | None
@@ -92,46 +113,80 @@ class Frames(NamedTuple):
     def us_per_token(self) -> float:
         return self.cpu_s / max(1, self.tokens) * 1e6
 
+    @property
+    def core_share(self) -> float:
+        return self.cpu_s / self.wall_s
 
-def orchestrate(results: Pipe, workers: int, streams: int, seconds: float, encrypted: bool) -> None:
-    """The middle: a real orchestrator, whose CPU time is measured."""
-    results.send(run_loop(_orchestrate(workers, streams, seconds, encrypted)))
+    @property
+    def accepted_share(self) -> float:
+        return self.tokens / max(1, self.produced)
+
+    @property
+    def carried(self) -> bool:
+        kept_up = self.started and self.drained and self.accepted_share >= KEPT_UP_SHARE
+        return kept_up and self.generator_core_share <= GENERATOR_SHARE_MAX
+
+    @property
+    def bound(self) -> str | None:
+        """What kept it from carrying the streams; None where it carried them."""
+        if self.carried:
+            return None
+        if self.core_share > FULL_SHARE:
+            return "orchestrator"
+        if self.generator_core_share > GENERATOR_SHARE_MAX:
+            return "generator"
+        return "machine" if self.machine_share > FULL_SHARE else "unknown"
 
 
-async def _orchestrate(workers: int, streams: int, seconds: float, encrypted: bool) -> Frames:
+def orchestrate(results: Pipe, directory: str, workers: int, streams: int, seconds: float, encrypted: bool) -> None:
+    """The middle: a real orchestrator, whose CPU time is measured. Its files are in `directory`."""
+    tempfile.tempdir = directory
+    run_loop(_orchestrate(results, workers, streams, seconds, encrypted))
+
+
+async def _orchestrate(results: Pipe, workers: int, streams: int, seconds: float, encrypted: bool) -> None:
+    """Sends its figures before it ends, for an orchestrator under too much may take long to."""
     config = streaming_config(workers, streams)
     fleet = StandInFleet(-(-streams // PROCESS_STREAMS), -(-streams // workers))
     frames_per_s = workers / config.scheduler.flush_interval_s
     acceptances = Acceptances(stride=max(1, round(frames_per_s / SAMPLED_FRAMES_PER_S)))
     async with live_run(config, workers, fleet, encrypted=encrypted, decided=acceptances.note) as run:
-        await comes_true(lambda: run.streaming() >= STARTED_SHARE * streams, START_S)
+        started = await comes_to(run.streaming, STARTED_SHARE * streams, START_S)
         await asyncio.sleep(SETTLE_S)
         before = await fleet.ask(Look())
         acceptances.noting = True
+        psutil.cpu_percent()
         began_s, cpu_s, tokens = time.monotonic(), time.process_time(), run.accepted
         await asyncio.sleep(seconds)
         wall_s, cpu_s, tokens = time.monotonic() - began_s, time.process_time() - cpu_s, run.accepted - tokens
+        machine_share = psutil.cpu_percent() / 100
         acceptances.noting = False
-        after = await fleet.ask(Look())
+        streams_in = run.streaming()
+        use = used(before, await fleet.ask(Look()))
         rested = await fleet.ask(Rest())
         produced, lost = sum(one.produced for one in rested), sum(one.lost for one in rested)
-        drained = await comes_true(lambda: run.accepted >= produced, DRAIN_S)
-        if run.accepted > produced or not (drained or lost):
-            raise AssertionError(f"{run.accepted} tokens were accepted of {produced} that were produced")
+        drained = await comes_to(lambda: run.accepted, produced, DRAIN_S)
         schedules = [schedule for told in await fleet.ask(Tell()) for schedule in told]
-    delays = acceptances.delays(schedules)
-    return Frames(
-        cpu_s,
-        wall_s,
-        tokens,
-        used(before, after).core_share,
-        percentile_ms(delays.tokens_s, 50),
-        percentile_ms(delays.tokens_s, 99),
-        percentile_ms(delays.firsts_s, 99),
-        percentile_ms(delays.lasts_s, 99),
-        max(one.flush_interval_s for one in rested) * 1e3,
-        drained,
-    )
+        delays = acceptances.delays(schedules)
+        frames = Frames(
+            cpu_s,
+            wall_s,
+            tokens,
+            use.produced,
+            streams_in,
+            started,
+            use.core_share,
+            machine_share,
+            percentile_ms(delays.tokens_s, 50),
+            percentile_ms(delays.tokens_s, 99),
+            percentile_ms(delays.firsts_s, 99),
+            percentile_ms(delays.lasts_s, 99),
+            max(one.flush_interval_s for one in rested) * 1e3,
+            drained,
+        )
+        if run.accepted > produced or (frames.accepted_share >= KEPT_UP_SHARE and not (drained or lost)):
+            raise AssertionError(f"{run.accepted} tokens were accepted of {produced} that were produced")
+        results.send(frames)
 
 
 def upstream(ports: Pipe) -> None:
@@ -211,8 +266,12 @@ def consume(port: int, streams: int) -> None:
 
 def measure_frames(workers: int, streams: int, seconds: float, *, encrypted: bool = False) -> Frames:
     """The orchestrator's figures, with the streams spread over so many workers."""
-    results, answer = multiprocessing.Pipe()
-    with _running(orchestrate, answer, workers, streams, seconds, encrypted):
+    results, answer = multiprocessing.Pipe(duplex=False)
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
+        _running(orchestrate, answer, directory, workers, streams, seconds, encrypted, ends_within_s=END_S),
+    ):
+        answer.close()  # So that its death is heard.
         return _heard(results, ORCHESTRATED_S)
 
 
@@ -228,12 +287,13 @@ def measure_sse(streams: int, seconds: float) -> tuple[float, int]:
 
 
 @contextlib.contextmanager
-def _running(work: Callable[..., None], *arguments: object) -> Iterator[None]:
-    """In a process of its own."""
+def _running(work: Callable[..., None], *arguments: object, ends_within_s: float = 0.0) -> Iterator[None]:
+    """In a process of its own, which has so long to end by itself."""
     process = multiprocessing.Process(target=work, args=arguments)
     process.start()
     try:
         yield
+        process.join(ends_within_s)
     finally:
         process.kill()
         process.join()
@@ -253,19 +313,24 @@ def compare(streams: int, seconds: float, sse_us_per_token: float, *, encrypted:
         "frame_us_per_token": frames.us_per_token,
         "ratio": sse_us_per_token / frames.us_per_token,
         "tokens_per_s": frames.tokens / frames.wall_s,
-        "core_share": frames.cpu_s / frames.wall_s,
+        "core_share": frames.core_share,
         "generator_core_share": frames.generator_core_share,
+        "machine_share": frames.machine_share,
         "delay_ms_p50": frames.delay_ms_p50,
         "delay_ms_p99": frames.delay_ms_p99,
         "first_token_ms_p99": frames.first_token_ms_p99,
         "turn_end_ms_p99": frames.turn_end_ms_p99,
         "flush_interval_ms": frames.flush_interval_ms,
+        "streams_in": frames.streams_in,
+        "accepted_share": frames.accepted_share,
         "drained": frames.drained,
+        "carried": frames.carried,
+        "bound": frames.bound,
     }
     tls = one = None
-    if encrypted:
+    if encrypted and frames.carried:
         tls = measure_frames(workers, streams, seconds, encrypted=True).us_per_token
-    if alone:
+    if alone and frames.carried:
         one = measure_frames(1, streams, seconds).us_per_token
     return figures | {
         "tls_us_per_token": tls,
@@ -280,32 +345,52 @@ def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for key in rounds[0]:
         values = [one[key] for one in rounds]
+        if any(isinstance(value, str) for value in values):
+            figures[key] = next(value for value in reversed(values) if value is not None)
+            continue
         told = None not in values and not isinstance(values[0], bool)
         figures[key] = median(values) if told else min(values, key=bool)
     return figures
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: argparse.Namespace) -> dict[str, Any]:
     seconds, rounds, sizes = (2.0, 1, SIZES_QUICK) if arguments.quick else (10.0, 3, SIZES)
     events: list[dict[str, float]] = []
-    by_size: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
+    by_size: dict[int, list[dict[str, Any]]] = {size: [] for size in sorted(arguments.streams or sizes)}
+    too_many = max(by_size) + 1
     for _ in range(rounds):
         events_s, relayed = measure_sse(COMPARED, seconds)
         events.append({"sse_us_per_token": events_s / relayed * 1e6, "sse_tokens_per_s": relayed / seconds})
-        for size, figures in by_size.items():
+        for size in [size for size in by_size if size < too_many]:
             alone = size == COMPARED if arguments.quick else size in TWICE
-            figures.append(compare(size, seconds, events[-1]["sse_us_per_token"], encrypted=size in TWICE, alone=alone))
-    streams = {str(size): middle(figures) for size, figures in by_size.items()}
-    best = streams[str(COMPARED)]
+            figures = compare(size, seconds, events[-1]["sse_us_per_token"], encrypted=size in TWICE, alone=alone)
+            by_size[size].append(figures)
+            if not figures["carried"]:
+                too_many = size
+                break
+    streams = {str(size): middle(figures) if figures else None for size, figures in by_size.items()}
+    best = streams.get(str(COMPARED)) or {}
     return {
         "workers": -(-COMPARED // STREAMS_PER_WORKER),
         **best,
-        "frame_tokens_per_s": best["tokens_per_s"],
+        "frame_tokens_per_s": best.get("tokens_per_s"),
         **middle(events),
+        "streams_carried": max((size for size, figures in by_size.items() if figures and size < too_many), default=0),
         "streams": streams,
     }
 
 
+def parse() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument(
+        "--streams",
+        type=lambda text: [int(size) for size in text.split(",")],
+        metavar="N,N,…",
+        help=f"these numbers of streams alone; without it {', '.join(map(str, SIZES))}",
+    )
+    return options.parse_args()
+
+
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")
-    emit(main(args := parse_arguments(__doc__)), args)
+    emit(main(args := parse()), args)
