@@ -1,7 +1,6 @@
 """A run that agents drive, whose processes may be killed; and what its journals prove of the answers to agents."""
 
 import contextlib
-import json
 import os
 import signal
 from collections import Counter
@@ -124,14 +123,6 @@ class AgentsRun(CrashingRun):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 self.kills[what] += 1
-
-    def recorded(self, pattern: str) -> list[int]:
-        """The ids of the processes of leases whose records are called so."""
-        found: list[int] = []
-        for path in sorted((self.run_dir / "leases").glob(pattern)):
-            with contextlib.suppress(OSError, ValueError):
-                found += (process["pid"] for process in json.loads(path.read_bytes()).get("processes", {}).values())
-        return [pid for pid in found if psutil.pid_exists(pid)]
 
 
 class Sampling(NamedTuple):

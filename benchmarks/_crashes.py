@@ -1,4 +1,4 @@
-"""A run whose orchestrator and trainer are killed with SIGKILL, taken up again each time.
+"""A run of whose processes some are killed with SIGKILL; it is taken up again where its orchestrator was.
 
 Kills come at seeded moments: some while the run is being taken up, the others after it has gone on.
 """
@@ -20,10 +20,14 @@ from _runs import POLL_S, CommandRun, processes_of
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import JournalError, JournalReader, RunDirectory
 
-Victim: TypeAlias = Literal["orchestrator", "trainer", "both"]
+Victim: TypeAlias = Literal["orchestrator", "trainer", "both", "rank", "worker"]
+"""`rank` is a further rank of the trainer, whose first one is `trainer`."""
+
+OF_THE_ORCHESTRATOR: tuple[Victim, ...] = ("orchestrator", "both")
 
 WHILE_RESUMING = 0.25
 """Share of kills that do not wait for the first token after the last one."""
+RANK_MODULE = "elastic.worker.trainer.transformers.rank"
 WAIT_S = 2.5
 """Longest from the moment that a kill waits for to the kill."""
 END_TIMEOUT_S = 900.0
@@ -51,24 +55,36 @@ class CrashingRun(CommandRun):
                     return any(chunks for _, _, chunks in journal.entries())
         return False
 
-    def trainer(self) -> int | None:
-        """The id of the trainer's process, where there is one."""
-        for path in sorted((self.run_dir / "leases").glob("trainer-*.json")):
+    def recorded(self, pattern: str) -> list[int]:
+        """The ids of the processes of leases whose records are called so."""
+        found: list[int] = []
+        for path in sorted((self.run_dir / "leases").glob(pattern)):
             with contextlib.suppress(OSError, ValueError):
-                for process in json.loads(path.read_bytes()).get("processes", {}).values():
-                    if psutil.pid_exists(process["pid"]):
-                        return process["pid"]
-        return None
+                found += (process["pid"] for process in json.loads(path.read_bytes()).get("processes", {}).values())
+        return [pid for pid in found if psutil.pid_exists(pid)]
+
+    def processes(self, victim: Victim) -> list[int]:
+        """The ids of those of the processes to kill that are not the orchestrator's: at most one, and none where there
+        is none."""
+        match victim:
+            case "orchestrator":
+                return []
+            case "trainer" | "both":
+                return self.recorded("trainer-*.json")[:1]
+            case "rank":
+                return [rank for trainer in self.recorded("trainer-*.json") for rank in _further_ranks(trainer)][-1:]
+            case "worker":
+                return self.recorded("spot-*.json")[:1]
 
     # What is done to it
 
     def kill(self, victim: Victim) -> None:
         """The orchestrator is not started again by this."""
         self._look_at_memory()
-        if victim != "orchestrator" and (pid := self.trainer()) is not None:
+        for pid in self.processes(victim):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if victim != "trainer":
+        if victim in OF_THE_ORCHESTRATOR:
             self.process.kill()
             self.process.wait()
         self.kills[victim] += 1
@@ -86,13 +102,12 @@ class CrashingRun(CommandRun):
             pause_ends_s = time.monotonic() + rng.uniform(0.0, WAIT_S)
             while time.monotonic() < pause_ends_s and not self.ended():
                 time.sleep(POLL_S)
-            if victim != "orchestrator":
-                while not self.ended() and self.trainer() is None:
-                    time.sleep(POLL_S)
+            while victim != "orchestrator" and not self.ended() and not self.processes(victim):
+                time.sleep(POLL_S)
             if self.ended():
                 return
             self.kill(victims.popleft())
-            if victim != "trainer":
+            if victim in OF_THE_ORCHESTRATOR:
                 self.resume()
         self.wait()
 
@@ -126,3 +141,10 @@ class CrashingRun(CommandRun):
                 if first_ns is not None:
                     at_ns = began_ns + first_ns
                     yield (at_ns - max(exec_ns for exec_ns in self.exec_ns if exec_ns < at_ns)) / NS_PER_S
+
+
+def _further_ranks(trainer: int) -> list[int]:
+    with contextlib.suppress(psutil.Error):
+        children = psutil.Process(trainer).children()
+        return [child.pid for child in children if RANK_MODULE in child.cmdline()]
+    return []

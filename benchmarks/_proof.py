@@ -6,6 +6,7 @@ Every incarnation's journal is replayed through a fresh core, as one history.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -162,13 +163,29 @@ def same_episode(one: TrajectoryRow, other: TrajectoryRow | None) -> bool:
 def same_weights(one: Path, other: Path) -> bool:
     """Whether two runs came to the same last checkpoint: masters, moments and counters, bit for bit."""
     import torch
+
+    (name, header, mine), (other_name, other_header, others) = map(_last_checkpoint, (one, other))
+    same = name == other_name and header == other_header and mine.keys() == others.keys()
+    return same and all(torch.equal(tensor, others[key]) for key, tensor in mine.items())
+
+
+def _last_checkpoint(run_dir: Path) -> tuple[str, Mapping[str, str], Mapping[str, Any]]:
+    """Its name, counters and tensors: a file's, or those of a directory of several ranks."""
     from safetensors import safe_open
 
-    last = [max((run_dir / "checkpoints").glob("*.safetensors")) for run_dir in (one, other)]
-    with safe_open(last[0], framework="pt") as mine, safe_open(last[1], framework="pt") as others:
-        names = set(mine.keys())
-        same_header = last[0].name == last[1].name and mine.metadata() == others.metadata()
-        return same_header and all(torch.equal(mine.get_tensor(name), others.get_tensor(name)) for name in names)
+    from elastic.worker.trainer.base import saved
+    from elastic.worker.trainer.checkpoint import DIGESTS_KEY
+    from elastic.worker.trainer.checkpoint_shards import StoredDirectory
+    from elastic.worker.trainer.ranks import ALONE
+
+    path = saved(run_dir / "checkpoints")[-1]
+    if path.is_dir():
+        state = StoredDirectory(path)
+        header, tensors = state.header, state.load(list(state.shapes), ALONE)
+    else:
+        with safe_open(path, framework="pt") as file:
+            header, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return path.name, {key: value for key, value in header.items() if key != DIGESTS_KEY}, tensors
 
 
 def _lost(accepted: Mapping[str, Mapping[int, int]], episodes: Mapping[str, TrajectoryRow]) -> int:

@@ -2,14 +2,15 @@
 
 The example runs with small settings on serving and spot capacity, with real processes. At seeded moments, some of them
 while the run is being taken up, the orchestrator, the trainer, or both at once are killed, and `elastic run --resume`
-goes on. What the journals of all incarnations prove is counted (`_proof.py`), and the end is compared with that of a
-run with the same seed that nobody has disturbed: `identical_share` of its trajectories are the same, with their
-log-probabilities, and `trained_twice` counts a last checkpoint that is not the same bit for bit, too.
+goes on. Where the trainer has several ranks, one of the further ones is killed at times, and so is a worker. What the
+journals of all incarnations prove is counted (`_proof.py`), and the end is compared with that of a run with the same
+seed that nobody has disturbed: `identical_share` of its trajectories are the same, with their log-probabilities, and
+`trained_twice` counts a last checkpoint that is not the same bit for bit, too.
 
 `resumed_s` runs from the start of the process that takes the run up to the first token that it accepts. Where the
 trainer was killed with it there may be nothing to generate until another trainer has booted.
 
-`--trainer KIND` has another kind of trainer; `--kills N` disturbs so many times.
+`--trainer KIND` has another kind of trainer, on `--gpus N` ranks on CPUs; `--kills N` disturbs so many times.
 
 `long_resume_s` is how long reading takes for a journal of a million events: the simulated example's, with made-up
 token ids in its frames and the state saved beside its last checkpoint, as a live run saves it; page cache warm.
@@ -22,7 +23,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,6 +43,7 @@ from elastic.simulation import run as simulation
 
 SEED = 7
 VICTIMS: Mapping[Victim, int] = {"orchestrator": 66, "trainer": 17, "both": 17}
+VICTIMS_OF_RANKS: Mapping[Victim, int] = {"orchestrator": 34, "trainer": 17, "both": 15, "rank": 17, "worker": 17}
 SETTINGS = (
     "rollout.groups=4",
     "rollout.group_size=4",
@@ -64,15 +66,17 @@ def market(directory: Path) -> Path:
     return path
 
 
-def begin(directory: Path, steps: int, trainer: str, *settings: str) -> CrashingRun:
+def begin(directory: Path, steps: int, trainer: Sequence[str], *settings: str) -> CrashingRun:
     spot = f'providers.spot={{trace="{market(directory)}", max_workers=1, boot_delay_s=0}}'
-    overrides = sets([f"run.steps={steps}", spot, *SETTINGS, f"trainer.kind={trainer}", *settings])
+    overrides = sets([f"run.steps={steps}", spot, *SETTINGS, *trainer, *settings])
     arguments = [str(EXAMPLE), "--providers", "serving,spot", "--seed", str(SEED), *overrides]
     return CrashingRun(directory / "runs", arguments)
 
 
-def crash(directory: Path, steps: int, victims: deque[Victim], rng: random.Random, trainer: str) -> dict[str, Any]:
-    """Disturb runs until there are no more victims."""
+def crash(
+    directory: Path, steps: int, victims: deque[Victim], rng: random.Random, trainer: Sequence[str]
+) -> dict[str, Any]:
+    """Disturb runs with these settings of their trainer until there are no more victims."""
     calm = begin(directory, steps, trainer)
     try:
         calm.wait()
@@ -100,7 +104,7 @@ def crash(directory: Path, steps: int, victims: deque[Victim], rng: random.Rando
             break
     return {
         "kills": kills.total(),
-        "by": {victim: kills[victim] for victim in VICTIMS},
+        "by": {**dict.fromkeys(VICTIMS, 0), **kills},
         "tokens_lost": totals["tokens_lost"],
         "tokens_duplicated": totals["tokens_duplicated"],
         "trained_twice": totals["groups_twice"],
@@ -134,16 +138,20 @@ def long_resume_s(directory: Path, steps: int, events: int) -> float:
 def main(arguments: Namespace) -> dict[str, Any]:
     prepare()
     rng = random.Random(SEED)
-    victims: list[Victim] = [victim for victim, count in VICTIMS.items() for _ in range(count)]
+    planned = VICTIMS if arguments.gpus == 1 else VICTIMS_OF_RANKS
+    victims: list[Victim] = [victim for victim, count in planned.items() for _ in range(count)]
     rng.shuffle(victims)
-    long_s = None
+    trainer = [f"trainer.kind={arguments.trainer}"]
+    if arguments.gpus > 1:
+        trainer += [f"trainer.gpus={arguments.gpus}", 'trainer.engine={device="cpu"}']
+    steps, long_s = FULL_STEPS, None
+    if arguments.quick:
+        steps = QUICK_STEPS
+        victims = ["orchestrator", "both", "orchestrator"] if arguments.gpus == 1 else ["rank"]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        if arguments.quick:
-            few: list[Victim] = ["orchestrator", "both", "orchestrator"]
-            figures = crash(directory, QUICK_STEPS, deque(few[: arguments.kills]), rng, arguments.trainer)
-        else:
-            figures = crash(directory, FULL_STEPS, deque(victims[: arguments.kills]), rng, arguments.trainer)
+        figures = crash(directory, steps, deque(victims[: arguments.kills]), rng, trainer)
+        if not arguments.quick:
             long_s = long_resume_s(directory, LONG_STEPS, LONG_EVENTS)
     return {**figures, "long_resume_s": long_s}
 
@@ -151,5 +159,6 @@ def main(arguments: Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     options = parser(__doc__)
     options.add_argument("--trainer", default="embedded", help="the kind of the runs' trainer")
+    options.add_argument("--gpus", type=int, default=1, help="the ranks of the runs' trainer")
     options.add_argument("--kills", type=int, help="how often runs are disturbed; all of what is planned unless given")
     emit(main(args := options.parse_args()), args)

@@ -5,13 +5,17 @@ same threads on both sides, which take turns in processes of their own. TRL's lo
 (`compute_loss`), in micro-batches of eight in order of arrival, and of every other size in `SIZES`; ours also makes an
 update. `ratio` is our speed over that at eight, `ratio_best` over the best size: of medians, with their spreads, and
 under `cpu` by CPU time, which other work on the machine leaves as it is.
-`loss_difference` is between the losses of the first pass. `peak_bytes` is what log-probabilities and entropy of one
-row add to a process at a vocabulary of 150,000, with their gradient, by chunks and from the whole matrix of logits.
+`loss_difference` is between the losses of the first pass, under `ranks` between those of one rank and two. `peak_bytes`
+is what log-probabilities and entropy of one row add to a process at a vocabulary of 150,000, with their gradient, by
+chunks and from the whole matrix of logits.
 
 `lora` is ours with adapters of rank 8 to all linear layers, and its state beside the whole model's as checkpoints have
 them.
 
 `reference` is ours with a KL to a frozen policy: what it adds to a pass, by CPU time, beside a forward pass alone.
+
+`ranks` is ours on one rank and on two of CPUs, each a process with the same threads: a step, and `state_bytes` of
+weights, masters and moments that a rank holds, in the mean.
 
 TRL needs `make .cache/trl/installed`, adapters `make .cache/trainers/installed`; without them their figures are null.
 Neither side recomputes activations.
@@ -19,6 +23,7 @@ Neither side recomputes activations.
 
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
@@ -26,13 +31,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 from _common import ROOT, emit, parse_arguments
 from _trained import TRAINED_SHAPE, TRAINERS_PYTHON, WITHOUT_PEFT
 
 if TYPE_CHECKING:
     from elastic.protocol.wire import TrajectoryData
+    from elastic.worker.trainer.base import PolicyTrainer
     from elastic.worker.trainer.packing import PackedRow
 
 MODEL = {**TRAINED_SHAPE, "vocab_size": 32_000, "max_position_embeddings": 4096}
@@ -46,8 +52,10 @@ THREADS = 1
 HEAD = {"tokens": 512, "hidden": 64, "vocabulary": 150_000}
 TRL_PYTHON = ROOT / ".cache" / "trl" / "bin" / "python"
 LORA = {"r": 8, "lora_alpha": 16}
+STEP = {"updates_per_step": 1, "micro_batch_tokens": ROW_TOKENS, "learning_rate": 1e-12, "mismatch_max": 1e9}
+"""Of `[trainer]`."""
 WITHOUT_TRL = "TRL is not installed in .cache/trl: `make .cache/trl/installed`"
-WITHOUT_RANKS = "this benchmark starts no ranks yet"
+RANKS = 2
 
 
 def batch_of(sequences: int) -> list[dict[str, Any]]:
@@ -92,16 +100,13 @@ def child(model: Path, *, adapts: bool, compares: bool) -> None:
     import torch
 
     from elastic.config import TrainerConfig
-    from elastic.protocol.wire import TrainGroupFrame
-    from elastic.testing.trajectories import PlainTrajectory
     from elastic.worker.trainer.transformers import TransformersSettings
     from elastic.worker.trainer.transformers.model import CausalModel
     from elastic.worker.trainer.transformers.trainer import TransformersTrainer
 
     torch.set_num_threads(THREADS)
     own = TransformersSettings.model_validate({"activation_checkpointing": False, "lora": LORA if adapts else None})
-    keys = {"updates_per_step": 1, "micro_batch_tokens": ROW_TOKENS, "learning_rate": 1e-12, "mismatch_max": 1e9}
-    settings = TrainerConfig.model_validate(keys | ({"kl_coefficient": 0.1} if compares else {}))
+    settings = TrainerConfig.model_validate(STEP | ({"kl_coefficient": 0.1} if compares else {}))
     given = model, torch.device("cpu"), own.attention, own.activation_checkpointing
     if own.lora is None:
         loaded = CausalModel(*given)
@@ -111,7 +116,56 @@ def child(model: Path, *, adapts: bool, compares: bool) -> None:
         loaded = AdaptedModel(*given, own.lora, seed=0)
     reference = CausalModel(*given) if compares else None
     trainer = TransformersTrainer(settings, own, loaded, 1, 1.0, reference=reference)
-    trajectories = [
+    trajectories = trajectories_of(model)
+    for step, _ in enumerate(sys.stdin):
+        took = pass_of(trainer, trajectories, step)
+        if not step:
+            trainer.save(saved := model / f"state-{adapts}.safetensors")
+            took |= {"state_bytes": saved.stat().st_size, "held_bytes": held_bytes(trainer)}
+        if reference is not None:
+            cpu_s = time.process_time()
+            with torch.no_grad():
+                for row in packed_rows(trajectories):
+                    loaded.distribution(row, 1.0)
+            took["forward_cpu_s"] = time.process_time() - cpu_s
+        print(json.dumps(took), flush=True)
+
+
+def ranked_child(model: Path, ranks: int) -> NoReturn:
+    """Our side, of so many ranks."""
+    from elastic.config import Config
+    from elastic.worker.trainer import create_trainer
+
+    config = {
+        "model": {"checkpoint": str(model)},
+        "environment": {"name": "frozenlake"},
+        "engine": {"device": "cpu"},
+        "rollout": {"groups": 1},
+        "trainer": STEP
+        | {"kind": "transformers", "gpus": ranks, "threads": THREADS}
+        | {"transformers": {"activation_checkpointing": False}},
+    }
+    trainer, trajectories = create_trainer(Config.model_validate(config)), trajectories_of(model)
+    for step, _ in enumerate(sys.stdin):
+        took = pass_of(trainer, trajectories, step)
+        if not step:
+            took["held_bytes"] = held_bytes(trainer)
+        print(json.dumps(took), flush=True)
+    os._exit(0)  # The other ranks end with this one.
+
+
+def held_bytes(trainer: "PolicyTrainer") -> int:
+    """Weights, masters and moments, of all its ranks."""
+    parked = trainer.park()
+    trainer.resume()
+    return parked.state_bytes
+
+
+def trajectories_of(model: Path) -> "list[TrajectoryData]":
+    """The batch, as rollouts would send it."""
+    from elastic.testing.trajectories import PlainTrajectory
+
+    return [
         PlainTrajectory(
             str(number),
             one["ids"],
@@ -122,21 +176,16 @@ def child(model: Path, *, adapts: bool, compares: bool) -> None:
         ).packed()
         for number, one in enumerate(json.loads((model / "batch.json").read_text())["batch"])
     ]
-    for step, _ in enumerate(sys.stdin):
-        begun_s, cpu_s = time.perf_counter(), time.process_time()
-        trainer.train_group(TrainGroupFrame(step, "g", 0, trajectories))
-        loss = trainer.update()["loss"]
-        took = {"seconds": time.perf_counter() - begun_s, "cpu_s": time.process_time() - cpu_s}
-        saved = model / f"state-{adapts}.safetensors"
-        if not step:
-            trainer.save(saved)
-        if reference is not None:
-            cpu_s = time.process_time()
-            with torch.no_grad():
-                for row in packed_rows(trajectories):
-                    loaded.distribution(row, 1.0)
-            took["forward_cpu_s"] = time.process_time() - cpu_s
-        print(json.dumps({**took, "loss": loss, "state_bytes": saved.stat().st_size}), flush=True)
+
+
+def pass_of(trainer: "PolicyTrainer", trajectories: "list[TrajectoryData]", step: int) -> dict[str, float]:
+    """A step on the batch: its seconds, those of this process's CPU, and its loss."""
+    from elastic.protocol.wire import TrainGroupFrame
+
+    begun_s, cpu_s = time.perf_counter(), time.process_time()
+    trainer.train_group(TrainGroupFrame(step, "g", 0, trajectories))
+    loss = trainer.update()["loss"]
+    return {"seconds": time.perf_counter() - begun_s, "cpu_s": time.process_time() - cpu_s, "loss": loss}
 
 
 def packed_rows(trajectories: "list[TrajectoryData]") -> "list[PackedRow]":
@@ -196,12 +245,15 @@ def measured(model: Path, sequences: int, rounds: int, *, with_trl: bool) -> dic
     adapting = Side(TRAINERS_PYTHON, Path(__file__), model, "--lora") if TRAINERS_PYTHON.exists() else None
     theirs = Side(TRL_PYTHON, Path(__file__).with_name("_trl_loss.py"), model) if with_trl else None
     comparing = Side(sys.executable, Path(__file__), model, "--reference")
+    ranked = Side(sys.executable, Path(__file__), model, "--ranks", str(RANKS))
     our_passes: list[dict[str, float]] = []
+    ranked_passes: list[dict[str, float]] = []
     reference_passes: list[dict[str, float]] = []
     adapter_passes: list[dict[str, float]] = []
     their_passes: dict[int, list[dict[str, float]]] = {size: [] for size in SIZES}
     for _ in range(rounds):
         our_passes.append(ours.ask(0))
+        ranked_passes.append(ranked.ask(0))
         reference_passes.append(comparing.ask(0))
         adapter_passes += [] if adapting is None else [adapting.ask(0)]
         for size in SIZES if theirs is not None else ():
@@ -209,11 +261,13 @@ def measured(model: Path, sequences: int, rounds: int, *, with_trl: bool) -> dic
             their_passes[size].append(theirs.ask(size))
     ours.close()
     comparing.close()
+    ranked.close()
     our_s = _column(our_passes, "seconds")
     figures: dict[str, Any] = {
         "tokens": tokens,
         "ours_tokens_per_s": tokens / statistics.median(our_s),
         "reference": _reference(our_passes, reference_passes),
+        "ranks": _ranks(our_passes, ranked_passes),
         "lora": None,
         "skipped_because": {},
     }
@@ -251,6 +305,18 @@ def _reference(ours: list[dict[str, float]], passes: list[dict[str, float]]) -> 
     return {"extra_cpu_s": extra, "forward_cpu_s": forward, "extra_over_forward": extra / forward}
 
 
+def _ranks(one: list[dict[str, float]], several: list[dict[str, float]]) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        str(ranks): {
+            "step_s": statistics.median(_column(passes, "seconds")),
+            "state_bytes": passes[0]["held_bytes"] / ranks,
+        }
+        for ranks, passes in ((1, one), (RANKS, several))
+    }
+    over_one = figures[str(RANKS)]["state_bytes"] / figures["1"]["state_bytes"]
+    return {**figures, "state_over_one": over_one, "loss_difference": abs(one[0]["loss"] - several[0]["loss"])}
+
+
 def _column(passes: list[dict[str, float]], name: str) -> list[float]:
     return [one[name] for one in passes]
 
@@ -280,8 +346,6 @@ def main(*, quick: bool) -> dict[str, Any]:
         sequences, rounds = (2, 1) if quick else (16, 3)
         figures = measured(model, sequences, rounds, with_trl=TRL_PYTHON.exists() and not quick)
     figures["peak_bytes"] = {how: head_peak_bytes(how) for how in ("ours", "full_logits")}
-    figures["ranks"] = None
-    figures["skipped_because"]["ranks"] = WITHOUT_RANKS
     if quick and TRL_PYTHON.exists():
         figures["skipped_because"]["trl"] = "beside it takes minutes"
     return figures
@@ -289,6 +353,8 @@ def main(*, quick: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
+        if "--ranks" in sys.argv:
+            ranked_child(Path(sys.argv[2]), int(sys.argv[-1]))
         child(Path(sys.argv[2]), adapts="--lora" in sys.argv, compares="--reference" in sys.argv)
     elif sys.argv[1:2] == ["--head"]:
         head(sys.argv[2])

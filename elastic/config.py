@@ -541,6 +541,10 @@ class LossConfig(_Section):
         return self.has_reference or self.entropy_coefficient > 0 or self.overlong_buffer is not None
 
 
+PARTS_OF_AN_ORDER = 4
+"""What a trainer's ranks do one after the other for an update at most: step, give weights, publish, save."""
+
+
 class TrainerConfig(LossConfig):
     """What every kind of trainer has.
 
@@ -604,6 +608,12 @@ class TrainerConfig(LossConfig):
     def sections(self) -> dict[str, dict[str, Any]]:
         """The trainers' own settings, by kind, as they were found."""
         return self.__pydantic_extra__
+
+    @property
+    def order_timeout_s(self) -> float:
+        """How long a run waits for an order to be carried out before it fails. Of several ranks each part of an order
+        may take `step_timeout_s`: they end by themselves if it takes longer, and others go on."""
+        return self.step_timeout_s * (1 if self.gpus == 1 else PARTS_OF_AN_ORDER + 1)
 
 
 class SeedingConfig(_Section):

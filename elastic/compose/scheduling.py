@@ -56,7 +56,7 @@ def limits(config: Config) -> Limits:
         Limits,
         config.scheduler,
         resume_timeout_ns=ns(config.resume_timeout_s),
-        train_timeout_ns=ns(config.trainer.step_timeout_s),
+        train_timeout_ns=ns(config.trainer.order_timeout_s),
         max_pending=config.engine.max_pending,
         balance_interval_ns=ns(config.balancing.interval_s),
         score_timeout_ns=ns(config.rewards.timeout_s + ANSWER_GRACE_S),

@@ -91,7 +91,7 @@ class TrainerHost:
         open_relay: OpenRelay = open_relay,
     ) -> None:
         # An orchestrator that is away may have taken the relay with it.
-        self.timeout_s = config.trainer.step_timeout_s + config.run.orchestrator_timeout_s
+        self.timeout_s = config.trainer.order_timeout_s + config.run.orchestrator_timeout_s
         self._config = config
         self._make_trainer = make_trainer
         self._make_engine = make_engine or (build_engine if config.trainer.gpus == 1 else idle_engine)

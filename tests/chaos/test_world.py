@@ -52,6 +52,13 @@ def test_no_peer_is_judged_by_the_time_that_the_machine_slept_and_leases_are(see
     assert simulate(seed, draw_plan(seed, [FaultKind.SUSPEND])).faults
 
 
+@pytest.mark.parametrize(("seed", "kind"), [(3, FaultKind.KILL_RANK), (4, FaultKind.HANG_RANK)])
+def test_a_trainer_whose_rank_dies_or_hangs_is_replaced_and_leaves_no_half_checkpoint(
+    seed: int, kind: FaultKind
+) -> None:
+    assert simulate(seed, draw_plan(seed, [kind])).faults
+
+
 @pytest.mark.parametrize("lie", LASTING_SEEDS)
 def test_a_worker_that_lies_on_and_on_is_named_and_holds_nobody_up(lie: str) -> None:
     seed, kind = LASTING_SEEDS[lie], FaultKind(lie)

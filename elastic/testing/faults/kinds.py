@@ -9,6 +9,10 @@ import msgspec
 class FaultKind(StrEnum):
     KILL_WORKER = "kill_worker"
     KILL_TRAINER = "kill_trainer"
+    KILL_RANK = "kill_rank"
+    """A further rank of the trainer is killed, which ends them all a moment later."""
+    HANG_RANK = "hang_rank"
+    """A rank of the trainer stands still for a while or for ever, while the process sends heartbeats."""
     KILL_ORCHESTRATOR = "kill_orchestrator"
     KILL_BOTH = "kill_both"
     """Orchestrator and trainer are killed together."""
@@ -144,6 +148,8 @@ CRASHES = (FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_BOTH, FaultKind.LOSE_JOUR
 """What befalls the core itself there."""
 KINDS_OF_RUNS = tuple(FaultKind)[: tuple(FaultKind).index(FaultKind.KILL_POOL)]
 """What befalls a run of the production shell."""
+OF_RANKS = (FaultKind.KILL_RANK, FaultKind.HANG_RANK)
+"""What befalls trainers of several ranks alone."""
 LASTING = (FaultKind.HOLD, FaultKind.TRICKLE, FaultKind.BADSTART, FaultKind.SPAM, FaultKind.FLAP)
 """Lies that a worker tells for as long as it lives, in frames of which each is valid."""
 

@@ -35,6 +35,8 @@ KINDS = (MASTER, "exp_avg.", "exp_avg_sq.")
 
 _HEADER_KEY = "elastic_trainer"
 DIGESTS_KEY = "digests"
+HEADER_FILE = "elastic.json"
+"""Of a directory."""
 _UNFINISHED_PREFIX = ".checkpoint-"
 
 
@@ -47,22 +49,26 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
-class StoredState(Protocol):
+class StoredParts(Protocol):
     """What lies at a checkpoint's path, with nothing of it checked. Methods raise `OSError` and `SafetensorError`."""
 
     @property
     def header(self) -> Mapping[str, str]: ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of its tensors, whole."""
-        ...
 
     def parts(self) -> Sequence[str]:
         """What has a digest each, by name."""
         ...
 
     def digest(self, part: str) -> str: ...
+
+
+class StoredState(StoredParts, Protocol):
+    """The same with its tensors."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of its tensors, whole."""
+        ...
 
     def load(self, names: Sequence[str], ranks: Ranks) -> dict[str, Tensor]:
         """Each rank's rows of these tensors, on the CPU; all ranks call this."""
@@ -101,6 +107,20 @@ class _StoredFile:
         return found
 
 
+class StoredFiles:
+    """The `StoredParts` of a directory: all of its files but the header."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.header: Mapping[str, str] = msgspec.json.decode((path / HEADER_FILE).read_bytes(), type=dict[str, str])
+
+    def parts(self) -> Sequence[str]:
+        return sorted(file.name for file in self._path.iterdir() if file.name != HEADER_FILE)
+
+    def digest(self, part: str) -> str:
+        return digest_of(self._path / part)
+
+
 def write(
     path: Path,
     tensors: Mapping[str, Tensor],
@@ -115,8 +135,16 @@ def write(
     if ranks.size == 1:
         _write_file(path, tensors, counters)
         return
-    from elastic.worker.trainer.checkpoint_shards import HEADER_FILE, save_shards
+    from elastic.worker.trainer.checkpoint_shards import save_shards
 
+    write_directory(path, counters, ranks, lambda unfinished: save_shards(unfinished, tensors, shapes or {}, ranks))
+
+
+def write_directory(path: Path, counters: Counters, ranks: Ranks, save: Callable[[Path], None]) -> None:
+    """Replace `path` by a directory to which each rank `save`s its part, durably: a crash leaves no half of it.
+
+    All ranks call this together. Raises `CheckpointError`.
+    """
     unfinished = path.with_name(f"{_UNFINISHED_PREFIX}{path.name}")
 
     def begin() -> None:
@@ -138,7 +166,7 @@ def write(
             replace_durably(unfinished, path)
 
     _on_all(path, "written", ranks, begin)
-    _on_all(path, "written", ranks, lambda: save_shards(unfinished, tensors, shapes or {}, ranks))
+    _on_all(path, "written", ranks, lambda: save(unfinished))
     said = ranks.texts(_on_all(path, "written", ranks, own_digests))
     digests = {name: one for each in said for name, one in msgspec.json.decode(each, type=dict[str, str]).items()}
     _on_all(path, "written", ranks, end)
@@ -215,6 +243,20 @@ def read(
     return _on_all(path, "read", ranks, lambda: state.load(list(expected), ranks)), counters
 
 
+def read_directory(path: Path, ranks: Ranks = ALONE) -> Counters:
+    """The counters of a directory whose files are all as they were written. Raises `CheckpointError`.
+
+    Several ranks call this together, and each looks at some of the files.
+    """
+
+    def verified() -> Counters:
+        state = StoredFiles(path)
+        _check_digests(path, state, state.parts()[ranks.rank :: ranks.size])
+        return _counters(path, state.header)
+
+    return _on_all(path, "read", ranks, verified)
+
+
 def _on_all(path: Path, what: str, ranks: Ranks, work: Callable[[], T]) -> T:
     """Do this on each rank. Where it fails on one, it raises `CheckpointError` on all of them."""
     found: list[T] = []
@@ -262,7 +304,7 @@ def _counters(path: Path, header: Mapping[str, str]) -> Counters:
     return counters
 
 
-def _check_digests(path: Path, state: StoredState, parts: Sequence[str]) -> None:
+def _check_digests(path: Path, state: StoredParts, parts: Sequence[str]) -> None:
     """These parts are as they were written, and there are no others than there were."""
     header = state.header
     try:

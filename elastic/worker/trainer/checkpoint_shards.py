@@ -20,18 +20,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from elastic.engine.model.stored import CheckpointError
-from elastic.worker.trainer.checkpoint import DIGESTS_KEY, digest_of
+from elastic.worker.trainer.checkpoint import DIGESTS_KEY, StoredFiles, digest_of
 from elastic.worker.trainer.ranks import Ranks
 
-HEADER_FILE, METADATA_FILE = "elastic.json", ".metadata"
+METADATA_FILE = ".metadata"
 
 
-class StoredDirectory:
+class StoredDirectory(StoredFiles):
     """`elastic.worker.trainer.checkpoint.StoredState`."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self.header: Mapping[str, str] = msgspec.json.decode((path / HEADER_FILE).read_bytes(), type=dict[str, str])
+        super().__init__(path)
         # Before it is unpickled, which may raise anything where it is damaged.
         digests = msgspec.json.decode(self.header.get(DIGESTS_KEY, "{}"), type=dict[str, str])
         if digests.get(METADATA_FILE) != digest_of(path / METADATA_FILE):
@@ -41,12 +40,6 @@ class StoredDirectory:
             self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(one.size) for name, one in stored.items()}
         except (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError) as error:
             raise CheckpointError(f"{path}: damaged: {METADATA_FILE} cannot be read ({error})") from error
-
-    def parts(self) -> Sequence[str]:
-        return sorted(file.name for file in self._path.iterdir() if file.name != HEADER_FILE)
-
-    def digest(self, part: str) -> str:
-        return digest_of(self._path / part)
 
     def load(self, names: Sequence[str], ranks: Ranks) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

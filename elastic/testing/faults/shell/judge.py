@@ -40,6 +40,7 @@ def judge(world: World) -> None:
     may_forget = plan.durable_against == "process" or plan.lying_disk
     require(may_forget or not forgot, "something final was lost with the power")
     require(not any(cloud.leases for cloud in world.clouds.values()), "a lease is left")
+    require(not (halves := world.half_checkpoints()), f"half checkpoints: {halves}")
     touched, origins, core = _whose_tokens(world)
     _check_impostors(world, core)
     _check_lasting(world)

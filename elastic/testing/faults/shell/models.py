@@ -35,10 +35,12 @@ from elastic.protocol import wire
 from elastic.protocol.sampled import ids_of
 from elastic.system.host import here
 from elastic.system.parking import Switch
+from elastic.testing.faults.shell.ranks import TrainerRanks, dealt, gathered
 from elastic.weights.client import WeightsClient
 from elastic.weights.errors import VersionSuperseded
 from elastic.weights.source import PullReport, RelaySource, WeightsSource
 from elastic.worker.trainer.batches import by_member, without_overtaken
+from elastic.worker.trainer.checkpoint import Counters
 from functions.base import Call, CallOutcome, FunctionRaised, FunctionTimedOut, Meter
 
 STOP = 0
@@ -416,7 +418,8 @@ def bits_of(tensors: Mapping[str, Any]) -> bytes:
 
 class ModelTrainer:
     """`elastic.worker.trainer.base.PolicyTrainer` that learns by recording groups. `stepped` is told what it has
-    learnt; `has` is told the weights of each version, and `seen` what it makes of each group."""
+    learnt; `has` is told the weights of each version, and `seen` what it makes of each group. It may have several
+    `ranks`."""
 
     def __init__(
         self,
@@ -425,6 +428,7 @@ class ModelTrainer:
         seen: Callable[[str, TrainedGroup], None] = lambda *_: None,
         mismatch_max: float = 0.2,
         proves: bool = False,
+        ranks: TrainerRanks | None = None,
     ) -> None:
         self.metrics: dict[str, float] = {}
         self.unusable: Mapping[str, str] = {}
@@ -434,6 +438,7 @@ class ModelTrainer:
         self._seen = seen
         self._mismatch_max = mismatch_max
         self._proves = proves
+        self._ranks = ranks or TrainerRanks(1, lambda: 0)
         self._stepped = stepped
         self._has = has
 
@@ -444,6 +449,7 @@ class ModelTrainer:
     def train_group(self, group: wire.TrainGroupFrame) -> None:
         if group.step != self.version:
             raise AssertionError(f"{group.group} of step {group.step} at version {self.version}")
+        self._ranks.together()
         what = drawn(*(t for d in group.trajectories for t in (d.trajectory, *ids_of(d.token_ids), d.sampled.reward)))
         self._weights.learnt.append((group.step, group.group, what))
         found = self._compare(group.trajectories)
@@ -462,6 +468,7 @@ class ModelTrainer:
         self._seen(group.group, TrainedGroup(found, frozenset(used), origins, members, versions))
 
     def skip_group(self, index: int, tokens: int, trajectories: Sequence[wire.TrajectoryData]) -> None:
+        self._ranks.together()
         self._skipped += trajectories
 
     def proof(self) -> list[float]:
@@ -489,6 +496,7 @@ class ModelTrainer:
         return found
 
     def update(self) -> dict[str, float]:
+        self._ranks.together()
         found = self._compare(self._skipped)
         self._checks += found.values()
         self._seen(f"{SKIPPED} {self.version}", TrainedGroup(found))
@@ -498,24 +506,35 @@ class ModelTrainer:
         return {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        self._ranks.together()
         tensors = self._weights.tensors()
         self._has(self.version, bits_of(tensors))
         return tensors
 
     def save(self, path: Path) -> None:
+        if self._ranks.size > 1:
+            counters = Counters(version=self.version, updates=self.version)
+            self._ranks.save(path, counters, dealt(self._ranks.size, self._weights.learnt))
+            return
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(msgspec.msgpack.encode(self._weights))
 
     def load(self, path: Path) -> None:
+        if self._ranks.size > 1:
+            counters, parts = self._ranks.load(path)
+            self._weights = Weights(counters.version, gathered(tuple[int, str, int], parts))
+            return
         try:
             self._weights = msgspec.msgpack.decode(path.read_bytes(), type=Weights)
         except msgspec.DecodeError as error:
             raise CheckpointError(f"{path}: damaged ({error})") from error
 
     def park(self) -> Switch:
+        self._ranks.together()
         return Switch(0.0, 0)
 
     def resume(self) -> Switch:
+        self._ranks.together()
         return Switch(0.0, 0)
 
 

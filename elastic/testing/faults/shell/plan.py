@@ -5,7 +5,7 @@ from random import Random
 
 import msgspec
 
-from elastic.testing.faults.kinds import KINDS_OF_RUNS, LASTING, Fault, FaultKind, draw_fault
+from elastic.testing.faults.kinds import KINDS_OF_RUNS, LASTING, OF_RANKS, Fault, FaultKind, draw_fault
 
 LASTING_SHARE = 1 / 4
 """Share of worlds of all kinds of faults with such a liar."""
@@ -18,7 +18,8 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     data with its power. With `scored` functions compute the rewards, and each is tried again `reward_retries` times.
     `machines` machines join with tickets. With `far` workers may be on other machines. With `life_s` the cloud's leases
     expire after that. With `agents` these drive its trajectories, which end after `deadline_s`, or `idle_s` without a
-    call. With `proves` workers prove which version they serve.
+    call. With `proves` workers prove which version they serve. The trainer has so many `ranks`; with more than one its
+    device does not generate.
     """
 
     seed: int
@@ -49,13 +50,14 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 60.0
     idle_s: float = 8.0
     proves: bool = False
+    ranks: int = 1
     faults: tuple[Fault, ...] = ()
     end_s: float = 0.0
     only: tuple[FaultKind, ...] = ()
     """The kinds from which the faults were drawn; empty for all kinds."""
 
 
-SELDOM = (FaultKind.STILLBORN, FaultKind.SUSPEND, FaultKind.KILL_FRONT, *LASTING)
+SELDOM = (FaultKind.STILLBORN, FaultKind.SUSPEND, FaultKind.KILL_FRONT, *OF_RANKS, *LASTING)
 OFTEN = tuple(kind for kind in KINDS_OF_RUNS if kind not in SELDOM)
 STILLBORN_SHARE = 1 / 8
 """Share of worlds with workers that cannot start, besides their other faults."""
@@ -63,6 +65,8 @@ SUSPENDED_SHARE = 1 / 8
 """Share of worlds of all kinds of faults whose machine is suspended, too. Leases expire in those."""
 AGENTS_SHARE = 1 / 12
 """Share of worlds of all kinds of faults whose trajectories agents drive. Fronts are killed in those, too."""
+RANKS_SHARE = 1 / 8
+"""Share of worlds of all kinds of faults whose trainer has several ranks. These die and hang, too."""
 LONG_IDLE_SHARE = 1 / 8
 """Share of those in which a trajectory is idle for longer than a turn goes on without a client."""
 PROVING_SHARE = 1 / 3
@@ -95,6 +99,12 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
     agents = FaultKind.KILL_FRONT in only or (not only and not long and driven.random() < AGENTS_SHARE)
     if agents and not only:
         faults += [draw_fault(driven, FaultKind.KILL_FRONT, span_s) for _ in range(driven.choice((2, 8, 16)))]
+    ranked = Random(f"{seed}/ranks")
+    ranks = ranked.choice((2, 3))
+    if not only and not long and ranked.random() < RANKS_SHARE:
+        faults += [draw_fault(ranked, ranked.choice(OF_RANKS), span_s) for _ in range(ranked.choice((2, 4, 8)))]
+    elif not set(OF_RANKS).intersection(only):
+        ranks = 1
     faults.sort(key=lambda fault: fault.at_s)
     calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
     one_slot = rng.random() < 1 / 10
@@ -126,10 +136,13 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
         deadline_s=driven.choice((15.0, 15.0, 45.0)),
         idle_s=40.0 if driven.random() < LONG_IDLE_SHARE else 4.0,
         proves=Random(f"{seed}/proofs").random() < PROVING_SHARE,
+        ranks=ranks,
         faults=(*faults, calm),
         end_s=span_s,
         only=tuple(only),
     )
+    if ranks > 1:
+        plan = msgspec.structs.replace(plan, places=max(1, plan.places))
     if not long:
         return plan
     return msgspec.structs.replace(plan, steps=1, groups=1, places=1, max_tokens=90, token_s=45.0)

@@ -11,7 +11,7 @@ from elastic.core.types import NS_PER_S, EndCause, Nanoseconds, WorkerRole
 from elastic.protocol import wire
 from elastic.protocol.run_control import CapProvider, SetBudget, StopRun
 from elastic.testing.faults.core.lies import KINDS, Liar
-from elastic.testing.faults.kinds import Fault, FaultKind
+from elastic.testing.faults.kinds import OF_RANKS, Fault, FaultKind
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import Impostor
 from elastic.testing.faults.shell.network import Weather
@@ -33,6 +33,10 @@ LIES = 12
 STRANGERS_MIN, STRANGERS_MAX = 270, 3000
 """More connections than may wait to be let in; seldom many more."""
 SLOWNESS_MAX = 10.0
+ENDS_WITHIN_S = 2.0
+"""Longest from a rank's death to the end of them all."""
+LOOK_S = 0.25
+"""Between two looks at whether an order takes too long."""
 SLOW_COMMIT_S = 0.5
 STILLBORN_S = 4.0
 """Shortest time in which nobody can start: enough for two starts."""
@@ -75,7 +79,7 @@ def _picked(world: World, fault: Fault) -> Process | None:
     """Return the fault's target. The trainer's worker gets broken connections and pauses only."""
     workers = world.workers()
     trainers = [worker for worker in workers if _trains(worker)]
-    if fault.kind is FaultKind.KILL_TRAINER:
+    if fault.kind is FaultKind.KILL_TRAINER or fault.kind in OF_RANKS:
         return trainers[0] if trainers else None
     if fault.kind not in _OF_TRAINERS_TOO:
         workers = [worker for worker in workers if not _trains(worker)]
@@ -92,6 +96,8 @@ def _strike_one(world: World, worker: Process, fault: Fault, until_ns: Nanosecon
         case FaultKind.KILL_WORKER | FaultKind.KILL_TRAINER:
             noticed = mild or _trains(worker)
             worker.end_after(_callbacks(fault.duration_s), partial(_end, world, worker, noticed=noticed))
+        case FaultKind.KILL_RANK | FaultKind.HANG_RANK:
+            return _strike_rank(world, worker, fault, until_ns)
         case FaultKind.FREEZE:
             worker.freeze(until_ns)
             if fault.chance < 1 / 3:
@@ -140,6 +146,38 @@ def _end(world: World, worker: Process, *, noticed: bool) -> None:
     if _trains(worker):
         world.witness.ails(WEIGHTS)
     world.kill(worker, noticed=noticed)
+    if _trains(worker) and (halves := world.half_checkpoints()):
+        world.witness.found.append(AssertionError(f"half checkpoints: {halves}"))
+
+
+def _strike_rank(world: World, worker: Process, fault: Fault, until_ns: Nanoseconds) -> bool:
+    """Have a rank do nothing any more, or for a while. The first one's process notices when another one is gone, or
+    when all take too long for an order of the run, and ends."""
+    ranks = world.ranks_of(worker.name)
+    if ranks is None:
+        return False
+    end = partial(_end, world, worker, noticed=True)
+    if fault.kind is FaultKind.KILL_RANK:
+        world.witness.ails(worker.name, ENDS_WITHIN_S)
+        world.witness.ails(WEIGHTS, ENDS_WITHIN_S)
+        ranks.stop(1 + int(fault.target * (ranks.size - 1)), world.until_ns(FOR_EVER_S))
+        world.after(fault.chance * ENDS_WITHIN_S, end)
+        return True
+
+    def look() -> None:
+        if worker.alive and ranks.waited_s() > timeout_s:
+            end()
+        elif worker.alive and not ranks.are_well:
+            world.after(LOOK_S, look)
+
+    timeout_s = world.config.trainer.step_timeout_s
+    if fault.chance < 1 / 3:
+        world.witness.doomed(worker.name)
+        until_ns = world.until_ns(FOR_EVER_S)
+    world.witness.ails(WEIGHTS, timeout_s)
+    ranks.stop(int(fault.target * ranks.size), until_ns)
+    look()
+    return True
 
 
 def _take(world: World, worker: Process, fault: Fault) -> bool:
@@ -269,6 +307,8 @@ def _stop_now(world: World, fault: Fault) -> bool:
 def _command(world: World, fault: Fault) -> bool:
     usd = fault.duration_s * ENOUGH_USD if fault.target < 3 / 4 else None
     gpus = int(fault.target * (world.plan.places + 1)) if fault.chance < LIMITED else None
+    if gpus is not None and world.plan.ranks > 1:
+        gpus = max(1, gpus)  # Nobody else generates.
     if fault.chance < 1 / 3:
         return world.command(lambda name: SetBudget(id=name, usd=usd))
     return world.command(lambda name: CapProvider(id=name, provider=ELASTIC, gpus=gpus))
@@ -346,7 +386,8 @@ def _flood(world: World, fault: Fault) -> None:
 
 def _stillborn(world: World, fault: Fault) -> None:
     """Replace the trainer or a worker of the cloud; nobody starts there before the fault is over."""
-    cloud = world.clouds[TRAINER_PROVIDER if fault.target < 1 / 3 else ELASTIC]
+    nobody_else = world.plan.ranks > 1  # A provider that is given up would leave nobody who generates.
+    cloud = world.clouds[TRAINER_PROVIDER if nobody_else or fault.target < 1 / 3 else ELASTIC]
     until_ns = world.until_ns(STILLBORN_S + fault.duration_s)
     cloud.stillborn = lambda: world.clock.now_ns < until_ns
     if cloud.role is WorkerRole.TRAINER:

@@ -53,6 +53,7 @@ from elastic.testing.faults.shell.models import (
 from elastic.testing.faults.shell.network import NetworkLoop
 from elastic.testing.faults.shell.plan import WorldPlan
 from elastic.testing.faults.shell.process import Process
+from elastic.testing.faults.shell.ranks import TrainerRanks, whole
 from elastic.testing.faults.shell.relay import RelayStore
 from elastic.testing.faults.shell.stage import Stage
 from elastic.testing.faults.shell.threads import loop_here
@@ -62,6 +63,7 @@ from elastic.weights.source import RelaySource
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import AgentExit, BuildEngine, run_agent
 from elastic.worker.connection import Ticket
+from elastic.worker.idle_engine import IdleEngine, idle_engine
 from elastic.worker.trainer.base import saved
 from elastic.worker.trainer_host import TrainerHost
 from functions.base import Meter
@@ -143,9 +145,10 @@ def config_of(plan: WorldPlan, checkpoint: str = "none") -> Config:
                 "max_restarts": 1000,
                 "checkpoint_every_steps": plan.checkpoint_every,
                 "step_timeout_s": 30,
+                "gpus": plan.ranks,
             },
             "engine": {"max_context_tokens": 4096, "max_batch": plan.max_batch, "max_pending": plan.max_pending},
-            "seeding": {"window_s": 0.2, "reserved_engines": 2},
+            "seeding": {"window_s": 0.2, "reserved_engines": 2, "policy": "auto" if plan.ranks == 1 else "none"},
             "scheduler": {
                 "boot_timeout_s": 20,
                 "load_timeout_s": 20,
@@ -227,6 +230,8 @@ class World:
         self._workers: dict[WorkerId, Process] = {}
         self._hosts: dict[WorkerId, TrainerHost] = {}
         """The trainers' that have weights, by their workers."""
+        self._ranks: dict[WorkerId, TrainerRanks] = {}
+        """Of trainers with several, by their workers."""
         self._building: dict[WorkerId, None] = {}
         """Trainers that have been told of a relay, and hear of no other one before their engine is built."""
         self._machines: dict[str, Process] = {}
@@ -546,13 +551,31 @@ class World:
             self._hosts[worker] = host
             self._weights_of[host.publisher, version] = bits
 
+        ranks = TrainerRanks(self.plan.ranks, lambda: self.clock.now_ns)
+
         def trainer(config: Config) -> ModelTrainer:
             self._building[worker] = None
-            return make(self._learnt, has, self.seen.__setitem__, self.config.trainer.mismatch_max, self.plan.proves)
+            self._ranks |= {worker: ranks} if ranks.size > 1 else {}
+            known = self._learnt, has, self.seen.__setitem__, self.config.trainer.mismatch_max, self.plan.proves
+            return make(*known, ranks)
+
+        def no_engine(welcome: wire.Welcome) -> IdleEngine:
+            self._building.pop(worker, None)
+            return idle_engine(welcome)
 
         poll_s = max(1.0, self.rare_s)
-        host = TrainerHost(self.config, self.run.path, True, trainer, engine, shares_device, poll_s)
+        build = engine if ranks.size == 1 else no_engine
+        host = TrainerHost(self.config, self.run.path, True, trainer, build, shares_device, poll_s)
         return host
+
+    def ranks_of(self, worker: WorkerId) -> TrainerRanks | None:
+        """Those of a trainer with several, once it is made."""
+        return self._ranks.get(worker)
+
+    def half_checkpoints(self) -> list[str]:
+        """Those of a trainer of several ranks that lack a part of any."""
+        found = saved(self.run.path / "checkpoints") if self.plan.ranks > 1 else []
+        return [path.name for path in found if not whole(path, self.plan.ranks)]
 
     def _learnt(self, weights: Weights) -> None:
         self.weights = weights
