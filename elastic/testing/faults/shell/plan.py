@@ -66,7 +66,9 @@ SUSPENDED_SHARE = 1 / 8
 AGENTS_SHARE = 1 / 12
 """Share of worlds of all kinds of faults whose trajectories agents drive. Fronts are killed in those, too."""
 RANKS_SHARE = 1 / 8
-"""Share of worlds of all kinds of faults whose trainer has several ranks. These die and hang, too."""
+"""Share of worlds of all kinds of faults whose trainer has several ranks. These die and hang, too.
+
+The trainer's device does not generate there, so somebody else has to: no lease expires, and nobody lies on and on."""
 LONG_IDLE_SHARE = 1 / 8
 """Share of those in which a trajectory is idle for longer than a turn goes on without a client."""
 PROVING_SHARE = 1 / 3
@@ -86,25 +88,26 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
     span_s = 3600.0 if long else rng.uniform(2, SPAN_S)
     count = rng.choice((2, 4, 8, 16) if only else (0, 4, 16, 32, 64, 96, 128, 160)) if kinds else 0
     faults = [draw_fault(rng, rng.choice(kinds), span_s) for _ in range(count)]
-    starts, lasting = Random(f"{seed}/starts"), Random(f"{seed}/lasting")
-    if not only and not long and starts.random() < STILLBORN_SHARE:
-        faults += [draw_fault(starts, FaultKind.STILLBORN, span_s) for _ in range(2)]
-    if not only and not long and lasting.random() < LASTING_SHARE:
-        faults.append(draw_fault(lasting, lasting.choice(LASTING), span_s))
-    suspensions = Random(f"{seed}/suspensions")
-    if not only and not long and suspensions.random() < SUSPENDED_SHARE:
-        faults += [draw_fault(suspensions, FaultKind.SUSPEND, span_s) for _ in range(2)]
-    life_s = suspensions.uniform(*LIFE_S) if any(fault.kind is FaultKind.SUSPEND for fault in faults) else None
-    driven = Random(f"{seed}/agents")
-    agents = FaultKind.KILL_FRONT in only or (not only and not long and driven.random() < AGENTS_SHARE)
-    if agents and not only:
-        faults += [draw_fault(driven, FaultKind.KILL_FRONT, span_s) for _ in range(driven.choice((2, 8, 16)))]
     ranked = Random(f"{seed}/ranks")
     ranks = ranked.choice((2, 3))
     if not only and not long and ranked.random() < RANKS_SHARE:
         faults += [draw_fault(ranked, ranked.choice(OF_RANKS), span_s) for _ in range(ranked.choice((2, 4, 8)))]
     elif not set(OF_RANKS).intersection(only):
         ranks = 1
+    starts, lasting = Random(f"{seed}/starts"), Random(f"{seed}/lasting")
+    if not only and not long and starts.random() < STILLBORN_SHARE:
+        faults += [draw_fault(starts, FaultKind.STILLBORN, span_s) for _ in range(2)]
+    if not only and not long and ranks == 1 and lasting.random() < LASTING_SHARE:
+        faults.append(draw_fault(lasting, lasting.choice(LASTING), span_s))
+    suspensions = Random(f"{seed}/suspensions")
+    if not only and not long and suspensions.random() < SUSPENDED_SHARE:
+        faults += [draw_fault(suspensions, FaultKind.SUSPEND, span_s) for _ in range(2)]
+    expires = ranks == 1 and any(fault.kind is FaultKind.SUSPEND for fault in faults)
+    life_s = suspensions.uniform(*LIFE_S) if expires else None
+    driven = Random(f"{seed}/agents")
+    agents = FaultKind.KILL_FRONT in only or (not only and not long and driven.random() < AGENTS_SHARE)
+    if agents and not only:
+        faults += [draw_fault(driven, FaultKind.KILL_FRONT, span_s) for _ in range(driven.choice((2, 8, 16)))]
     faults.sort(key=lambda fault: fault.at_s)
     calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
     one_slot = rng.random() < 1 / 10
