@@ -133,7 +133,7 @@ class ModelConfig(_Section):
 OUTSIDE = "outside"
 """The environment that is none: agents outside of the run drive its trajectories."""
 AGENT, CHAT = "agent", "chat"
-PLAYED = (AGENT, CHAT)
+PLAYED = (AGENT, CHAT, "gymnasium", "reasoning-gym")
 """Environments whose episodes are users' code, in env workers."""
 DRIVEN = (OUTSIDE, *PLAYED)
 """Environments whose trajectories are played through fronts."""
@@ -184,8 +184,8 @@ class EnvironmentConfig(_Section):
 
     @model_validator(mode="after")
     def _played_by_rows(self) -> "EnvironmentConfig":
-        if self.data is not None and self.name not in PLAYED:
-            allowed = ", ".join(map(repr, PLAYED))
+        if self.data is not None and self.name not in (AGENT, CHAT):
+            allowed = ", ".join(map(repr, (AGENT, CHAT)))
             raise ValueError(f"environment.data is for environment.name = {allowed} (found {self.name!r})")
         if self.data is None and self.name == CHAT:
             raise ValueError(f"environment.data is missing, which has the prompts of environment.name = {CHAT!r}")

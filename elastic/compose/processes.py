@@ -134,6 +134,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
             PLAYED_SETTINGS[environment], config.environment.settings, str(run_dir), "environment", "settings"
         ),
         model=config.served_name,
+        checkpoint=config.model.checkpoint,
         seed=config.run.seed,
         away_s=config.run.orchestrator_timeout_s,
         data=data_source(config),

@@ -12,7 +12,9 @@ import os
 import random
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -30,11 +32,15 @@ from elastic.environments.agent import (
     outcome_of,
 )
 from elastic.environments.chat import RowChatSettings, load_chat
+from elastic.environments.from_gymnasium import GymnasiumSettings, load_gymnasium
+from elastic.environments.from_reasoning_gym import ReasoningGymSettings, load_reasoning_gym
+from elastic.environments.kinds import KindMeans, KindSettings
 from elastic.environments.rows import DataSource, Rows, read_rows
 from elastic.environments.run_link import EnvRunLink, RunGone
 from elastic.protocol.front_messages import (
     AgentCaller,
     BeginTrajectory,
+    BindSession,
     Declined,
     EndTrajectory,
     GiveReward,
@@ -47,9 +53,12 @@ from elastic.system.signals import TERMINATION, act_on
 
 log = structlog.get_logger(__name__)
 
-PLAYED_SETTINGS: Mapping[str, type[AgentSettings] | type[RowChatSettings]] = {
+PlayedSettings: TypeAlias = AgentSettings | RowChatSettings | KindSettings
+PLAYED_SETTINGS: Mapping[str, type[PlayedSettings]] = {
     "agent": AgentSettings,
     "chat": RowChatSettings,
+    "gymnasium": GymnasiumSettings,
+    "reasoning-gym": ReasoningGymSettings,
 }
 """By the names of the environments."""
 KEY_VARIABLE = "ELASTIC_ENV_WORKER_KEY"
@@ -65,12 +74,13 @@ MakeClient: TypeAlias = Callable[[PlayedTrajectory], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class EnvWork:
-    """What an env worker is to do: for which run, with which settings, on which data. `away_s` is how long it goes on
-    without a process at the run."""
+    """What an env worker is to do: for which run, with which settings, on which data. `checkpoint` has the policy's
+    tokenizer. `away_s` is how long it goes on without a process at the run."""
 
     run_dir: Path
-    settings: AgentSettings | RowChatSettings
+    settings: PlayedSettings
     model: str
+    checkpoint: Path = Path()
     seed: int
     away_s: float
     data: DataSource | None = None
@@ -82,7 +92,18 @@ async def serve_env_worker(work: EnvWork) -> None:
     key = os.environ.pop(KEY_VARIABLE, "")
     link = EnvRunLink(work.run_dir, key, work.away_s)
     http = async_client(timeout=None, limits=httpx.Limits(max_connections=None))
-    rollout, make_client = load_episode(work.settings, http)
+    lasting = AsyncExitStack()
+    lasting.push_async_callback(http.aclose)
+    means = KindMeans(
+        http=http,
+        model=work.model,
+        checkpoint=work.checkpoint,
+        seed=work.seed,
+        key=key,
+        bind=partial(_bind, link),
+        lasting=lasting,
+    )
+    rollout, make_client = await load_episode(work.settings, means)
     rows = None if work.data is None else read_rows(work.data)
     ended = asyncio.Event()
     heed_no_more = act_on(TERMINATION, ended.set)
@@ -102,14 +123,30 @@ async def serve_env_worker(work: EnvWork) -> None:
         for task in (linking, waiting, *slots):
             task.cancel()
         await asyncio.wait({linking, waiting, *slots}, timeout=1.0)
-        await http.aclose()
+        await lasting.aclose()
 
 
-def load_episode(settings: AgentSettings | RowChatSettings, http: httpx.AsyncClient) -> tuple[Rollout, MakeClient]:
+async def load_episode(settings: PlayedSettings, means: KindMeans) -> tuple[Rollout, MakeClient]:
     """What plays an episode, and what makes its client. Raises `CodeUnusable`."""
-    if isinstance(settings, RowChatSettings):
-        return load_chat(settings, http), _no_client
-    return load_rollout(settings.rollout), load_client(settings)
+    match settings:
+        case AgentSettings():
+            return load_rollout(settings.rollout), load_client(settings)
+        case RowChatSettings():
+            return load_chat(settings, means.http), _no_client
+        case GymnasiumSettings():
+            return await load_gymnasium(settings, means), _no_client
+        case ReasoningGymSettings():
+            return await load_reasoning_gym(settings, means), _no_client
+        case _:
+            raise TypeError(f"{type(settings).__name__} is of no kind that env workers play")
+
+
+async def _bind(link: EnvRunLink, trajectory: PlayedTrajectory, session: str) -> None:
+    """Calls with this session are of the trajectory from now on. Raises `BadOutcome` where the run declines that."""
+    caller = AgentCaller(named=trajectory.id)
+    answer = await link.ask(lambda n: BindSession(n, caller, session))
+    if isinstance(answer, Declined):
+        raise BadOutcome(f"session {session!r} cannot be bound: {answer.message}")
 
 
 def _no_client(_: PlayedTrajectory) -> None:

@@ -108,7 +108,7 @@ def load(text: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # `SystemExit`, too: a file that was written to be run may end so.
-        raise CodeUnusable(f"{code}: cannot be loaded by {sys.executable}: {told(error)}{_where(error)}") from error
+        raise CodeUnusable(f"{code}: cannot be loaded by {sys.executable}: {told(error)}{where(error)}") from error
     try:
         return getattr(module, code.name)
     except AttributeError:
@@ -136,8 +136,8 @@ def _module_of_file(place: str) -> ModuleType:
     return module
 
 
-def _where(error: BaseException) -> str:
-    """The last line of the traceback that is not the import system's, in words."""
+def where(error: BaseException) -> str:
+    """The last line of the traceback that is not the import system's, in words; empty where there is none."""
     trace, found = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

@@ -1,0 +1,64 @@
+"""How a kind that converses asks the policy: OpenAI's chat completions, a call at a time."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import httpx
+
+from elastic.environments.agent import BadOutcome, PlayedTrajectory
+
+AGAIN = (408, 409, 429, 500, 502, 503, 504)
+"""Statuses after which a call is made again, as OpenAI's client does."""
+AGAIN_S = 0.5
+NO_ROOM = ("max_turns", "context_length_exceeded")
+"""Codes of refusals which say that an episode has come to a limit of the run's."""
+REFUSED_CHARACTERS = 500
+
+
+class Said(NamedTuple):
+    """An answer of the policy; `cut` if its limit of tokens has ended it."""
+
+    message: dict[str, Any]
+    cut: bool
+
+    @property
+    def text(self) -> str:
+        return self.message.get("content") or ""
+
+
+class NoRoom(Exception):
+    """The episode has come to a limit of the run's: of turns, or of tokens."""
+
+
+async def ask(
+    http: httpx.AsyncClient,
+    trajectory: PlayedTrajectory,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Said:
+    """What the policy says; a call that breaks is made again, which joins it. Raises `NoRoom` and `BadOutcome`."""
+    headers = {"authorization": f"Bearer {trajectory.key}"}
+    body = {"model": trajectory.model, "messages": messages} | ({"tools": tools} if tools else {})
+    while True:
+        try:
+            answer = await http.post(f"{trajectory.base_url}/chat/completions", json=body, headers=headers)
+            if answer.status_code == 200:
+                choice = answer.json()["choices"][0]
+                return Said(choice["message"], choice["finish_reason"] == "length")
+            if answer.status_code not in AGAIN or answer.headers.get("x-should-retry") == "false":
+                raise _refusal(answer)
+        except httpx.TransportError:
+            pass
+        await asyncio.sleep(AGAIN_S)
+
+
+def _refusal(answer: httpx.Response) -> Exception:
+    """Why the run does not answer."""
+    try:
+        error = answer.json()["error"]
+        code, message = str(error["code"]), str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        code, message = "", answer.text
+    message = message[:REFUSED_CHARACTERS]
+    return NoRoom(message) if code in NO_ROOM else BadOutcome(f"a call was refused ({answer.status_code}): {message}")

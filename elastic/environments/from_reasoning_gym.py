@@ -1,0 +1,66 @@
+"""The kind `reasoning-gym`: a question of a data set that is generated, one answer, and the data set's own scorer.
+
+Which question a group is about follows from its number in the whole run, by the data set's own seed, which is the run's.
+"""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
+from elastic.environments.asking import NoRoom, ask
+from elastic.environments.kinds import KindMeans, KindSettings, package, unusable
+from elastic.environments.outside import Outside
+from elastic.system.plain_values import number, shown
+
+INSTALL = "pip install reasoning-gym"
+
+
+class ReasoningGymSettings(KindSettings):
+    dataset: str = Field(min_length=1, description="name of the data set, such as `leg_counting`")
+    options: dict[str, Any] = Field(default_factory=dict, description="further keys of the data set's configuration")
+    size: int = Field(1_000_000, ge=1, lt=2**31, description="questions, after which they come again")
+    system: str | None = Field(None, description="system prompt; reasoning-gym's own unless said, none if empty")
+    answer: Literal["tag", "whole"] = Field(
+        "tag", description="what is scored: what stands in the last <answer> of it, or the `whole` answer"
+    )
+
+
+class ReasoningGym(Outside):
+    """Stands for the episodes, which env workers play."""
+
+    Settings: ClassVar[type[BaseModel]] = ReasoningGymSettings
+    in_workers: ClassVar[bool] = True
+
+
+async def load_reasoning_gym(settings: ReasoningGymSettings, means: KindMeans) -> Rollout:
+    """What plays an episode. Raises `CodeUnusable` for a data set that there is not, or with other options."""
+    gym: Any = package("reasoning_gym", "reasoning-gym", INSTALL)
+    utils: Any = package("reasoning_gym.utils", "reasoning-gym", INSTALL)
+    known: Any = package("reasoning_gym.factory", "reasoning-gym", INSTALL)
+    try:
+        options = {"seed": means.seed, "size": settings.size, **settings.options}
+        questions = gym.create_dataset(settings.dataset, **options)
+        questions[0]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise unusable("dataset", settings.dataset, error, known.DATASETS) from error
+    default = utils.SYSTEM_PROMPTS["default"] if settings.answer == "tag" else ""
+    system = default if settings.system is None else settings.system
+
+    async def play(task: EpisodeTask, client: Any, trajectory: PlayedTrajectory) -> Outcome:
+        question = questions[task.number % settings.size]
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": question["question"]})
+        try:
+            said = await ask(means.http, trajectory, messages)
+        except NoRoom as full:
+            raise BadOutcome(f"the question was refused: {full}") from full
+        answer = utils.extract_answer(said.text, "answer") if settings.answer == "tag" else said.text
+        scored = questions.score_answer(answer=answer, entry=question)
+        if (reward := number(scored)) is None:
+            raise BadOutcome(f"the data set's scorer: found {shown(scored)}; allowed: a finite number")
+        return Outcome(reward=reward, truncated=said.cut)
+
+    return play

@@ -1,0 +1,320 @@
+"""What the conformance suite of environments needs: a run and a policy that stand in, and the kinds under test.
+
+A stand-in run gives trajectories to a real env worker over a run's socket, serves a policy whose answers are told
+beforehand, and keeps what it hears. What an answer says is what users' code then does: `behave` does it, in whichever
+kind it is called.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic.core.ids import agent_id
+from elastic.environments.env_worker import KEY_VARIABLE
+from elastic.front.rendering.tokenizer import Tokenizer
+from elastic.protocol import front_messages as m
+from elastic.protocol.connection import Connection, ConnectionLost, over_socket
+from elastic.protocol.http_server import serving
+from elastic.protocol.run_control import private_socket
+from elastic.protocol.sockets import listening_socket
+
+MODEL, DRIVER_KEY, AGENT_KEY = "tiny", "driver-0123456789abcdef", "agent-0123456789abcdef-"
+BODY_BYTES_MAX = 4 * 1024 * 1024
+"""Of a call: the stand-in refuses more, as fronts do beyond a limit of theirs."""
+BIG_CHARACTERS = 10_000_000
+PARTS_S = 0.05
+
+
+def behave(answer: str) -> Any:
+    """What users' code does with an answer of the policy: it returns a reward, or it misbehaves."""
+    match answer.strip().casefold():
+        case "raise":
+            raise ValueError("no such tool")
+        case "leave":
+            sys.exit(0)
+        case "exit":
+            os._exit(0)
+        case "hang":
+            time.sleep(3600)
+        case "nan":
+            return math.nan
+        case "text":
+            return "good"
+        case "huge":
+            return 10**400
+        case "secret":
+            print(dict(os.environ), flush=True)
+        case "flood":
+            for _ in range(100):
+                print("x" * 1_000_000)
+        case _:
+            pass
+    return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentUnderTest:
+    """A kind whose users' code calls `behave` with what the policy has answered.
+
+    `write` puts that code, and rows where the kind has any, in a folder, and returns the keys of `[environment]`; with
+    `big` its task has `BIG_CHARACTERS`. `python` is the interpreter that has its package. `truncates` says whether an
+    answer that its limit of tokens has cut off is a truncated episode.
+    """
+
+    name: str
+    write: Callable[[Path, bool], Mapping[str, Any]]
+    python: Path = Path(sys.executable)
+    truncates: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Heard:
+    """What an env worker has said of a trajectory."""
+
+    said: str
+    """The policy's answer in it."""
+    cut: bool = False
+    refuses_reward: bool = False
+    rewards: list[float] = field(default_factory=list)
+    ended: m.EndTrajectory | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def cause(self) -> str:
+        assert self.ended is not None
+        return self.ended.cause
+
+
+class StandInRun:
+    """A run in `directory`, whose policy's tokenizer is in `checkpoint`. Times are the loop's."""
+
+    def __init__(self, directory: Path, checkpoint: Path, environment: Mapping[str, Any]) -> None:
+        self.directory = directory
+        self.heard_s = 0.0
+        """When the env worker said anything last."""
+        self.connections = 0
+        self.prompts: dict[str, list[Any]] = {}
+        """By trajectory: what its calls had as prompts."""
+        self.sampled: dict[str, list[list[int]]] = {}
+        """By trajectory: the tokens of the policy's answers, where calls asked for tokens."""
+        self._tokenizer = Tokenizer(checkpoint)
+        self._trajectories: dict[str, Heard] = {}
+        self._due: asyncio.Queue[str] = asyncio.Queue()
+        self._sessions: dict[str, str] = {}
+        self._url = ""
+        self._waiting: set[asyncio.Task[None]] = set()
+        directory.mkdir(parents=True)
+        sections = {
+            "run": {"name": "stand-in", "seed": 7},
+            "model": {"checkpoint": str(checkpoint), "name": MODEL},
+            "environment": environment,
+        }
+        (directory / "config.json").write_text(json.dumps(sections))
+
+    def play(self, said: str, **more: Any) -> Heard:
+        """Have another trajectory played, in which the policy gives this answer. All are of different groups."""
+        heard = Heard(said, **more)
+        name = f"{len(self._trajectories)}/0/0"
+        self._trajectories[name] = heard
+        self._due.put_nowait(name)
+        return heard
+
+    def again(self, heard: Heard) -> None:
+        """Have a trajectory played once more."""
+        self._due.put_nowait(next(name for name, one in self._trajectories.items() if one is heard))
+
+    def named(self, heard: Heard) -> str:
+        return next(name for name, one in self._trajectories.items() if one is heard)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        door = private_socket(self.directory, m.SOCKET)
+        door.listen(8)
+        door.setblocking(False)
+        async with serving(self._app, listening_socket("127.0.0.1", 0, 64)) as url:
+            self._url = f"{url}/v1"
+            self._spawn(self._accept(door))
+            try:
+                yield
+            finally:
+                for task in self._waiting:
+                    task.cancel()
+                await asyncio.gather(*self._waiting, return_exceptions=True)
+                door.close()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+
+    async def _accept(self, door: Any) -> None:
+        while True:
+            end, _ = await asyncio.get_running_loop().sock_accept(door)
+            end.setblocking(False)
+            await asyncio.get_running_loop().sock_recv(end, 1)
+            self._spawn(self._talk(await over_socket(end, m.RUN_SIDE, "an env worker")))
+
+    async def _talk(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
+        self.connections += 1
+        with contextlib.suppress(ConnectionLost):
+            hello = await connection.receive()
+            assert isinstance(hello, m.DriverHello)
+            assert hello.key == DRIVER_KEY
+            connection.send(m.FrontWelcome(m.FRONT_VERSION, "stand-in"))
+            while True:
+                message = await connection.receive()
+                self.heard_s = asyncio.get_running_loop().time()
+                if isinstance(message, m.BeginTrajectory):
+                    self._spawn(self._give(connection, message.request))
+                elif not isinstance(message, m.DriverBeat):
+                    connection.send(self._answer(message))
+
+    async def _give(self, connection: Connection[m.FromRun, m.FromFront], request: int) -> None:
+        """Nobody else is given what was due to an env worker that is gone."""
+        name = await self._due.get()
+        number = int(name.partition("/")[0])
+        if connection.open:
+            begun = m.TrajectoryBegun(
+                request, name, number=number, key=AGENT_KEY + agent_id(name), base_url=self._url
+            )
+            connection.send(begun)
+        else:
+            self._due.put_nowait(name)
+
+    def _answer(self, message: m.FromFront) -> m.FromRun:
+        match message:
+            case m.BindSession():
+                name = self._of(message.caller)
+                self._sessions[message.session] = name
+            case m.GiveReward():
+                name = self._of(message.caller)
+                if self._trajectories[name].refuses_reward:
+                    return m.Declined(message.request, 409, "reward_given", "the trajectory has the reward 0.5")
+                self._trajectories[name].rewards.append(message.reward)
+            case m.EndTrajectory():
+                name = self._of(message.caller)
+                assert self._trajectories[name].ended is None, "it was ended before"
+                self._trajectories[name].ended = message
+                self._trajectories[name].over.set()
+            case _:
+                raise AssertionError(f"{message} is nothing that an env worker says")
+        standing = m.TrajectoryStanding(trajectory=name, group=name, state="open", turns=0, tokens=0, branches=0)
+        return m.TrajectoryShown(message.request, standing)
+
+    def _of(self, caller: m.AgentCaller) -> str:
+        return caller.named.replace("-", "/")
+
+    # The policy
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        body = b""
+        while True:
+            part = await receive()
+            body += part.get("body", b"")
+            if not part.get("more_body"):
+                break
+        status, answer = self._answered(scope, body)
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+
+    def _answered(self, scope: Any, body: bytes) -> tuple[int, Any]:
+        route = scope["path"]
+        if route.endswith("/models"):
+            card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "elastic", "max_model_len": 8192}
+            return 200, {"object": "list", "data": [card]}
+        name = self._asking({key.decode(): value.decode() for key, value in scope["headers"]})
+        if name is None:
+            return 404, _error("trajectory_not_found", "no trajectory or session has this name")
+        if len(body) > BODY_BYTES_MAX:
+            return 413, _error("too_large", f"the body has more than {BODY_BYTES_MAX} bytes")
+        asked, heard = json.loads(body), self._trajectories[name]
+        self.prompts.setdefault(name, []).append(asked.get("messages", asked.get("token_ids")))
+        reason = "length" if heard.cut else "stop"
+        if route.endswith("/chat/completions"):
+            return 200, _completion(heard.said, reason)
+        if route.endswith("/inference/v1/generate"):
+            ids = self._tokenizer.encode(heard.said)
+            ids += [] if heard.cut else [min(self._tokenizer.eos_token_ids)]
+            self.sampled.setdefault(name, []).append(ids)
+            return 200, _generated(ids, reason)
+        return 404, _error("not_found", f"nothing is at {route}")
+
+    def _asking(self, headers: Mapping[str, str]) -> str | None:
+        """The trajectory that a call is of: by its own key, or by a session of the driver's."""
+        key = headers.get("authorization", "").removeprefix("Bearer ")
+        if key.startswith(AGENT_KEY):
+            return key.removeprefix(AGENT_KEY).replace("-", "/")
+        if key != DRIVER_KEY:
+            return None
+        session = headers.get("x-session-id", "")
+        named = session.replace("-", "/")
+        return self._sessions.get(session) or (named if named in self._trajectories else None)
+
+
+class EnvWorkerUnderTest:
+    """An env worker's process."""
+
+    def __init__(self, run: StandInRun, under_test: EnvironmentUnderTest, extra: Sequence[Path] = ()) -> None:
+        self.log = run.directory / "worker.log"
+        command = [str(under_test.python), "-m", "elastic.cli", "env-worker", str(run.directory)]
+        command += ["--environment", under_test.name]
+        places = os.pathsep.join(map(str, (run.directory.parent, *extra)))
+        environment = {**os.environ, KEY_VARIABLE: DRIVER_KEY, "PYTHONPATH": places}
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+
+    async def ended(self) -> int:
+        """Wait for its end; returns its status."""
+        while (status := self._process.poll()) is None:
+            await asyncio.sleep(PARTS_S)
+        return status
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def words(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _error(code: str, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+def _completion(said: str, reason: str) -> dict[str, Any]:
+    message = {"role": "assistant", "content": said}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+    return {
+        "id": "chatcmpl-0",
+        "object": "chat.completion",
+        "created": 0,
+        "model": MODEL,
+        "choices": [choice],
+        "usage": usage,
+    }
+
+
+def _generated(ids: Sequence[int], reason: str) -> dict[str, Any]:
+    content = [{"token": f"token_id:{one}", "token_id": one, "logprob": -1.0, "top_logprobs": []} for one in ids]
+    choice = {"index": 0, "token_ids": list(ids), "finish_reason": reason, "logprobs": {"content": content}}
+    return {"request_id": "generate-tokens-0", "model": MODEL, "output_mode": "tokens", "choices": [choice]}
