@@ -34,6 +34,7 @@ from elastic.environments.agent import (
 from elastic.environments.chat import RowChatSettings, load_chat
 from elastic.environments.from_gymnasium import GymnasiumSettings, load_gymnasium
 from elastic.environments.from_reasoning_gym import ReasoningGymSettings, load_reasoning_gym
+from elastic.environments.from_verifiers import VerifiersSettings, load_verifiers
 from elastic.environments.kinds import KindMeans, KindSettings
 from elastic.environments.rows import DataSource, Rows, read_rows
 from elastic.environments.run_link import EnvRunLink, RunGone
@@ -59,6 +60,7 @@ PLAYED_SETTINGS: Mapping[str, type[PlayedSettings]] = {
     "chat": RowChatSettings,
     "gymnasium": GymnasiumSettings,
     "reasoning-gym": ReasoningGymSettings,
+    "verifiers": VerifiersSettings,
 }
 """By the names of the environments."""
 KEY_VARIABLE = "ELASTIC_ENV_WORKER_KEY"
@@ -137,6 +139,8 @@ async def load_episode(settings: PlayedSettings, means: KindMeans) -> tuple[Roll
             return await load_gymnasium(settings, means), _no_client
         case ReasoningGymSettings():
             return await load_reasoning_gym(settings, means), _no_client
+        case VerifiersSettings():
+            return await load_verifiers(settings, means), _no_client
         case _:
             raise TypeError(f"{type(settings).__name__} is of no kind that env workers play")
 

@@ -1,8 +1,10 @@
 """The kind `reasoning-gym`: a question of a data set that is generated, one answer, and the data set's own scorer.
 
-Which question a group is about follows from its number in the whole run, by the data set's own seed, which is the run's.
+The question of a group follows from its number in the whole run, and from the data set's seed, which is the run's.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
@@ -11,13 +13,16 @@ from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedT
 from elastic.environments.asking import NoRoom, ask
 from elastic.environments.kinds import KindMeans, KindSettings, package, unusable
 from elastic.environments.outside import Outside
+from elastic.system.named_code import in_file, load
 from elastic.system.plain_values import number, shown
 
 INSTALL = "pip install reasoning-gym"
 
 
 class ReasoningGymSettings(KindSettings):
-    dataset: str = Field(min_length=1, description="name of the data set, such as `leg_counting`")
+    dataset: str = Field(
+        min_length=1, description="name of the data set, such as `leg_counting`; or FILE.py:NAME, which makes one's own"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="further keys of the data set's configuration")
     size: int = Field(1_000_000, ge=1, lt=2**31, description="questions, after which they come again")
     system: str | None = Field(None, description="system prompt; reasoning-gym's own unless said, none if empty")
@@ -38,14 +43,15 @@ async def load_reasoning_gym(settings: ReasoningGymSettings, means: KindMeans) -
     gym: Any = package("reasoning_gym", "reasoning-gym", INSTALL)
     utils: Any = package("reasoning_gym.utils", "reasoning-gym", INSTALL)
     known: Any = package("reasoning_gym.factory", "reasoning-gym", INSTALL)
+    own = in_file(settings.dataset)
+    made: Callable[..., Any] = load(settings.dataset) if own else partial(gym.create_dataset, settings.dataset)
     try:
-        options = {"seed": means.seed, "size": settings.size, **settings.options}
-        questions = gym.create_dataset(settings.dataset, **options)
+        questions = made(**{"seed": means.seed, "size": settings.size, **settings.options})
         questions[0]
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise unusable("dataset", settings.dataset, error, known.DATASETS) from error
+        raise unusable("dataset", settings.dataset, error, () if own else known.DATASETS) from error
     default = utils.SYSTEM_PROMPTS["default"] if settings.answer == "tag" else ""
     system = default if settings.system is None else settings.system
 

@@ -35,8 +35,8 @@ class KindMeans:
     """What an env worker lends a kind.
 
     `http` makes calls; `seed` is the run's; `checkpoint` has the policy's tokenizer. `key` is the driver's, with which
-    a call is of the trajectory that its session is bound to; `bind` binds one. `lasting` ends what is to last as long as
-    the env worker.
+    a call is of the trajectory that its session is bound to; `bind` binds one. `lasting` ends what lasts as long as the
+    env worker.
     """
 
     http: httpx.AsyncClient

@@ -1,18 +1,15 @@
 """What the conformance suite of environments needs: a run and a policy that stand in, and the kinds under test.
 
 A stand-in run gives trajectories to a real env worker over a run's socket, serves a policy whose answers are told
-beforehand, and keeps what it hears. What an answer says is what users' code then does: `behave` does it, in whichever
-kind it is called.
+beforehand, and keeps what it hears. What an answer says is what users' code then does (`elastic.testing.misbehaviour`).
 """
 
 import asyncio
 import contextlib
 import json
-import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,53 +27,24 @@ from elastic.protocol.sockets import listening_socket
 MODEL, DRIVER_KEY, AGENT_KEY = "tiny", "driver-0123456789abcdef", "agent-0123456789abcdef-"
 BODY_BYTES_MAX = 4 * 1024 * 1024
 """Of a call: the stand-in refuses more, as fronts do beyond a limit of theirs."""
-BIG_CHARACTERS = 10_000_000
-PARTS_S = 0.05
-
-
-def behave(answer: str) -> Any:
-    """What users' code does with an answer of the policy: it returns a reward, or it misbehaves."""
-    match answer.strip().casefold():
-        case "raise":
-            raise ValueError("no such tool")
-        case "leave":
-            sys.exit(0)
-        case "exit":
-            os._exit(0)
-        case "hang":
-            time.sleep(3600)
-        case "nan":
-            return math.nan
-        case "text":
-            return "good"
-        case "huge":
-            return 10**400
-        case "secret":
-            print(dict(os.environ), flush=True)
-        case "flood":
-            for _ in range(100):
-                print("x" * 1_000_000)
-        case _:
-            pass
-    return 1.0
+LINE_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentUnderTest:
-    """A kind whose users' code calls `behave` with what the policy has answered.
+    """A kind whose users' code calls `behave` with what the policy has answered, and returns what that returns.
 
-    `write` puts that code, and rows where the kind has any, in a folder, and returns the keys of `[environment]`; with
-    `big` its task has `BIG_CHARACTERS`. `python` is the interpreter that has its package. `truncates` says whether an
-    answer that its limit of tokens has cut off is a truncated episode.
+    `write` puts that code, and rows where the kind has any, in a folder, and returns the keys of `[environment]`; where
+    `big`, its tasks have `BIG_CHARACTERS`. `python` is the interpreter that has its package.
     """
 
     name: str
     write: Callable[[Path, bool], Mapping[str, Any]]
     python: Path = Path(sys.executable)
-    truncates: bool = True
+    label: str = ""
 
     def __str__(self) -> str:
-        return self.name
+        return self.label or self.name
 
 
 @dataclass
@@ -87,6 +55,8 @@ class Heard:
     """The policy's answer in it."""
     cut: bool = False
     refuses_reward: bool = False
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the policy was asked."""
     rewards: list[float] = field(default_factory=list)
     ended: m.EndTrajectory | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -118,7 +88,8 @@ class StandInRun:
         directory.mkdir(parents=True)
         sections = {
             "run": {"name": "stand-in", "seed": 7},
-            "model": {"checkpoint": str(checkpoint), "name": MODEL},
+            "model": {"checkpoint": str(checkpoint)},
+            "front": {"model_name": MODEL},
             "environment": environment,
         }
         (directory / "config.json").write_text(json.dumps(sections))
@@ -143,7 +114,11 @@ class StandInRun:
         door = private_socket(self.directory, m.SOCKET)
         door.listen(8)
         door.setblocking(False)
-        async with serving(self._app, listening_socket("127.0.0.1", 0, 64)) as url:
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await self._serve(scope, receive, send)
+
+        async with serving(app, listening_socket("127.0.0.1", 0, 64)) as url:
             self._url = f"{url}/v1"
             self._spawn(self._accept(door))
             try:
@@ -186,9 +161,7 @@ class StandInRun:
         name = await self._due.get()
         number = int(name.partition("/")[0])
         if connection.open:
-            begun = m.TrajectoryBegun(
-                request, name, number=number, key=AGENT_KEY + agent_id(name), base_url=self._url
-            )
+            begun = m.TrajectoryBegun(request, name, number=number, key=AGENT_KEY + agent_id(name), base_url=self._url)
             connection.send(begun)
         else:
             self._due.put_nowait(name)
@@ -218,7 +191,7 @@ class StandInRun:
 
     # The policy
 
-    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
         body = b""
@@ -243,6 +216,7 @@ class StandInRun:
         if len(body) > BODY_BYTES_MAX:
             return 413, _error("too_large", f"the body has more than {BODY_BYTES_MAX} bytes")
         asked, heard = json.loads(body), self._trajectories[name]
+        heard.asked.set()
         self.prompts.setdefault(name, []).append(asked.get("messages", asked.get("token_ids")))
         reason = "length" if heard.cut else "stop"
         if route.endswith("/chat/completions"):
@@ -259,7 +233,7 @@ class StandInRun:
         key = headers.get("authorization", "").removeprefix("Bearer ")
         if key.startswith(AGENT_KEY):
             return key.removeprefix(AGENT_KEY).replace("-", "/")
-        if key != DRIVER_KEY:
+        if DRIVER_KEY not in (key, headers.get("x-api-key")):
             return None
         session = headers.get("x-session-id", "")
         named = session.replace("-", "/")
@@ -280,16 +254,16 @@ class EnvWorkerUnderTest:
 
     async def ended(self) -> int:
         """Wait for its end; returns its status."""
-        while (status := self._process.poll()) is None:
-            await asyncio.sleep(PARTS_S)
-        return status
+        return await asyncio.to_thread(self._process.wait)
 
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
     def words(self) -> str:
-        return self.log.read_text(errors="replace")
+        """What it has said, but for lines that are too long to be read."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(line for line in lines if len(line) < LINE_CHARACTERS)
 
     def kill(self) -> None:
         self._process.kill()
