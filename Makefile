@@ -139,9 +139,17 @@ test-loggers: setup .cache/loggers/installed
 	$(call borrows,.cache/loggers)
 	touch $@
 
-# Environments in processes of their own.
-test-environments: setup
+# Environments in processes of their own. Other people's have environments of their own, which borrow everything else.
+ENVIRONMENTS := verifiers verifiers-old reasoning-gym
+
+test-environments: setup $(ENVIRONMENTS:%=.cache/environments-%/installed)
 	$(BIN)/python -m pytest -m environments tests/envs
+
+.cache/environments-%/installed: tests/envs/requirements/%.txt
+	$(PYTHON) -m venv .cache/environments-$*
+	.cache/environments-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	$(call borrows,.cache/environments-$*)
+	touch $@
 
 # What agents bring, in environments of their own, which borrow everything else: renderers with the real chat model, and
 # against live runs OpenAI's client, of both majors in use, Anthropic's, LiteLLM and the Agents SDK.

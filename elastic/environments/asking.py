@@ -16,7 +16,7 @@ NO_ROOM = ("max_turns", "context_length_exceeded")
 REFUSED_CHARACTERS = 500
 
 
-class Said(NamedTuple):
+class PolicyAnswer(NamedTuple):
     """An answer of the policy; `cut` if its limit of tokens has ended it."""
 
     message: dict[str, Any]
@@ -27,7 +27,7 @@ class Said(NamedTuple):
         return self.message.get("content") or ""
 
 
-class NoRoom(Exception):
+class LimitReached(Exception):
     """The episode has come to a limit of the run's: of turns, or of tokens."""
 
 
@@ -36,8 +36,8 @@ async def ask(
     trajectory: PlayedTrajectory,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
-) -> Said:
-    """What the policy says; a call that breaks is made again, which joins it. Raises `NoRoom` and `BadOutcome`."""
+) -> PolicyAnswer:
+    """What the policy says; a call that breaks is made again, which joins it. Raises `LimitReached`, `BadOutcome`."""
     headers = {"authorization": f"Bearer {trajectory.key}"}
     body = {"model": trajectory.model, "messages": messages} | ({"tools": tools} if tools else {})
     while True:
@@ -45,7 +45,7 @@ async def ask(
             answer = await http.post(f"{trajectory.base_url}/chat/completions", json=body, headers=headers)
             if answer.status_code == 200:
                 choice = answer.json()["choices"][0]
-                return Said(choice["message"], choice["finish_reason"] == "length")
+                return PolicyAnswer(choice["message"], choice["finish_reason"] == "length")
             if answer.status_code not in AGAIN or answer.headers.get("x-should-retry") == "false":
                 raise _refusal(answer)
         except httpx.TransportError:
@@ -61,4 +61,8 @@ def _refusal(answer: httpx.Response) -> Exception:
     except (ValueError, KeyError, TypeError):
         code, message = "", answer.text
     message = message[:REFUSED_CHARACTERS]
-    return NoRoom(message) if code in NO_ROOM else BadOutcome(f"a call was refused ({answer.status_code}): {message}")
+    return (
+        LimitReached(message)
+        if code in NO_ROOM
+        else BadOutcome(f"a call was refused ({answer.status_code}): {message}")
+    )

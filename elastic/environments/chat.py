@@ -3,27 +3,20 @@
 Without tools the policy answers once. With tools its calls are answered, and it is asked again until it calls none.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import httpx
 from pydantic import BaseModel, Field, model_validator
 
 from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
+from elastic.environments.asking import LimitReached, ask
 from elastic.environments.outside import Outside, OutsideSettings
 from elastic.environments.rows import is_prompt
 from elastic.environments.scoring import PlayedChat, load_reward
 from elastic.environments.tools import Toolbox
 from elastic.system.named_code import GivenCode, parsed
 from elastic.system.plain_values import shown
-
-AGAIN = (408, 409, 429, 500, 502, 503, 504)
-"""Statuses after which a call is made again, as OpenAI's client does."""
-AGAIN_S = 0.5
-NO_ROOM = ("max_turns", "context_length_exceeded")
-"""Codes of refusals which say that an episode has come to a limit of the run's."""
-REFUSED_CHARACTERS = 500
 
 
 class RowChatSettings(OutsideSettings):
@@ -64,17 +57,6 @@ class RowChat(Outside):
 
     Settings: ClassVar[type[BaseModel]] = RowChatSettings
     in_workers: ClassVar[bool] = True
-
-
-class PolicyAnswer(NamedTuple):
-    """An answer of the policy; `cut` if its limit of tokens has ended it."""
-
-    message: dict[str, Any]
-    cut: bool
-
-
-class LimitReached(Exception):
-    """The episode has come to a limit of the run's: of turns, or of tokens."""
 
 
 def load_chat(settings: RowChatSettings, http: httpx.AsyncClient) -> Rollout:
@@ -129,7 +111,7 @@ async def _converse(
     """Add what is said to the messages; returns whether a limit has ended it."""
     for turn in range(turns_most):
         try:
-            said = await _answered(http, trajectory, messages, tools.told)
+            said = await ask(http, trajectory, messages, tools.told)
         except LimitReached as full:
             if not turn:
                 raise BadOutcome(f"the prompt was refused: {full}") from full
@@ -141,38 +123,3 @@ async def _converse(
         if turn + 1 < turns_most:
             messages += [await tools.answer(call) for call in calls]
     return True
-
-
-async def _answered(
-    http: httpx.AsyncClient,
-    trajectory: PlayedTrajectory,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-) -> PolicyAnswer:
-    """What the policy says; a call that breaks is made again, which joins it. Raises `LimitReached`, `BadOutcome`."""
-    headers = {"authorization": f"Bearer {trajectory.key}"}
-    body = {"model": trajectory.model, "messages": messages} | ({"tools": tools} if tools else {})
-    while True:
-        try:
-            answer = await http.post(f"{trajectory.base_url}/chat/completions", json=body, headers=headers)
-            if answer.status_code == 200:
-                choice = answer.json()["choices"][0]
-                return PolicyAnswer(choice["message"], choice["finish_reason"] == "length")
-            if answer.status_code not in AGAIN or answer.headers.get("x-should-retry") == "false":
-                raise _refusal(answer)
-        except httpx.TransportError:
-            pass
-        await asyncio.sleep(AGAIN_S)
-
-
-def _refusal(answer: httpx.Response) -> Exception:
-    """Why the run does not answer."""
-    try:
-        error = answer.json()["error"]
-        code, message = str(error["code"]), str(error["message"])
-    except (ValueError, KeyError, TypeError):
-        code, message = "", answer.text
-    message = message[:REFUSED_CHARACTERS]
-    if code in NO_ROOM:
-        return LimitReached(message)
-    return BadOutcome(f"a call was refused ({answer.status_code}): {message}")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field
 
 from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
-from elastic.environments.asking import NoRoom, ask
+from elastic.environments.asking import LimitReached, ask
 from elastic.environments.kinds import KindMeans, KindSettings, as_text, package, unusable
 from elastic.environments.outside import Outside
 from elastic.system.named_code import CodeUnusable, in_file, load
@@ -66,7 +66,7 @@ async def load_gymnasium(settings: GymnasiumSettings, means: KindMeans) -> Rollo
         for turn in range(settings.turns_most):
             try:
                 said = await ask(means.http, trajectory, messages)
-            except NoRoom as full:
+            except LimitReached as full:
                 if not turn:
                     raise BadOutcome(f"the prompt was refused: {full}") from full
                 break

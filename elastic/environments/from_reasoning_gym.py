@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
-from elastic.environments.asking import NoRoom, ask
+from elastic.environments.asking import LimitReached, ask
 from elastic.environments.kinds import KindMeans, KindSettings, package, unusable
 from elastic.environments.outside import Outside
 from elastic.system.named_code import in_file, load
@@ -61,7 +61,7 @@ async def load_reasoning_gym(settings: ReasoningGymSettings, means: KindMeans) -
         messages.append({"role": "user", "content": question["question"]})
         try:
             said = await ask(means.http, trajectory, messages)
-        except NoRoom as full:
+        except LimitReached as full:
             raise BadOutcome(f"the question was refused: {full}") from full
         answer = utils.extract_answer(said.text, "answer") if settings.answer == "tag" else said.text
         scored = questions.score_answer(answer=answer, entry=question)

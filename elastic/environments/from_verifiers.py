@@ -1,8 +1,8 @@
 """The kind `verifiers`: environments of packages for verifiers, played by verifiers itself in the env worker.
 
-- Of verifiers 0.4, an episode is a slot of the environment. Its agents call the policy through verifiers' own client for
-  training, which sends tokens and has one configuration for all episodes. A trace is bound to its trajectory by its id,
-  which travels with each of its calls.
+- Of verifiers 0.4, an episode is a slot of the environment. Its agents call the policy through verifiers' own client
+  for training, which sends tokens and has one configuration for all episodes. A trace is bound to its trajectory by
+  its id, which travels with each of its calls.
 - Of verifiers before 0.4, an episode is a group of one, which calls the policy by OpenAI's chat completions with the
   trajectory's key.
 
@@ -49,7 +49,7 @@ class VerifiersSettings(KindSettings):
     )
     renderer: dict[str, Any] | None = Field(
         None,
-        description="of the policy's messages, as verifiers' client for training takes it (0.4); else by the model",
+        description="of messages, as verifiers' client for training takes it (0.4); else by the model",
     )
     tasks_most: int = Field(100_000, ge=1, description="of its tasks, from the first on, that are played")
     order: Literal["shuffled", "in_order"] = Field(
@@ -233,8 +233,8 @@ def _is_new(id: str) -> bool:
 def _other(id: str, of: str, allowed: str) -> CodeUnusable:
     installed = _version(generation("verifiers"))
     return CodeUnusable(
-        f"environment.settings.id: {id} is a package for verifiers {of}, and {sys.executable} has {installed}; allowed: "
-        f"an environment.python with `{allowed}`"
+        f"environment.settings.id: {id} is a package for verifiers {of}, and {sys.executable} has {installed}; "
+        f"allowed: an environment.python with `{allowed}`"
     )
 
 

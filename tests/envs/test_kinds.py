@@ -183,11 +183,13 @@ KINDS = [
     EnvironmentUnderTest(name="reasoning-gym", write=write_reasoning, python=python_of("reasoning-gym")),
     EnvironmentUnderTest(name="verifiers", write=write_verifiers, python=python_of("verifiers")),
     EnvironmentUnderTest(
-        name="verifiers", label="verifiers of before 0.4", write=write_verifiers_old, python=python_of("verifiers03")
+        name="verifiers", label="verifiers of before 0.4", write=write_verifiers_old, python=python_of("verifiers-old")
     ),
 ]
 
 
 @pytest.fixture(params=KINDS, ids=str)
 def environment_under_test(request: pytest.FixtureRequest) -> EnvironmentUnderTest:
+    if not request.param.python.exists():
+        pytest.skip(f"{request.param.python} is not there: `make test-environments` makes it")
     return request.param
