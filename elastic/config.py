@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
 from elastic.protocol.proxies import without_password
@@ -44,7 +44,13 @@ class ConfigError(ValueError):
         return "\n".join(map(str, self.problems))
 
 
-GivenPath = Annotated[Path, AfterValidator(expanded)]
+def _not_empty(found: object) -> object:
+    if found == "":  # Which would mean the working directory.
+        raise ValueError("must be a path; `.` is the working directory")
+    return found
+
+
+GivenPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(expanded)]
 
 
 def given_path(name: str) -> Path:
@@ -192,6 +198,9 @@ class EnvironmentConfig(_Section):
         return self
 
 
+REFILL_MOST = 2
+
+
 class RolloutConfig(_Section):
     groups: int = Field(16, ge=1, description="groups a step")
     group_size: int = Field(8, ge=2, description="trajectories a group")
@@ -223,13 +232,24 @@ class RolloutConfig(_Section):
         description="a member of a group that infrastructure has failed is replaced by a further one, while others of "
         "the step are under way",
     )
-    refill_most: int = Field(2, ge=1, description="times that a member may be replaced so")
+    refill_most: int = Field(REFILL_MOST, ge=1, description="times that a member may be replaced so")
     dynamic_sampling: bool = Field(
         False, description="launch groups until as many as are wanted have rewards that differ (DAPO)"
     )
     dynamic_sampling_most: float = Field(
         6.0, ge=1, description="with dynamic sampling: times the wanted groups that a step may launch"
     )
+
+    @model_validator(mode="after")
+    def _cancels_nothing(self) -> "RolloutConfig":
+        if not self.refill and self.refill_most != REFILL_MOST:
+            raise ValueError(f"refill_most needs refill = true: no member is replaced (found {self.refill_most})")
+        if self.staleness_drop == "token" and self.staleness_bound == 0:
+            raise ValueError(
+                "staleness_drop = 'token' needs staleness_bound of at least 1: no token of a synchronous run is older "
+                "than the trainer's (found 0)"
+            )
+        return self
 
 
 _PLAIN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$|^$"
@@ -445,7 +465,7 @@ class LossConfig(_Section):
         "grpo", description="rewards less their group's mean, or, undivided, less the mean of its others (rloo)"
     )
     norm_adv_by_std_in_grpo: bool = Field(
-        True, description="divide advantages by the standard deviation of their group's rewards"
+        True, description="with `grpo` divide advantages by the standard deviation of their group's rewards"
     )
     advantage_epsilon: float = Field(
         1e-6, gt=0, description="beside a group's standard deviation; rewards that differ by less are equal"
@@ -490,9 +510,10 @@ class LossConfig(_Section):
     @model_validator(mode="after")
     def _cancels_nothing(self) -> "LossConfig":
         if (self.loss_scale_factor is None) != (self.loss_agg_mode != "seq-mean-token-sum-norm"):
+            factor = "no factor" if self.loss_scale_factor is None else f"{self.loss_scale_factor:g}"
             raise ValueError(
                 "loss_scale_factor and loss_agg_mode = 'seq-mean-token-sum-norm' belong together (found "
-                f"{self.loss_scale_factor} and {self.loss_agg_mode!r})"
+                f"{factor} and {self.loss_agg_mode!r})"
             )
         for key in ("rollout_is", "rollout_rs"):
             if self.bypass_mode and (found := getattr(self, key)) is not None:
@@ -506,10 +527,12 @@ class LossConfig(_Section):
                 f"{self.rollout_is_threshold!r}; without it a number of at least 1)"
             )
         if (self.rollout_rs is None) != (self.rollout_rs_threshold is None):
-            raise ValueError(
-                f"rollout_rs and rollout_rs_threshold belong together (found {self.rollout_rs!r} and "
-                f"{self.rollout_rs_threshold!r})"
+            found = (
+                f"no statistic and {self.rollout_rs_threshold!r}"
+                if self.rollout_rs is None
+                else f"{self.rollout_rs!r} and no threshold"
             )
+            raise ValueError(f"rollout_rs and rollout_rs_threshold belong together (found {found})")
         one_sided = self.rollout_rs is not None and not self.rollout_rs.endswith("k1")
         if one_sided and isinstance(self.rollout_rs_threshold, str):
             raise ValueError(

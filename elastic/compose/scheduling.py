@@ -2,7 +2,7 @@
 
 from elastic.compose.nanoseconds import in_nanoseconds
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan
-from elastic.config import Config
+from elastic.config import LOSSES, Config
 from elastic.core.patience import TIMES_MOST
 from elastic.core.policy import (
     BalancingPolicy,
@@ -43,6 +43,7 @@ def run_plan(plan: RunPlan) -> Plan:
         max_failed_share=plan.config.rollout.max_failed_share,
         driven_outside=plan.driven_outside,
         refill_most=plan.config.rollout.refill_most if plan.config.rollout.refill else 0,
+        own_loss="" if plan.config.trainer.loss in LOSSES else plan.config.trainer.loss,
     )
 
 

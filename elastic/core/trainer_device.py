@@ -18,7 +18,7 @@ from elastic.core.run_state import Changed, RunState
 from elastic.core.steps import Group
 from elastic.core.trainer_permit import PermitState, TrainerPermit
 from elastic.core.turn_manager import TurnManager
-from elastic.core.types import WorkerId, WorkerState
+from elastic.core.types import NS_PER_S, WorkerId, WorkerState
 
 RELEASES = 3
 """Times that a provider is asked to confirm the end of the trainer's lease until another one is given up."""
@@ -48,7 +48,7 @@ class TrainerDevice:
             e.WorkerAwoke: self._on_awoke,
         }
         self.due: Mapping[str, Callable[[str], None]] = {
-            "training": lambda _: run.fail("the trainer did not finish in time"),
+            "training": lambda _: run.fail(self._late()),
             "waking": lambda _: run.fail("the trainer's device did not change between training and generating"),
             "replacement": lambda _: run.fail("the trainer's device was lost, and no other one came in time"),
         }
@@ -84,6 +84,13 @@ class TrainerDevice:
         if trainer is None or trainer.state in (WorkerState.GONE, WorkerState.DRAINING):
             return True
         return self.mode is TrainerMode.ASLEEP and not self.at_work
+
+    def _late(self) -> str:
+        """Why the run fails whose trainer did not carry out its order in time."""
+        order, within_s = self.order, self._run.limits.train_timeout_ns / NS_PER_S
+        what = f"train group {order.group}" if isinstance(order, c.TrainGroup) else "finish the step"
+        loss = f"; its loss is {self._run.plan.own_loss}" if self._run.plan.own_loss else ""
+        return f"the trainer did not {what} within {within_s:g} s (trainer.step_timeout_s){loss}"
 
     def follow(self) -> None:
         """Notice that the trainer's device is gone, or has come back under another session, and what it may do."""

@@ -476,6 +476,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     refill_most: int = 0
     """How many further members may come, one after the other, in the place of one that failed for an
     `InfrastructureCause`."""
+    own_loss: str = ""
+    """The code by which the trainer computes a loss of its user's own: what may hold it up."""
 
 
 class BudgetForecast(msgspec.Struct, frozen=True, kw_only=True):

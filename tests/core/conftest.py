@@ -1,7 +1,7 @@
 """A scheduler at one's fingertips: say what happens, look at what is ordered. Checked after every event."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -49,10 +49,11 @@ class CoreHarness:
         seeding: SeedingPolicy | None = None,
         provisioning: ProvisioningPolicy | None = None,
         routing: RoutingPolicy | None = None,
-        **plan: int,
+        **plan: Any,
     ) -> None:
+        told: dict[str, Any] = {"steps": 1, "groups": 1, "group_size": 2} | plan
         settings = WorldSettings(
-            plan=Plan(**({"steps": 1, "groups": 1, "group_size": 2} | plan)),
+            plan=Plan(**told),
             balancing=balancing,
             dynamic_most=dynamic_most,
         )

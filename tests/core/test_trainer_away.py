@@ -30,6 +30,7 @@ from elastic.core.types import (
 )
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import MS, SMALL_LIMITS, WorldSettings
+from tests.core.conftest import CoreHarness
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=64, device="none")
 LONGEST_S = 600
@@ -510,3 +511,18 @@ def test_turns_wait_for_the_trainer_that_is_away(core) -> None:
     core.join("trainer", epoch=2)
     core.tell(e.WorkerSlept(worker="trainer", epoch=2))
     assert any(isinstance(k, c.WakeWorker) for k in core.wait(1, beating=("trainer",)))
+
+
+@pytest.mark.parametrize(("own_loss", "more"), [("", ""), ("losses.py:mine", "; its loss is losses.py:mine")])
+def test_a_trainer_that_takes_too_long_is_told_of_with_its_order_and_its_own_loss(
+    make_core: Callable[..., CoreHarness], own_loss: str, more: str
+) -> None:
+    core = make_core(own_loss=own_loss)
+    core.trainer()
+    for number in range(2):
+        core.tell(e.TrajectoryFinished(trajectory=f"0/0/{number}", reward=float(number), tokens=1))
+    core.end_seeding()
+    assert core.one(c.TrainGroup).group == "0/0"
+    core.wait(SMALL_LIMITS.train_timeout_ns / NS_PER_S + 1, beating=("trainer",))
+    failed = core.scheduler.pieces[0].failed
+    assert failed == f"the trainer did not train group 0/0 within 40 s (trainer.step_timeout_s){more}"

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -135,3 +136,48 @@ def test_a_torn_row_of_tensorboard_is_none(lost_bytes: int, tmp_path: Path) -> N
     again.write(rows(2, 3)[0])
     again.close()
     assert logger_named("tensorboard", tracked(tmp_path)).open() == {0, 1, 2}
+
+
+def test_a_database_of_mlflow_that_a_kill_left_half_made_stands_in_nobody_s_way(tmp_path: Path) -> None:
+    """Its draft is seen while it is made, and then its process is killed: SQLite does not undo half of it."""
+    with start("mlflow", tmp_path, 0, 1) as killed:
+        while killed.poll() is None and not [*tmp_path.glob("mlflow/draft-*/mlflow.db")]:
+            time.sleep(0.01)
+        killed.kill()
+    assert [*tmp_path.glob("mlflow/draft-*/mlflow.db")]
+    assert not (tmp_path / "mlflow" / "mlflow.db").exists()
+    with start("mlflow", tmp_path, 0, 2) as first:
+        assert said(first) == ""
+        assert said(first) == "written"
+        first.communicate("\n", timeout=120)
+    assert not [*tmp_path.glob("mlflow/draft-*")]
+
+
+def test_mlflow_s_database_is_where_it_is_said_to_be_whatever_the_folder_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where it was removed, another one is made, though the process has known the former."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = tmp_path / "50% what?#'it's"
+    logger = logger_named("mlflow", tracked(folder))
+    for _ in range(2):
+        assert logger.open() == set()
+        logger.write(rows(0, 1)[0])
+        assert logger.open() == {0}
+        (folder / "mlflow" / "mlflow.db").unlink()
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_what_others_start_does_not_carry_the_mark_of_wandb_s_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    logger = logger_named("wandb", tracked(tmp_path))
+    logger.open()
+    with subprocess.Popen(["sleep", "600"]) as another:
+        logger.write(rows(0, 1)[0])
+        assert logger.open() <= {0}, "which ends the process that had it open"
+        logger.close()
+        assert another.poll() is None
+        another.kill()

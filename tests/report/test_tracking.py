@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,7 @@ from elastic.report.tracking import (
     text_of,
 )
 from elastic.report.tracking.names import NAMES
+from elastic.report.tracking.rows import ROWS_AT_ONCE
 from elastic.report.tracking.samples import cut
 from elastic.runtime.journal import (
     CONTINUES,
@@ -34,8 +35,10 @@ from elastic.runtime.journal import (
     SqliteJournal,
     StepRow,
     StepWeights,
+    TrajectoryFilter,
     TrajectoryRow,
 )
+from elastic.system.sqlite import open_sqlite
 from tests.run_status import run_status
 
 NO_SAMPLES = SampleBounds(trajectories=0, bytes=1000)
@@ -242,6 +245,52 @@ def test_a_text_is_cut_to_its_bytes(text: str, most_bytes: int) -> None:
     assert found == text or len(text.encode()) > most_bytes
 
 
+def test_a_logger_that_fails_comes_behind_the_others(tmp_path: Path) -> None:
+    """To fail may take long: then the others have what there is, also at the run's end."""
+    with journal_of(tmp_path, "journal.sqlite") as journal:
+        journal.append(step_row(0), step_row(1))
+    order = list[str]()
+
+    class Asked(FrailLogger):
+        def __init__(self, name: str, fates: Iterator[str]) -> None:
+            super().__init__(Store(), fates)
+            self._name = name
+
+        def open(self) -> set[int]:
+            order.append(self._name)
+            return super().open()
+
+        def write(self, row: TrackedRow) -> None:
+            order.append(self._name)
+            super().write(row)
+
+    loggers = {"slow": Asked("slow", iter(["down"] * 9)), "fast": Asked("fast", iter(()))}
+    now_s = iter(range(0, 1000, 100))
+    tracking = Tracking(source_of(tmp_path), loggers, print, lambda: float(next(now_s)))
+    tracking.advance(over=False)
+    assert order == ["slow", "fast", "fast"]
+    order.clear()
+    tracking.advance(over=True)
+    assert order == ["fast", "slow"]
+
+
+def test_what_it_takes_to_read_a_row_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    steps = 2 * ROWS_AT_ONCE + 1
+    with journal_of(tmp_path, "journal.sqlite") as journal:
+        for step in range(steps):
+            journal.append(step_row(step), trajectory(f"{step}/0/0", float(step)), group(f"{step}/0", step=step))
+    source = source_of(tmp_path)
+    source.poll(over=True)
+    assert source.finished == list(range(steps))
+    assert source.row(steps - 1).figures["critic/rewards/mean"] == steps - 1
+    assert source.row(1).figures["critic/rewards/mean"] == 1
+    assert source.row(1).figures["off_policy/max"] == 2
+    with closing(open_sqlite(tmp_path / "journal.sqlite", "ro")) as connection:
+        where, values = TrajectoryFilter(step=1).clauses(None)
+        plan = connection.execute(f"EXPLAIN QUERY PLAN SELECT rowid FROM trajectories WHERE {where}", values)
+        assert "SEARCH" in " ".join(str(row) for row in plan)
+
+
 def test_following_ends_with_the_run_or_when_it_is_told_to(tmp_path: Path) -> None:
     store, stop = Store(), threading.Event()
     with journal_of(tmp_path, "journal.sqlite") as journal:
@@ -329,10 +378,10 @@ def trajectory(
     )
 
 
-def group(name: str, dropped: str = "", lengths: list[int] | None = None) -> GroupRow:
+def group(name: str, dropped: str = "", lengths: list[int] | None = None, step: int = 0) -> GroupRow:
     ages = {0: 10, 2: 5}
     return GroupRow(
-        group=name, t_ns=1, step=0, version=0, dropped=dropped, lengths=lengths or [10, 30], tokens_by_age=ages
+        group=name, t_ns=1, step=step, version=0, dropped=dropped, lengths=lengths or [10, 30], tokens_by_age=ages
     )
 
 

@@ -80,6 +80,7 @@ class TestLongTrajectories:
 
 
 def test_a_mode_without_its_factor_and_a_factor_without_its_mode_are_refused():
-    for keys in ({"loss_agg_mode": "seq-mean-token-sum-norm"}, {"loss_scale_factor": 4096.0}):
-        with pytest.raises(ConfigError, match="belong together"):
+    mode = "seq-mean-token-sum-norm"
+    for keys, found in (({"loss_agg_mode": mode}, "no factor"), ({"loss_scale_factor": 4096.0}, "4096")):
+        with pytest.raises(ConfigError, match=f"belong together .found {found} and"):
             validate(TrainerConfig, keys, "c", "trainer")

@@ -85,8 +85,8 @@ def test_what_becomes_of_a_sequence_is_its_own_matter(rows: list[list[float]], d
         ({"rollout_is": "token"}, "rollout_is needs bypass_mode = false"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, "rollout_rs needs bypass_mode = false"),
         ({"rollout_is_threshold": "0.5_5"}, "needs rollout_is"),
-        ({"bypass_mode": False, "rollout_rs": "token_k1"}, "belong together"),
-        ({"bypass_mode": False, "rollout_rs_threshold": 2.0}, "belong together"),
+        ({"bypass_mode": False, "rollout_rs": "token_k1"}, "belong together .found 'token_k1' and no threshold"),
+        ({"bypass_mode": False, "rollout_rs_threshold": 2.0}, "belong together .found no statistic and 2.0"),
         (
             {"bypass_mode": False, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.5_5"},
             "must be a number for seq_mean_k3",
@@ -99,6 +99,7 @@ def test_what_becomes_of_a_sequence_is_its_own_matter(rows: list[list[float]], d
         ({"rollout_is_threshold": "5_0.5"}, "low below 1 and high above it"),
         ({"rollout_is_threshold": "0.5-5"}, '"low_high"'),
         ({"reference": "somewhere"}, "nothing looks at it"),
+        ({"reference": "", "kl_coefficient": 0.1}, "reference: must be a path"),
         ({"loss": "distillation"}, "needs reference"),
         ({"loss": "ppo"}, "must be one of grpo, gspo, cispo, distillation, or code"),
     ],

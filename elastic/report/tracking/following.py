@@ -42,7 +42,8 @@ class Tracking:
     def advance(self, *, over: bool) -> None:
         """Bring what is finished now to all loggers that are to be tried now. Raises as `StepSource` does."""
         self._source.poll(over=over)
-        for name, lane in self._lanes.items():
+        # Those that fail come last: the others do not wait until they have failed once more.
+        for name, lane in sorted(self._lanes.items(), key=lambda one: one[1].failures):
             if self._now_s() >= lane.not_before_s:
                 self._advance(name, lane)
 

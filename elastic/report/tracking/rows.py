@@ -6,6 +6,7 @@
 """
 
 import math
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -31,12 +32,22 @@ from elastic.runtime.journal import (
 from elastic.runtime.status import RunStatus, success_rate
 
 OPEN_JOURNALS = 16
+ROWS_AT_ONCE = 1000
+"""That are read of a table of which all is wanted."""
 KEPT_ROWS = 64
 """Rows that several loggers take, one after the other."""
 TRAJECTORIES_MAX = 1_000_000
 STALE = "stale"
 """How the reason of a group begins that was dropped for the age of its tokens."""
 STARTED_AT = "%Y-%m-%dT%H:%M:%S%z"
+
+
+class _GroupPlaces:
+    """Where in a journal the ends of groups are, as far as it has been read: places by step, and the last one."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, array[int]] = {}
+        self.last = 0
 
 
 class StepSource:
@@ -54,6 +65,7 @@ class StepSource:
         self._where: dict[int, Path] = {}
         """The journal that has a finished step."""
         self._rows: OrderedDict[int, TrackedRow] = OrderedDict()
+        self._group_places: dict[tuple[Path, int], _GroupPlaces] = {}
 
     def poll(self, *, over: bool) -> None:
         """Look for steps that are finished now. `over` says that nothing more comes."""
@@ -65,12 +77,15 @@ class StepSource:
     def _look(self, path: Path, *, final: bool) -> None:
         """Take a journal's steps. `final`: the run is over, or has gone on in a later journal."""
         journal = self._journal(path)
-        begin = self.finished[-1] + 1 if self.finished else 0
-        rows = journal.since(StepRow, begin)
-        for place, row in enumerate(rows):
-            if final or row.weights is not None or place + 1 < len(rows):
-                self._where[row.step] = path
-                self.finished.append(row.step)
+        more = True
+        while more:
+            begin = self.finished[-1] + 1 if self.finished else 0
+            rows = journal.since(StepRow, begin, ROWS_AT_ONCE)
+            for place, row in enumerate(rows):
+                if final or row.weights is not None or place + 1 < len(rows):
+                    self._where[row.step] = path
+                    self.finished.append(row.step)
+            more = len(rows) == ROWS_AT_ONCE
 
     def row(self, step: int) -> TrackedRow:
         """The row of a finished step."""
@@ -88,13 +103,14 @@ class StepSource:
         path = self._where[step]
         chain, earlier = self._chain(path)
         journal = self._journal(path)
-        (row, *_) = journal.since(StepRow, step)
+        (row,) = journal.since(StepRow, step, 1)
         trajectories: dict[str, TrajectoryRow] = {}
         groups: dict[str, GroupRow] = {}
-        for one in map(self._journal, chain):
+        for place in chain:
+            one = self._journal(place)
+            groups |= {found.group: found for found in self._groups(place, step)}
             places = one.trajectory_places(TrajectoryFilter(step=step), None, TRAJECTORIES_MAX)
             trajectories |= {found.trajectory: found for found in one.trajectories_at(places)}
-            groups |= {found.group: found for found in one.of_step(GroupRow, step)}
         status = journal.last_until(SampleRow, row.t_ns)
         before = [last.status for one in earlier if (last := self._journal(one).last(SampleRow)) is not None]
         ended = list(trajectories.values())
@@ -108,6 +124,17 @@ class StepSource:
             figures={name: value for name, value in figures.items() if math.isfinite(value)},
             samples=self._samples_of(ended, chain),
         )
+
+    def _groups(self, path: Path, step: int) -> list[GroupRow]:
+        """The groups that have ended in a step, by this journal."""
+        journal, known = self._journal(path), self._group_places.setdefault(_file(path), _GroupPlaces())
+        more = True
+        while more:
+            found = journal.group_places(known.last, ROWS_AT_ONCE)
+            for known.last, of_step in found:
+                known.by_step.setdefault(of_step, array("q")).append(known.last)
+            more = len(found) == ROWS_AT_ONCE
+        return journal.groups_at(known.by_step.get(step, ()))
 
     def _samples_of(self, ended: Sequence[TrajectoryRow], chain: Sequence[Path]) -> list[TrackedSample]:
         names = [row.trajectory for row in chosen(ended, self._samples.trajectories)]
@@ -137,14 +164,18 @@ class StepSource:
         return 0.0
 
     def _journal(self, path: Path) -> JournalReader:
-        # The journal of an incarnation that came to nothing is removed, and the next one's has its name.
-        key = path, path.stat().st_ino
+        key = _file(path)
         if key not in self._open:
             self._open[key] = JournalReader(path)
             while len(self._open) > OPEN_JOURNALS:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(key)
         return self._open[key]
+
+
+def _file(path: Path) -> tuple[Path, int]:
+    """Which journal it is: that of an incarnation that came to nothing is removed, and the next one's has its name."""
+    return path, path.stat().st_ino
 
 
 def figures_of(row: StepRow, trajectories: Sequence[TrajectoryRow], groups: Sequence[GroupRow]) -> dict[str, float]:

@@ -10,14 +10,21 @@ transactions: there a process that dies amid a row may leave a part of it. What 
 
 import json
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from sqlalchemy import make_url
 
 from elastic.report.tracking.delivery import TrackedRow, TrackedRun
 
 MARK = "elastic/step"
 RUN_TAG = "elastic.run"
+DRAFT = "draft-"
+"""How the name of a folder begins in which a database is made."""
 PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 """A request that fails is made again by whoever delivers rows, who says so."""
 
@@ -30,11 +37,12 @@ class MlflowLogger:
             os.environ.setdefault(name, value)
         self._own_artifacts: str | None = None
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            run.directory.mkdir(parents=True, exist_ok=True)
-            os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{run.directory.absolute() / 'mlflow.db'}"
+            os.environ["MLFLOW_TRACKING_URI"] = _uri(run.directory.absolute() / "mlflow.db")
             self._own_artifacts = (run.directory.absolute() / "artifacts").as_uri()
 
     def open(self) -> set[int]:
+        if (database := _file(os.environ["MLFLOW_TRACKING_URI"])) is not None:
+            _make(database)
         run, client = self._tracked, MlflowClient()
         self._client = client
         experiment = client.get_experiment_by_name(run.project)
@@ -68,3 +76,41 @@ class MlflowLogger:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
+
+
+def _make(database: Path) -> None:
+    """Have a database with MLflow's tables, unless it is there.
+
+    It is made elsewhere and put there whole: SQLite does not undo half of MLflow's migrations, where its process dies
+    amid them, and MLflow then finds tables in its way for ever.
+    """
+    if database.exists():
+        return
+    folder = database.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{DRAFT}*"):
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=DRAFT, dir=folder) as name:
+        draft = Path(name) / database.name
+        _let_go(draft)
+        draft.rename(database)
+    _let_go(database)  # Another of this name may have been there before, and been removed.
+
+
+def _let_go(database: Path) -> None:
+    """Open MLflow's store, which makes what is not there, and have no connection to it."""
+    artifacts = (database.parent / "artifacts").as_uri()
+    SqlAlchemyStore(_uri(database), artifacts).engine.dispose()
+
+
+def _uri(database: Path) -> str:
+    quoted = str(database).replace("%", "%25").replace("?", "%3F")
+    return f"sqlite:///{quoted}"
+
+
+def _file(uri: str) -> Path | None:
+    """The file of a database of SQLite's; None for all else."""
+    if not uri.startswith("sqlite:"):
+        return None
+    name = make_url(uri).database
+    return Path(name).absolute() if name and name != ":memory:" else None

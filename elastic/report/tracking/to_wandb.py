@@ -10,6 +10,7 @@ says how far the run has come. Rows that W&B's process still held are written ag
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from elastic.system.processes import end_marked
 
 TRACKED_VARIABLE = "ELASTIC_TRACKED"
 """What W&B's process inherits, by which one that was left is found."""
+PATIENCE_S = 20.0
+"""For its server to answer; then it is asked again by whoever delivers rows, who says so."""
 HEADER_BYTES, BLOCK_BYTES = 7, 32 * 1024
 RECORD = struct.Struct("<IHB")
 """Before each piece of a record: its checksum, its length and which piece it is."""
@@ -39,10 +42,15 @@ class WandbLogger:
         mark = str(run.directory.absolute())
         wandb.teardown()
         end_marked(TRACKED_VARIABLE, mark)
-        os.environ[TRACKED_VARIABLE] = mark
         run.directory.mkdir(parents=True, exist_ok=True)
         there = {step for path in self._files() for step in steps_in(path)} if self._offline else set[int]()
-        self._run = wandb.init(
+        with _marking(mark):
+            self._run = self._begun()
+        return there if self._offline else set(range(self._run.starting_step))
+
+    def _begun(self) -> Any:
+        run = self._tracked
+        return wandb.init(
             project=run.project,
             id=run.name,
             name=run.name,
@@ -56,9 +64,9 @@ class WandbLogger:
                 x_disable_meta=True,
                 disable_git=True,
                 disable_code=True,
+                init_timeout=PATIENCE_S,
             ),
         )
-        return there if self._offline else set(range(self._run.starting_step))
 
     def write(self, row: TrackedRow) -> None:
         told = dict[str, object](row.figures)
@@ -81,6 +89,16 @@ class WandbLogger:
 
     def _files(self) -> list[Path]:
         return sorted(self._tracked.directory.glob(f"wandb/offline-run-*/run-{self._tracked.name}.wandb"))
+
+
+@contextmanager
+def _marking(mark: str) -> Iterator[None]:
+    """What is started within it carries the mark; nothing that other loggers start does."""
+    os.environ[TRACKED_VARIABLE] = mark
+    try:
+        yield
+    finally:
+        del os.environ[TRACKED_VARIABLE]
 
 
 def steps_in(path: Path) -> Iterator[int]:

@@ -14,6 +14,7 @@ import structlog
 from elastic.core.types import TrajectoryId
 from elastic.system.last_words import last_words
 from elastic.system.outages import backoff
+from elastic.system.plain_values import told
 from elastic.system.supervision import KeptProcesses, WatchedProcess, how_ended
 
 log = structlog.get_logger(__name__)
@@ -82,6 +83,14 @@ class EnvWorkers:
         await self._processes.aclose(DRAIN_S)
 
     async def _keep(self, name: str) -> None:
+        """Without it the run would wait for an env worker that nobody starts: whatever else goes wrong ends the run."""
+        try:
+            await self._start_again_and_again(name)
+        except Exception as error:
+            log.exception("an env worker cannot be kept", worker=name)
+            self._fail(f"env worker {name} cannot be kept: {told(error)}")
+
+    async def _start_again_and_again(self, name: str) -> None:
         deaths = 0
         while True:
             before = self._drivers.finished(name)

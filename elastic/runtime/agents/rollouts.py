@@ -196,6 +196,9 @@ class AgentRollouts:
         self._end(trajectory, cause)
         return self._claims.ended[trajectory.trajectory].standing
 
+    def is_over(self, caller: AgentCaller) -> bool:
+        return self._claims.over(caller) is not None
+
     def show(self, caller: AgentCaller) -> TrajectoryStanding:
         ended = self._claims.over(caller)
         return ended.standing if ended is not None else self._standing(self._claims.open(caller))

@@ -222,8 +222,9 @@ class FrontStreams:
                 self._reply(front, m.TrajectoryShown(message.request, standing))
             case m.EndTrajectory():
                 own = m.AgentCaller(driver=driver, named=message.caller.named)
+                asked_before = rollouts.is_over(own)
                 standing = rollouts.end(own, message.cause, truncated=message.truncated, metrics=message.metrics)
-                self._finished[driver] += standing.state in ("finished", "truncated")
+                self._finished[driver] += not asked_before and standing.state in ("finished", "truncated")
                 self._reply(front, m.TrajectoryShown(message.request, standing))
             case _:
                 raise WireError(f"{type(message).__name__} is nothing that an env worker may say")

@@ -18,7 +18,15 @@ from elastic.core.ledger import DeviceBook
 from elastic.core.types import Nanoseconds
 from elastic.protocol import wire
 from elastic.runtime.journal.frames import FRAME, JournaledFrame, read_frame
-from elastic.runtime.journal.records import TABLES, BookRow, NoteRow, TrajectoryFilter, TrajectoryPlace, TrajectoryRow
+from elastic.runtime.journal.records import (
+    TABLES,
+    BookRow,
+    GroupRow,
+    NoteRow,
+    TrajectoryFilter,
+    TrajectoryPlace,
+    TrajectoryRow,
+)
 from elastic.runtime.journal.tables import R
 from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, no_room
 from elastic.system.host import here
@@ -123,11 +131,11 @@ class JournalReader:
         with self._reading():
             return TABLES[kind].last(self._connection)
 
-    def since(self, kind: type[R], key: int) -> list[R]:
-        """The records of a kind whose key, a whole number, is at least this, in its order."""
-        table = TABLES[kind]
+    def since(self, kind: type[R], key: int, most: int) -> list[R]:
+        """The first records of a kind, at `most` so many, whose key, a whole number, is at least this, in its order."""
+        clause = f'"{kind.KEY}" >= ? ORDER BY "{kind.KEY}" LIMIT ?'
         with self._reading():
-            return list(table.read_where(self._connection, f'"{kind.KEY}" >= ? ORDER BY "{kind.KEY}"', (key,)))
+            return list(TABLES[kind].read_where(self._connection, clause, (key, most)))
 
     def last_until(self, kind: type[R], key: int) -> R | None:
         """The record of a kind with the largest key, a whole number, up to this one."""
@@ -135,10 +143,16 @@ class JournalReader:
         with self._reading():
             return next(TABLES[kind].read_where(self._connection, clause, (key,)), None)
 
-    def of_step(self, kind: type[R], step: int) -> list[R]:
-        """The records of a training step, of a kind that has steps."""
+    def group_places(self, behind: int, most: int) -> list[tuple[int, int]]:
+        """The place of each group's end behind a place, with the step in which it was: at `most` so many, in order."""
+        query = "SELECT rowid, step FROM groups WHERE rowid > ? ORDER BY rowid LIMIT ?"
         with self._reading():
-            return list(TABLES[kind].read_where(self._connection, '"step" = ? ORDER BY rowid', (step,)))
+            return self._connection.execute(query, (behind, most)).fetchall()
+
+    def groups_at(self, places: Sequence[int]) -> list[GroupRow]:
+        """The ends of groups that stand there."""
+        with self._reading():
+            return list(TABLES[GroupRow].read_at(self._connection, places))
 
     def thinned(self, kind: type[R], most: int) -> list[R]:
         """Return at most `most` evenly spaced records of a kind, with the last one. Reads only these."""

@@ -135,9 +135,13 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     def rank(self) -> str:
         return f"ifnull(reward, -{FLOAT_MAX})" if self.by_reward else "0.0"
 
-    def clauses(self, behind: TrajectoryPlace | None) -> tuple[str, list[float]]:
+    def clauses(self, behind: TrajectoryPlace | None) -> tuple[str, list[float | str]]:
         """The condition, in SQL, and its values."""
-        asked: list[tuple[str, float | None]] = [
+        # Names begin with their step, and are what the table has in order: nothing else of it is read for a step.
+        first, beyond = (None, None) if self.step is None else (f"{self.step}/", f"{self.step}0")
+        asked: list[tuple[str, float | str | None]] = [
+            ("trajectory >= ?", first),
+            ("trajectory < ?", beyond),
             ("step = ?", self.step),
             ("step < ?", None if self.step_end == math.inf else self.step_end),
             ("reward >= ?", self.reward_min),

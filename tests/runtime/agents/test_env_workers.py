@@ -98,9 +98,9 @@ def test_a_reward_of_who_is_gone_counts_for_nothing() -> None:
 class Run:
     """A run's end of its socket, to which env workers connect."""
 
-    def __init__(self) -> None:
+    def __init__(self, rollouts: AgentRollouts | None = None) -> None:
         self.ended: list[e.Event] = []
-        self.rollouts = AgentRollouts(7, LIMITS, self._feed, lambda: 0)
+        self.rollouts = rollouts or AgentRollouts(7, LIMITS, self._feed, lambda: 0)
         self.streams = FrontStreams("run", self.rollouts, lambda then: then(), lambda: False, secrets=SECRETS)
         self.streams.base_url = "http://here/v1"
 
@@ -149,6 +149,26 @@ async def test_an_env_worker_waits_for_what_is_due_and_says_what_came_of_it() ->
         assert isinstance(shown, m.TrajectoryShown)
         assert shown.standing.state == "failed"
     assert run.ended == [e.TrajectoryFailed(trajectory="1/0/0", cause="the environment raised")]
+
+
+async def test_an_end_that_is_asked_for_again_is_one() -> None:
+    bench = Bench()
+    run = Run(bench.rollouts)
+    async with run.worker(SECRETS.driver_key("one")) as far:
+        assert isinstance(await heard(far), m.FrontWelcome)
+        far.send(m.BeginTrajectory(1, m.AgentCaller(), b"null", ""))
+        assert isinstance(await heard(far), m.TrajectoryBegun)
+        (turn,), _ = bench.ask(CALL, None, 0, [1, 2], caller=agent("0/0/0", 0))
+        bench.generate(turn, 8)
+        bench.rollouts.settle(turn, 8, b"")
+        far.send(m.GiveReward(2, m.AgentCaller(named="0-0-0"), 1.0))
+        await heard(far)
+        for request in (3, 4):
+            far.send(m.EndTrajectory(request, m.AgentCaller(named="0-0-0"), ""))
+            shown = await heard(far)
+            assert isinstance(shown, m.TrajectoryShown)
+            assert shown.standing.state == "finished"
+            assert run.streams.finished("one") == 1
 
 
 async def test_who_comes_in_the_place_of_a_failed_member_is_given_to_who_waits() -> None:

@@ -135,7 +135,7 @@ def config_of(plan: WorldPlan, checkpoint: str = "none") -> Config:
                 "max_turns": 1 if long else AGENT_TURNS * plan.max_turns if plan.agents else plan.max_turns,
                 "max_tokens_per_turn": plan.max_tokens,
                 "staleness_bound": plan.staleness_bound,
-                "staleness_drop": plan.staleness_drop,
+                "staleness_drop": plan.staleness_drop if plan.staleness_bound else "group",
                 "refill_most": plan.refill_most,
                 # Environments may be down for as long as a short run takes.
                 "max_failed_share": 1,
