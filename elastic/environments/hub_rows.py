@@ -44,5 +44,5 @@ def hub_rows(source: HubSource) -> Iterator[Mapping[str, Any]]:
         found = datasets.load_dataset(source.name, source.subset or None, split=source.split)
         yield from cast("Iterator[Mapping[str, Any]]", found)
     except Exception as error:
-        allowed = "a data set that is in its cache, or a network by which it is reached (run.pass_env = ['HF_*'])"
+        allowed = "a split of a data set that is cached, or reached over the network (run.pass_env = ['HF_*'])"
         raise HubUnreadable(f"cannot be loaded: {told(error, TOLD_CHARACTERS)}; allowed: {allowed}") from error
