@@ -169,6 +169,14 @@ class DataConfig(_Section):
     )
 
 
+class ProcessLimitsConfig(_Section):
+    """Of each process of an environment; no boundary, as what a process may do is still its user's."""
+
+    memory_gb: float | None = Field(None, gt=0, le=1e6, description="address space, in GiB; no limit unless said")
+    cpu_s: float | None = Field(None, gt=0, description="CPU time, after which it is killed; no limit unless said")
+    files: int = Field(8192, ge=64, le=1_000_000, description="open files and connections")
+
+
 class EnvironmentConfig(_Section):
     name: str = Field("frozenlake", description="which environment, of those installed")
     step_timeout_s: float = Field(
@@ -185,6 +193,7 @@ class EnvironmentConfig(_Section):
     max_restarts: int = Field(
         3, ge=0, description="deaths of an env worker in a row, without a finished trajectory, that a run survives"
     )
+    limits: ProcessLimitsConfig = Field(default_factory=ProcessLimitsConfig)  # type: ignore[arg-type]
     settings: dict[str, Any] = Field(default_factory=dict, description="the environment's own keys")
     data: DataConfig | None = Field(None, description="rows that its episodes are about; for kinds `agent` and `chat`")
 

@@ -122,6 +122,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     """
     from elastic.compose.agents import data_source
     from elastic.environments.env_worker import PLAYED_SETTINGS, EnvWork, serve_env_worker
+    from elastic.environments.limits import ProcessLimits
     from elastic.environments.rows import BadData
 
     config = load_run_config(run_dir)
@@ -139,6 +140,8 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
         away_s=config.run.orchestrator_timeout_s,
         data=data_source(config),
     )
+    limits = config.environment.limits
+    ProcessLimits(limits.memory_gb, limits.cpu_s, limits.files).hold()
     try:
         run_loop(serve_env_worker(work))
     except (CodeUnusable, BadData) as error:

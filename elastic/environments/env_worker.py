@@ -36,6 +36,7 @@ from elastic.environments.from_gymnasium import GymnasiumSettings, load_gymnasiu
 from elastic.environments.from_reasoning_gym import ReasoningGymSettings, load_reasoning_gym
 from elastic.environments.from_verifiers import VerifiersSettings, load_verifiers
 from elastic.environments.kinds import KindMeans, KindSettings
+from elastic.environments.limits import bound_output
 from elastic.environments.rows import DataSource, Rows, read_rows
 from elastic.environments.run_link import EnvRunLink, RunGone
 from elastic.protocol.front_messages import (
@@ -111,6 +112,7 @@ async def serve_env_worker(work: EnvWork) -> None:
     heed_no_more = act_on(TERMINATION, ended.set)
     player = FunctionPlayer(link, rollout, make_client, work, rows, os.environ.pop(CHAT_KEY_VARIABLE, ""))
     linking = asyncio.create_task(link.run(), name="run")
+    bounding = asyncio.create_task(bound_output(), name="output")
     slots = [asyncio.create_task(player.play_on(), name=f"slot {n}") for n in range(work.settings.concurrency)]
     waiting = asyncio.create_task(ended.wait(), name="signal")
     try:
@@ -122,7 +124,7 @@ async def serve_env_worker(work: EnvWork) -> None:
                 log.info("the run wants no env worker", reason=str(error))
     finally:
         heed_no_more()
-        for task in (linking, waiting, *slots):
+        for task in (linking, bounding, waiting, *slots):
             task.cancel()
         await asyncio.wait({linking, waiting, *slots}, timeout=1.0)
         await lasting.aclose()

@@ -1,0 +1,55 @@
+"""Limits of env workers' processes: of memory, CPU time and open files, and of what they print.
+
+They keep an honest mistake from filling a machine, and are no boundary: what a process may do is still its user's.
+"""
+
+import asyncio
+import os
+import resource
+import stat
+import sys
+from typing import NamedTuple, NoReturn
+
+GIB = 1024**3
+LOG_BYTES_MAX = 64 * 1024**2
+LOOK_S = 1.0
+CPU_GRACE_S = 5
+"""Between the signal that says that the CPU time is used up, and the one that nobody can heed."""
+
+
+class ProcessLimits(NamedTuple):
+    """Of each process: its address space, its CPU time, and its open files; None for no limit."""
+
+    memory_gb: float | None = None
+    cpu_s: float | None = None
+    files: int | None = None
+
+    def hold(self) -> None:
+        """Hold from now on, for this process and, each by itself, those that it starts."""
+        if self.memory_gb is not None:
+            _bound(resource.RLIMIT_AS, round(self.memory_gb * GIB))
+        if self.cpu_s is not None:
+            _bound(resource.RLIMIT_CPU, max(1, round(self.cpu_s)), CPU_GRACE_S)
+        if self.files is not None:
+            _bound(resource.RLIMIT_NOFILE, self.files)
+
+
+def _bound(what: int, most: int, grace: int = 0) -> None:
+    """Lower a limit; one that is lower already stays."""
+    _, hard = resource.getrlimit(what)
+    highest = most + grace if hard == resource.RLIM_INFINITY else min(most + grace, hard)
+    resource.setrlimit(what, (min(most, highest), highest))
+
+
+async def bound_output() -> NoReturn:
+    """Have what this process, and what it starts, says lead nowhere once its log is full."""
+    while True:
+        log = os.fstat(sys.stderr.fileno())
+        if stat.S_ISREG(log.st_mode) and log.st_size >= LOG_BYTES_MAX:
+            os.write(sys.stderr.fileno(), b"\nthis log is full: what the environment says from now on is lost\n")
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+            await asyncio.Event().wait()
+        await asyncio.sleep(LOOK_S)
