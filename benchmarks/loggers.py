@@ -148,7 +148,7 @@ def times(run_dir: Path, loggers: Sequence[str], directory: Path) -> dict[str, A
         source = StepSource(
             RunDirectory(run_dir),
             SampleBounds(trajectories=4, bytes=16_384),
-            text_of("frozenlake", directory),
+            {"frozenlake": text_of("frozenlake", directory)},
         )
         began_s = time.perf_counter()
         source.poll(over=True)

@@ -88,12 +88,12 @@ def held_out(run_dir: Path) -> tuple[HeldOut, HeldOut]:
     scores: list[HeldOut] = []
     for tensors in (read_tensors(base, read_config(base)), last):
         engine = create_engine(read_model_config(config), settings)
-        stop_token_ids = plan.environment.stop_token_ids
+        stop_token_ids = plan.environments[0].kind.stop_token_ids
         player = EpisodePlayer(engine, config.rollout, stop_token_ids, settings.max_context_tokens)
         try:
             engine.load_version(TensorSource(0, tensors), WeightMode.FINISH)
             seeds = range(HELD_OUT_SEED, HELD_OUT_SEED + HELD_OUT_MAPS)
-            played = [episode(plan.environment(plan.environment_settings), s, partial(add, s << 8)) for s in seeds]
+            played = [episode(plan.environments[0].make(), s, partial(add, s << 8)) for s in seeds]
             player.play(played)
         finally:
             engine.close()

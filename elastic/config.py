@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -178,7 +178,22 @@ class ProcessLimitsConfig(_Section):
 
 
 class EnvironmentConfig(_Section):
-    name: str = Field("frozenlake", description="which environment, of those installed")
+    """One environment of a run. Its share of the groups is its `ratio` over the sum of all."""
+
+    name: str = Field(
+        "frozenlake",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$",
+        description="what it is called in figures and logs, once in a run",
+    )
+    kind: str = Field("", description="which environment it is, of those installed; its `name` unless given")
+    ratio: float = Field(1.0, ge=0, le=1e6, description="its share of the groups, beside the ratios of the others")
+    redundancy: float = Field(
+        1.0,
+        ge=1,
+        le=4,
+        description="times the members of a group that begin: the first that finish are taken, others are cut off; 1 "
+        "is off",
+    )
     step_timeout_s: float = Field(
         30.0,
         gt=0,
@@ -198,13 +213,23 @@ class EnvironmentConfig(_Section):
     data: DataConfig | None = Field(None, description="rows that its episodes are about; for kinds `agent` and `chat`")
 
     @model_validator(mode="after")
-    def _played_by_rows(self) -> "EnvironmentConfig":
-        if self.data is not None and self.name not in (AGENT, CHAT):
-            allowed = ", ".join(map(repr, (AGENT, CHAT)))
-            raise ValueError(f"environment.data is for environment.name = {allowed} (found {self.name!r})")
-        if self.data is None and self.name == CHAT:
-            raise ValueError(f"environment.data is missing, which has the prompts of environment.name = {CHAT!r}")
+    def _of_a_kind(self) -> "EnvironmentConfig":
+        if not self.kind:
+            object.__setattr__(self, "kind", self.name)  # It is frozen, and this is still its making.
         return self
+
+    @model_validator(mode="after")
+    def _played_by_rows(self) -> "EnvironmentConfig":
+        if self.data is not None and self.kind not in (AGENT, CHAT):
+            allowed = ", ".join(map(repr, (AGENT, CHAT)))
+            raise ValueError(f"environment.data is for environments of kind {allowed} (found {self.kind!r})")
+        if self.data is None and self.kind == CHAT:
+            raise ValueError(f"environment.data is missing, which has the prompts of an environment of kind {CHAT!r}")
+        return self
+
+    def members(self, group_size: int) -> int:
+        """How many members of a group begin, of which as many as it has are taken."""
+        return math.ceil(round(self.redundancy * group_size, 9))
 
 
 REFILL_MOST = 2
@@ -968,7 +993,12 @@ class Config(_Section):
 
     run: RunConfig = Field(default_factory=RunConfig)  # type: ignore[arg-type]
     model: ModelConfig
-    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)  # type: ignore[arg-type]
+    environment: EnvironmentConfig | None = Field(
+        default_factory=EnvironmentConfig,  # type: ignore[arg-type]
+    )
+    environments: tuple[EnvironmentConfig, ...] = Field(
+        (), description="several environments, in place of `environment`: each has its keys"
+    )
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)  # type: ignore[arg-type]
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)  # type: ignore[arg-type]
     seeding: SeedingConfig = Field(default_factory=SeedingConfig)  # type: ignore[arg-type]
@@ -989,6 +1019,15 @@ class Config(_Section):
     )
 
     @property
+    def mixture(self) -> tuple[EnvironmentConfig, ...]:
+        """The environments of the run, one or several."""
+        return self.environments or ((self.environment,) if self.environment is not None else ())
+
+    def environment_section(self, number: int) -> tuple[str, ...]:
+        """The key of the environment with this number in `mixture`."""
+        return ("environments", str(number)) if self.environments else ("environment",)
+
+    @property
     def served_name(self) -> str:
         """What the model is called for agents."""
         own = "" if self.front is None else self.front.model_name
@@ -1004,6 +1043,28 @@ class Config(_Section):
         """How long a disconnected worker may come back."""
         least_s = FAR_RESUME_TIMEOUT_S if self.run.beyond_loopback else 0.0
         return max(self.scheduler.resume_timeout_s, least_s)
+
+    @model_validator(mode="after")
+    def _mixed(self) -> "Config":
+        several = self.environments
+        if several and "environment" not in self.model_fields_set:
+            object.__setattr__(self, "environment", None)  # As in `_of_a_kind`.
+        if several and self.environment is not None:
+            raise ValueError(
+                "environment and environments are both given; allowed: one of them, as [environment] is a list of one"
+            )
+        if not self.mixture:
+            raise ValueError("environments is empty; allowed: at least one environment, or [environment]")
+        names = [one.name for one in several]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"environments must have names of their own (found {', '.join(map(repr, twice))} more than once)"
+            )
+        if several and not any(one.ratio for one in several):
+            raise ValueError("environments: the ratio of every one is 0; allowed: one above 0 at least")
+        if sum(one.kind == OUTSIDE for one in several) > 1:
+            raise ValueError(f"environments: agents elsewhere cannot say which they play; allowed: one {OUTSIDE!r}")
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Config":
@@ -1097,15 +1158,23 @@ def validate(kind: type[T], raw: Mapping[str, Any], where: str, *section: str) -
 
 def _with_fronts(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Where agents drive there are fronts, and the context alone limits turns, if nothing else is said."""
-    environment, engine, rollout = (raw.get(name, {}) for name in ("environment", "engine", "rollout"))
-    if not all(isinstance(section, Mapping) for section in (environment, engine, rollout)):
+    engine, rollout = (raw.get(name, {}) for name in ("engine", "rollout"))
+    if not all(isinstance(section, Mapping) for section in (engine, rollout)):
         return raw
-    front = raw.get("front", {} if environment.get("name") in DRIVEN else None)
+    front = raw.get("front", {} if _kinds(raw) & {*DRIVEN} else None)
     if front is None:
         return raw
     context = engine.get("max_context_tokens", EngineConfig.model_fields["max_context_tokens"].default)
     room = {"max_tokens_per_turn": context - 1} if isinstance(context, int) and context > 1 else {}
     return {**raw, "front": front, "rollout": {"max_turns": NO_LIMIT_TURNS, **room, **rollout}}
+
+
+def _kinds(raw: Mapping[str, Any]) -> set[str]:
+    """The kinds of the environments that a configuration names, whatever else it says."""
+    several = raw.get("environments")
+    found = [raw.get("environment"), *(cast("list[Any]", several) if isinstance(several, list) else ())]
+    entries = [cast("Mapping[str, Any]", one) for one in found if isinstance(one, Mapping)]
+    return {str(one.get("kind") or one.get("name")) for one in entries}
 
 
 def _infinite(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -1126,15 +1195,25 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise ConfigError(f"--set {override}: expected section.key=value")
     *parents, last = key.strip().split(".")
-    table = raw
+    table: Any = raw
     for parent in parents:
-        table = table.setdefault(parent, {})
-        if not isinstance(table, dict):
+        table = _inner(table, parent)
+        if not isinstance(table, dict | list):
             raise ConfigError(f"--set {override}: {parent} is not a section")
+    if isinstance(table, list):
+        raise ConfigError(f"--set {override}: {parents[-1]} is a list; allowed: {parents[-1]}.NUMBER.KEY=VALUE")
     try:
         table[last] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         table[last] = text
+
+
+def _inner(table: Any, name: str) -> Any:
+    """A section of a section, which is made where it is none, or one of a list, by its number."""
+    if isinstance(table, dict):
+        return cast("dict[str, Any]", table).setdefault(name, {})
+    listed = cast("list[Any]", table)
+    return listed[int(name)] if name.isdecimal() and int(name) < len(listed) else None
 
 
 def _problem(where: str, section: tuple[str, ...], kind: type[BaseModel], problem: Any) -> ConfigProblem:

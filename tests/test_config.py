@@ -35,7 +35,7 @@ def test_overrides_have_tomls_types_or_are_strings() -> None:
     )
     assert (config.run.steps, config.rollout.temperature, config.run.name) == (3, 0.5, "plain")
     assert config.providers["spot"]["repeat"] is False
-    assert config.environment.settings["sizes"] == [4, 5]
+    assert config.mixture[0].settings["sizes"] == [4, 5]
     assert config.engine.pacing is not None
     assert config.engine.pacing.decode_step_s == {1: 1.0}
 
@@ -72,3 +72,55 @@ def test_what_a_run_asks_of_a_pool(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             load_config(path, [override])
+
+
+MIXED = {
+    "model": {"checkpoint": "base"},
+    "environments": [{"name": "frozenlake"}, {"name": "wide", "kind": "frozenlake"}],
+}
+
+
+def test_an_environment_is_a_list_of_one_whose_kind_is_its_name_unless_given() -> None:
+    alone = validate(Config, {"model": {"checkpoint": "base"}, "environment": {"name": "outside"}}, "test")
+    assert [(one.name, one.kind) for one in alone.mixture] == [("outside", "outside")]
+    assert alone.front is not None, "agents elsewhere need fronts"
+    mixed = validate(Config, MIXED, "test")
+    assert [(one.name, one.kind) for one in mixed.mixture] == [("frozenlake", "frozenlake"), ("wide", "frozenlake")]
+    assert (mixed.environment, mixed.front) == (None, None)
+    for config in (alone, mixed):
+        assert validate(Config, config.model_dump(mode="json"), "saved") == config
+    driven = validate(Config, MIXED | {"environments": [{"name": "lake", "kind": "outside"}]}, "test")
+    assert driven.front is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"environment": {"name": "frozenlake"}}, "environment and environments are both given"),
+        ({"environments": [{"name": "a", "ratio": -0.5}]}, "environments.0.ratio: input should be greater"),
+        ({"environments": [{"name": "a", "ratio": 0}, {"name": "b", "ratio": 0.0}]}, "the ratio of every one is 0"),
+        ({"environments": [{"name": "a"}, {"name": "b"}, {"name": "a"}]}, "found 'a' more than once"),
+        ({"environments": [{"name": "a b"}]}, "environments.0.name"),
+        ({"environments": [{"name": "outside"}, {"name": "o", "kind": "outside"}]}, "allowed: one 'outside'"),
+        ({"environments": [{"name": "a", "redundancy": 0.9}]}, "environments.0.redundancy"),
+        ({"environments": [{"name": "a", "ration": 2}]}, "unknown key"),
+        ({"environments": {"name": "a"}}, "environments"),
+        ({"environments": ["a"]}, "environments.0"),
+    ],
+)
+def test_environments_that_cannot_be_are_told_by_their_keys(given: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate(Config, MIXED | given, "test")
+    (problem,) = refused.value.problems
+    assert told in str(problem)
+
+
+def test_one_of_several_environments_is_overridden_by_its_number(tmp_path: Path) -> None:
+    file = tmp_path / "mixed.toml"
+    file.write_text('model.checkpoint = "base"\n[[environments]]\nname = "a"\n[[environments]]\nname = "b"\n')
+    config = load_config(file, ["environments.1.ratio=3", "environments.0.settings.sizes=[5]"])
+    assert [one.ratio for one in config.mixture] == [1, 3]
+    assert config.mixture[0].settings == {"sizes": [5]}
+    for wrong in ("environments.2.ratio=3", "environments.ratio=3", "environments.x.ratio=3"):
+        with pytest.raises(ConfigError, match="environments"):
+            load_config(file, [wrong])

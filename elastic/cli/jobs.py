@@ -27,6 +27,7 @@ from elastic.compose.runs import discard_run, new_run_dir, private
 from elastic.config import (
     Config,
     ConfigError,
+    EnvironmentConfig,
     JobConfig,
     RunConfig,
     apply_override,
@@ -217,11 +218,17 @@ def _from_anywhere(config: Config) -> Config:
     changed: dict[str, Any] = {
         "model": config.model.model_copy(update={"checkpoint": config.model.checkpoint.resolve()})
     }
-    if (data := config.environment.data) is not None:
-        where = data.source.resolve() if isinstance(data.source, Path) else data.source
-        rows = data.model_copy(update={"source": where})
-        changed["environment"] = config.environment.model_copy(update={"data": rows})
+    placed = tuple(_with_rows_in_full(one) for one in config.mixture)
+    changed |= {"environments": placed} if config.environments else {"environment": placed[0]}
     return config.model_copy(update=changed)
+
+
+def _with_rows_in_full(environment: EnvironmentConfig) -> EnvironmentConfig:
+    if (data := environment.data) is None:
+        return environment
+    where = data.source.resolve() if isinstance(data.source, Path) else data.source
+    rows = data.model_copy(update={"source": where})
+    return environment.model_copy(update={"data": rows})
 
 
 def _of_script(config: Path | None, overrides: Sequence[str], providers: list[str]) -> ScriptConfig:

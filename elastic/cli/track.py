@@ -115,7 +115,7 @@ def _bring(run: RunDirectory, config: Config, names: list[str], stop: threading.
     source = StepSource(
         run,
         SampleBounds(trajectories=logging.samples, bytes=logging.sample_bytes),
-        text_of(config.environment.name, config.model.checkpoint),
+        {one.name: text_of(one.kind, config.model.checkpoint) for one in config.mixture},
     )
     tracked = TrackedRun(
         name=run.name, project=logging.project, directory=run.path / TRACKING, settings=_settings(config)
@@ -157,7 +157,7 @@ def _settings(config: Config) -> dict[str, str | int | float]:
         "seed": config.run.seed,
         "steps": config.run.steps,
         "model": config.model.checkpoint.name,
-        "environment": config.environment.name,
+        "environment": ", ".join(one.name for one in config.mixture),
         "trainer": config.trainer.kind,
         "groups": config.rollout.groups,
         "group_size": config.rollout.group_size,

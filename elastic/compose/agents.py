@@ -8,10 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from elastic.compose.plan import RunPlan, read_model_config
-from elastic.config import CHAT, DRIVEN, OUTSIDE, PLAYED, Config, ConfigError, ConfigProblem, FrontConfig, validate
+from elastic.config import CHAT, OUTSIDE, Config, ConfigError, ConfigProblem, EnvironmentConfig, FrontConfig
+from elastic.core.ids import env_worker_id
 from elastic.core.types import INTEGER_MAX, SamplingParameters
-from elastic.environments.env_worker import CHAT_KEY_VARIABLE, KEY_VARIABLE, PLAYED_SETTINGS
+from elastic.environments.env_worker import CHAT_KEY_VARIABLE, KEY_VARIABLE
 from elastic.environments.hub_rows import HUB, HubSource
 from elastic.environments.outside import OutsideSettings
 from elastic.environments.rows import BadData, DataSource, check_first_row
@@ -25,7 +28,9 @@ from elastic.runtime.agents import (
     AgentLimits,
     AgentsWiring,
     ChatLimits,
+    EnvWorkerOrder,
     EnvWorkersOrder,
+    EpisodeTimes,
     ServingFronts,
     UpstreamBounds,
 )
@@ -39,12 +44,13 @@ SOONER = 0.9
 GENERATION_CONFIG = "generation_config.json"
 
 
-def agent_limits(config: Config) -> AgentLimits | None:
+def agent_limits(plan: RunPlan) -> AgentLimits | None:
     """What agents may ask for; None where no agents drive the run. Raises `ConfigError`."""
-    if config.environment.name not in DRIVEN or config.front is None:
+    config, driven = plan.config, [one for one in plan.environments if one.driven_outside]
+    if not driven or config.front is None:
         return None
-    kind = PLAYED_SETTINGS.get(config.environment.name, OutsideSettings)
-    settings = validate(kind, config.environment.settings, "", "environment", "settings")
+    times = {one.config.name: _times(one.settings) for one in driven}
+    first = next(iter(times.values()))
     model = read_model_config(config)
     return AgentLimits(
         sampling=SamplingParameters(
@@ -58,11 +64,19 @@ def agent_limits(config: Config) -> AgentLimits | None:
         max_context_tokens=config.engine.max_context_tokens,
         vocab_size=vocabulary(model, INTEGER_MAX),
         open_turns_max=config.front.open_turns_max,
-        deadline_s=settings.deadline_s,
-        idle_s=settings.idle_s,
+        deadline_s=first.deadline_s,
+        idle_s=first.idle_s,
+        of_environments=times,
+        played=frozenset(one.config.name for one in driven if one.in_workers),
         policies=config.front.policies,
         upstream=_upstream_bounds(config.front),
     )
+
+
+def _times(settings: BaseModel) -> EpisodeTimes:
+    """Of an environment that agents drive, whose settings go on from `OutsideSettings`."""
+    own = settings if isinstance(settings, OutsideSettings) else OutsideSettings()  # type: ignore[call-arg]
+    return EpisodeTimes(own.deadline_s, own.idle_s)
 
 
 def _upstream_bounds(front: FrontConfig) -> UpstreamBounds | None:
@@ -80,10 +94,10 @@ def _upstream_bounds(front: FrontConfig) -> UpstreamBounds | None:
 
 
 def agents_wiring(
-    config: Config, run_dir: Path, notes: Mapping[str, str], ready: Callable[[str], None]
+    plan: RunPlan, run_dir: Path, notes: Mapping[str, str], ready: Callable[[str], None]
 ) -> AgentsWiring | None:
     """How agents are served; `notes` are those of the run's former journals. Raises `TlsError`."""
-    limits = agent_limits(config)
+    config, limits = plan.config, agent_limits(plan)
     front = config.front
     if limits is None or front is None:
         return None
@@ -104,29 +118,33 @@ def agents_wiring(
         ),
         base_url=lambda served: agents_url(config, Address.parse(served)),
         ready=ready,
-        env_workers=_env_workers(config, run_dir) if config.environment.name in PLAYED else None,
+        env_workers=_env_workers(plan, run_dir),
     )
 
 
-def _env_workers(config: Config, run_dir: Path) -> EnvWorkersOrder:
-    """How the run's env workers are started. Each is the driver of its own trajectories."""
-    environment, secrets = config.environment, RunSecrets.of(run_dir)
-    names = [f"{environment.name}_{number}" for number in range(environment.processes)]
-    keys = {name: secrets.driver_key(name) for name in names}
-    place = (str(run_dir.resolve()), "--environment", environment.name)
-    command = (str(environment.python or sys.executable), "-m", "elastic.cli", "env-worker", *place)
+def _env_workers(plan: RunPlan, run_dir: Path) -> EnvWorkersOrder | None:
+    """How the run's env workers are started, if it has any. Each is the driver of its own trajectories."""
+    config, secrets = plan.config, RunSecrets.of(run_dir)
     authority = own_authority(run_dir) if config.front and not is_loopback(config.front.host) else None
     trusted = {} if authority is None else {"SSL_CERT_FILE": str(authority.resolve())}
     chat_key = secrets.viewer_key("judge")
     common = {**inherited(*config.run.pass_env), **trusted, CHAT_KEY_VARIABLE: chat_key}
-    return EnvWorkersOrder(
-        run_dir=run_dir,
-        commands=dict.fromkeys(names, command),
-        environments={name: {**common, KEY_VARIABLE: key} for name, key in keys.items()},
-        step_timeout_s=environment.step_timeout_s,
-        max_restarts=environment.max_restarts,
-        secrets=(chat_key, *keys.values()),
-    )
+    workers = dict[str, EnvWorkerOrder]()
+    keys = list[str]()
+    for number, one in enumerate(plan.environments):
+        environment = one.config
+        place = (str(run_dir.resolve()), "--environment", environment.name)
+        for process in range(environment.processes if one.in_workers else 0):
+            name = env_worker_id(environment.name, process)
+            keys.append(secrets.driver_key(name))
+            workers[name] = EnvWorkerOrder(
+                command=(str(environment.python or sys.executable), "-m", "elastic.cli", "env-worker", *place),
+                variables={**common, KEY_VARIABLE: keys[-1]},
+                step_timeout_s=environment.step_timeout_s,
+                max_restarts=environment.max_restarts,
+                section=".".join(config.environment_section(number)),
+            )
+    return EnvWorkersOrder(run_dir=run_dir, workers=workers, secrets=(chat_key, *keys)) if workers else None
 
 
 def _environment(front: FrontConfig) -> dict[str, str]:
@@ -134,9 +152,9 @@ def _environment(front: FrontConfig) -> dict[str, str]:
     return inherited(*((front.upstream_key_env, *PROXIES) if front.upstream else ()))
 
 
-def data_source(config: Config) -> DataSource | None:
-    """The rows that episodes are about, if they are about any."""
-    data = config.environment.data
+def data_source(environment: EnvironmentConfig, seed: int) -> DataSource | None:
+    """The rows that an environment's episodes are about, if they are about any."""
+    data = environment.data
     if data is None:
         return None
     named = data.source
@@ -145,9 +163,9 @@ def data_source(config: Config) -> DataSource | None:
         prompt=data.prompt,
         answer=data.answer,
         order=data.order,
-        seed=config.run.seed,
+        seed=seed,
         columns=data.columns,
-        texts=config.environment.name == CHAT,
+        texts=environment.kind == CHAT,
     )
 
 
@@ -172,19 +190,23 @@ def check_front(plan: RunPlan) -> None:
     config, front = plan.config, plan.config.front
     if not plan.driven_outside:
         if front is not None:
+            names = ", ".join(repr(one.name) for one in config.mixture)
             problem = (
-                f"environment {config.environment.name!r} plays its trajectories itself, so that agents would have "
-                f"none; allowed with fronts: environment.name = {OUTSIDE!r}"
+                f"environment {names} plays its trajectories itself, so that agents would have "
+                f"none; allowed with fronts: an environment of kind {OUTSIDE!r}"
             )
             raise ConfigError(ConfigProblem(problem, ("front",)))
         return
-    assert front is not None
+    if front is None:
+        raise ConfigError(ConfigProblem("missing, and agents play trajectories of the run", ("front",)))
     _check_upstream(front)
-    if (source := data_source(config)) is not None:
-        try:
-            check_first_row(source, elsewhere=config.environment.python is not None)
-        except BadData as error:
-            raise ConfigError(ConfigProblem(str(error), ("environment", "data"))) from error
+    for number, environment in enumerate(config.mixture):
+        if (source := data_source(environment, config.run.seed)) is not None:
+            try:
+                check_first_row(source, elsewhere=environment.python is not None)
+            except BadData as error:
+                section = (*config.environment_section(number), "data")
+                raise ConfigError(ConfigProblem(str(error), section)) from error
     from elastic.front.rendering.renderer import make_renderer
     from elastic.front.rendering.tokenizer import Tokenizer, TokenizerError
 

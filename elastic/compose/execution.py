@@ -36,7 +36,7 @@ from elastic.protocol.tls import Certificate, TlsError, given_certificate, run_c
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import INTERRUPTED, RELAY, RUNNING, RunDirectory
 from elastic.runtime.left_behind import left_behind, write_down
-from elastic.runtime.orchestrator import Orchestrator, Wiring
+from elastic.runtime.orchestrator import Orchestrator, TokenLevel, Wiring
 from elastic.runtime.status import RunStatus
 from elastic.system.installed import installed
 from elastic.system.machine import raise_descriptor_limit
@@ -115,8 +115,11 @@ async def execute(
                         waiting_room=waiting_room,
                         pool=pool,
                     ),
-                    make_environment=lambda: plan.environment(plan.environment_settings),
-                    stop_token_ids=plan.environment.stop_token_ids,
+                    token_level={
+                        one.config.name: TokenLevel(one.make, one.kind.stop_token_ids)
+                        for one in plan.environments
+                        if not one.driven_outside
+                    },
                     welcome=_welcome(config, run_dir.name, relay.far, certificate),
                     secrets=secrets,
                     kept=run,
@@ -128,7 +131,7 @@ async def execute(
                     certificate=certificate,
                     waiting_room=waiting_room,
                     pool=pool,
-                    agents=agents_wiring(config, run_dir, former.notes, on_agents),
+                    agents=agents_wiring(plan, run_dir, former.notes, on_agents),
                 )
                 orchestrator = Orchestrator(
                     config, scheduler, journal, wiring, former.taken_up(), told=former.told, observe=observe

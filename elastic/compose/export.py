@@ -174,7 +174,7 @@ def _card(config: Config, found: Exported, *, adapts: bool) -> str:
         "run": found.run,
         "step": f"{found.step} of {config.run.steps}",
         "base policy": config.model.checkpoint.name,
-        "environment": config.environment.name,
+        "environment": ", ".join(one.name for one in config.mixture),
         "reward": config.rewards.name or "the environment's",
         "groups × trajectories a step": f"{rollout.groups} × {rollout.group_size}",
         "staleness bound": rollout.staleness_bound,

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,7 +14,7 @@ import structlog
 
 from elastic.compose.agents import agent_limits
 from elastic.compose.checkpoints import checkpoints
-from elastic.compose.plan import resolve
+from elastic.compose.plan import RunPlan, resolve
 from elastic.compose.runs import config_replaced
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config, ConfigError, validate
@@ -388,23 +388,28 @@ def _hear(recollection: Recollection, journal: JournalReader, after: int = 0) ->
 
 
 def _begin(journal: JournalReader, state: bytes | None = None) -> Recollection:
-    config, scheduler = scheduler_of(journal)
-    return Recollection(scheduler, kept_steps(config), state, agent_limits(config))
+    plan, scheduler = _begun(journal)
+    return Recollection(scheduler, kept_steps(plan.config), state, agent_limits(plan), plan.token_level)
 
 
 def scheduler_of(journal: JournalReader) -> tuple[Config, Scheduler]:
     """The configuration and a fresh scheduler of the incarnation that wrote this journal."""
+    plan, scheduler = _begun(journal)
+    return plan.config, scheduler
+
+
+def _begun(journal: JournalReader) -> tuple[RunPlan, Scheduler]:
     meta, where = journal.meta(), str(journal.path)
     config = validate(Config, json.loads(meta["config"]), where)
     plan = resolve(config, [name for name in meta["providers"].split(",") if name], where)
-    return config, Scheduler(run_plan(plan), limits(config), policies(config), 0)
+    return plan, Scheduler(run_plan(plan), limits(config), policies(config), 0)
 
 
+PROCESSES = ("processes", "python", "max_restarts")
+"""Keys of environments that are of their processes alone."""
 MAY_DIFFER = frozenset(
     {
-        "environment.processes",
-        "environment.python",
-        "environment.max_restarts",
+        *(f"environment.{key}" for key in PROCESSES),
         "run.name",
         "run.directory",
         "run.steps",
@@ -445,15 +450,24 @@ MAY_DIFFER = frozenset(
 
 def check_same(config: Config, former: Config) -> None:
     """Raise `ConfigError` if the continued run would differ from the run before."""
-    now, before = config.model_dump(mode="json"), former.model_dump(mode="json")
+    now, before = _sections(config), _sections(former)
     for section in now.keys() - MAY_DIFFER:
         for key, found in (now[section] or {}).items():
-            name, was = f"{section}.{key}", (before[section] or {}).get(key)
+            name, was = f"{section}.{key}", (before.get(section) or {}).get(key)
             if found != was and name not in MAY_DIFFER:
                 raise ConfigError(
                     f"--resume: {name}: found {found!r}, but the run began with {was!r}; what may differ: "
                     f"{', '.join(sorted(MAY_DIFFER))}"
                 )
+
+
+def _sections(config: Config) -> dict[str, Any]:
+    """The sections of a configuration, and what there is of each environment but for what may differ."""
+    sections = config.model_dump(mode="json")
+    listed = sections.pop("environments")
+    if listed:
+        sections["environments"] = {one["name"]: {k: v for k, v in one.items() if k not in PROCESSES} for one in listed}
+    return sections
 
 
 Tell: TypeAlias = Callable[[Nanoseconds, e.Event, wire.Tokens | None, Sequence[c.Command]], None]

@@ -12,7 +12,16 @@ import msgspec
 from pydantic import BaseModel
 
 from elastic.compose.checkpoints import checkpoints
-from elastic.config import Config, ConfigError, ConfigProblem, EngineConfig, RewardsConfig, validate
+from elastic.config import (
+    PLAYED,
+    Config,
+    ConfigError,
+    ConfigProblem,
+    EngineConfig,
+    EnvironmentConfig,
+    RewardsConfig,
+    validate,
+)
 from elastic.engine import resolve_engine
 from elastic.environments.base import Environment
 from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
@@ -34,14 +43,34 @@ TRACE_PLAYERS = {name: f"{name}-replay" for name in ("serving", "serverless", "s
 """The kinds of sections with these names and without a `kind`: they play traces on this machine."""
 
 
+class ChosenEnvironment(msgspec.Struct, frozen=True, kw_only=True):
+    """An environment of a run: its section, the class of its kind, and the settings of that."""
+
+    config: EnvironmentConfig
+    kind: type[Environment]
+    settings: BaseModel
+
+    @property
+    def driven_outside(self) -> bool:
+        """Whether agents outside of the run drive its trajectories, through fronts."""
+        return bool(getattr(self.kind, "driven_outside", False))
+
+    @property
+    def in_workers(self) -> bool:
+        """Whether env workers play its episodes."""
+        return bool(getattr(self.kind, "in_workers", False))
+
+    def make(self) -> Environment:
+        return self.kind(self.settings)
+
+
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A resolved run: what `--dry-run` shows and `execute` carries out."""
 
     config: Config
     providers: dict[str, ProviderSettings]
     provider_types: dict[str, type[Provider]]
-    environment: type[Environment]
-    environment_settings: BaseModel
+    environments: tuple["ChosenEnvironment", ...]
     reward: str = ""
     """The entry point of the function that computes rewards (`module:attribute`); empty: the environment does."""
 
@@ -54,8 +83,13 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def driven_outside(self) -> bool:
-        """Whether agents outside of the run drive its trajectories, through fronts."""
-        return bool(getattr(self.environment, "driven_outside", False))
+        """Whether agents drive any of the run's trajectories, through fronts."""
+        return any(one.driven_outside for one in self.environments)
+
+    @property
+    def token_level(self) -> tuple[str, ...]:
+        """The environments that speak token ids, by name."""
+        return tuple(one.config.name for one in self.environments if not one.driven_outside)
 
     def engine(self, provider: str) -> EngineConfig:
         """Return the engine settings of a provider's workers, or of the trainer's device: the run's, with their own
@@ -67,7 +101,9 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     def resolved(self) -> dict[str, Any]:
         """The configuration as it takes effect: with the providers in use, and with every default."""
         body = self.config.model_dump(mode="json")
-        body["environment"]["settings"] = self.environment_settings.model_dump(mode="json")
+        sections = body["environments"] or [body["environment"]]
+        for section, chosen in zip(sections, self.environments, strict=True):
+            section["settings"] = chosen.settings.model_dump(mode="json")
         body["providers"] = {name: settings.model_dump(mode="json") for name, settings in self.providers.items()}
         return body
 
@@ -163,7 +199,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         allowed = ", ".join(sorted({*names, *config.providers})) or "none"
         problem = f"names no provider; allowed: {allowed}"
         raise ConfigError(*(ConfigProblem(problem, ("run", "caps", name), where) for name in unknown))
-    environment = _pick("environment", config.environment.name, where, "environment", "name").load()
+    environments = tuple(_chosen(config, number, where) for number in range(len(config.mixture)))
     reward = config.rewards.name and _pick("reward", config.rewards.name, where, "rewards", "name").value
     if any(types[name].trainer_of_turns for name in names):
         config = _in_turns(config)
@@ -179,12 +215,25 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         config=config,
         providers=settings,
         provider_types={name: types[name] for name in names},
-        environment=environment,
-        environment_settings=validate(
-            environment.Settings, config.environment.settings, where, "environment", "settings"
-        ),
+        environments=environments,
         reward=reward,
     )
+
+
+def _chosen(config: Config, number: int, where: str) -> ChosenEnvironment:
+    """The environment with this number. Raises `ConfigError`."""
+    environment, section = config.mixture[number], config.environment_section(number)
+    key = "name" if environment.kind == environment.name else "kind"
+    kind = _pick("environment", environment.kind, where, *section, key).load()
+    settings = validate(kind.Settings, environment.settings, where, *section, "settings")
+    if environment.data is not None and not getattr(kind, "in_workers", False):
+        problem = f"found rows, but episodes of kind {environment.kind!r} are about none; allowed: kinds {_with_rows()}"
+        raise ConfigError(ConfigProblem(problem, (*section, "data"), where))
+    return ChosenEnvironment(config=environment, kind=kind, settings=settings)
+
+
+def _with_rows() -> str:
+    return ", ".join(map(repr, PLAYED))
 
 
 def _check_pool(rewards: RewardsConfig, where: str) -> None:
@@ -378,18 +427,19 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
     takes longer to pull than a worker may, for a checkpoint that is damaged or of another model, and where there is
     no such device.
     """
-    config, words = plan.config, len(plan.environment.vocabulary)
+    config = plan.config
     _check_devices(config)
     _check_words(config)
     model = read_model_config(config)
     kind, settings = resolve_trainer(config.trainer, "")
     policy = kind.examine(config, settings)
     _check_engines(plan, model, kind, settings)
-    if policy.vocab_size < words:
-        raise ConfigError(
-            f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {policy.vocab_size} tokens; "
-            f"environment {config.environment.name!r} needs at least {words}"
-        )
+    for one in plan.environments:
+        if policy.vocab_size < (words := len(one.kind.vocabulary)):
+            raise ConfigError(
+                f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {policy.vocab_size} tokens; "
+                f"environment {one.config.name!r} needs at least {words}"
+            )
     _check_reference(config, policy.vocab_size)
     _check_pulls(config, BFLOAT16_BYTES * (policy.parameters + policy.float32))
     if resumed is not None and checkpoints(resumed):

@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 
 from elastic.compose.plan import RunPlan
-from elastic.config import DRIVEN, OUTSIDE, ConfigError
+from elastic.config import OUTSIDE, ConfigError
 
 RECIPE_FILE = "recipe"
 """Beside a base policy that was made here: the name of what it was made from."""
@@ -31,20 +31,22 @@ def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force
 
     Raises `ConfigError` where it cannot be made or written, or the directory holds something else.
     """
-    checkpoint, environment = plan.config.model.checkpoint, plan.config.environment.name
+    checkpoint, kinds = plan.config.model.checkpoint, {one.config.kind for one in plan.environments}
     keep = _holds_policy(checkpoint) and not force
-    if environment not in (WARMED_UP, *DRIVEN):
+    driven = plan.driven_outside
+    if not driven and kinds != {WARMED_UP}:
         if keep:
             return Prepared.THERE
+        found = ", ".join(map(repr, sorted(kinds)))
         raise ConfigError(
-            f"environment.name: found {environment!r}, for which no base policy can be made; allowed: {WARMED_UP!r}, "
+            f"environment.name: found {found}, for which no base policy can be made; allowed: {WARMED_UP!r}, "
             f"which has a warm-up, {OUTSIDE!r}, for which a small chat model is made, or a checkpoint of your own in "
             f"model.checkpoint = {str(checkpoint)!r}"
         )
 
     from elastic.engine.model.checkpoint import CheckpointError
 
-    key, make = _chat_model() if environment in DRIVEN else _warmed_up(plan, progress)
+    key, make = _chat_model() if driven else _warmed_up(plan, progress)
     recipe = checkpoint / RECIPE_FILE
     try:
         if keep:
@@ -66,7 +68,7 @@ def _warmed_up(plan: RunPlan, progress: Callable[[int, int, float], None]) -> tu
     from elastic.worker.trainer.embedded.warmup import WarmupSettings, cache_key, warm_up
 
     model = Qwen3Config()
-    settings = WarmupSettings.model_validate({"lake": plan.environment_settings.model_dump()})
+    settings = WarmupSettings.model_validate({"lake": plan.environments[0].settings.model_dump()})
     return cache_key(settings, model), lambda checkpoint: warm_up(settings, model, checkpoint, progress)
 
 

@@ -126,19 +126,21 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     from elastic.environments.rows import BadData
 
     config = load_run_config(run_dir)
-    if config.environment.name != environment or environment not in PLAYED_SETTINGS:
-        known = config.environment.name if config.environment.name in PLAYED_SETTINGS else "none with env workers"
-        raise ConfigError(f"--environment: found {environment!r}; the run has {known!r}")
+    played = {one.name: (number, one) for number, one in enumerate(config.mixture) if one.kind in PLAYED_SETTINGS}
+    if environment not in played:
+        known = ", ".join(map(repr, played)) or "none with env workers"
+        raise ConfigError(f"--environment: found {environment!r}; the run has {known}")
+    number, own = played[environment]
     work = EnvWork(
         run_dir=run_dir,
         settings=validate(
-            PLAYED_SETTINGS[environment], config.environment.settings, str(run_dir), "environment", "settings"
+            PLAYED_SETTINGS[own.kind], own.settings, str(run_dir), *config.environment_section(number), "settings"
         ),
         model=config.served_name,
         checkpoint=config.model.checkpoint,
         seed=config.run.seed,
         away_s=config.run.orchestrator_timeout_s,
-        data=data_source(config),
+        data=data_source(own, config.run.seed),
     )
     limits = config.environment.limits
     ProcessLimits(limits.memory_gb, limits.cpu_s, limits.files).hold()

@@ -13,7 +13,7 @@ from elastic.core.policy import (
     SeedingPolicy,
     SelectionPolicy,
 )
-from elastic.core.types import NS_PER_S, Limits, Plan, StalenessDrop
+from elastic.core.types import NS_PER_S, Limits, Plan, PlannedEnvironment, StalenessDrop
 from policies.balancing import ContinuousBalancing
 from policies.departure import UseNotice
 from policies.provisioning import HoldForRollouts, MarginalValue, TakeWhatIsOffered
@@ -42,6 +42,9 @@ def run_plan(plan: RunPlan) -> Plan:
         mismatch_max=plan.config.trainer.mismatch_max,
         max_failed_share=plan.config.rollout.max_failed_share,
         driven_outside=plan.driven_outside,
+        environments=tuple(
+            PlannedEnvironment(name=one.config.name, ratio=one.config.ratio) for one in plan.environments
+        ),
         refill_most=plan.config.rollout.refill_most if plan.config.rollout.refill else 0,
         own_loss="" if plan.config.trainer.loss in LOSSES else plan.config.trainer.loss,
     )

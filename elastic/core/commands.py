@@ -122,13 +122,20 @@ class BarLease(_Command, frozen=True):
 
 class StartGroup(_Command, frozen=True):
     """Start trajectories from one initial state, under ids `trajectories`. The group is the one with this index in its
-    step, and with this number in the whole run."""
+    step, and with this number in the whole run.
+
+    It is of this `environment`, of which `place` groups came before it. `row` is what its curriculum has chosen; None
+    where the row follows from the place.
+    """
 
     step: int
     group: str
     index: int
     trajectories: tuple[TrajectoryId, ...]
     number: int = 0
+    environment: str = ""
+    place: int = 0
+    row: int | None = None
 
 
 class RefillMember(_Command, frozen=True):

@@ -26,6 +26,7 @@ LEFT_OUT: Mapping[str, str] = {
     "ControlManager._run": "as `Scheduler._control_manager`",
     "ControlManager._leases": "as `Scheduler._control_manager`",
     "RunState.groups_launched": "counts the groups that were started, each of which was in the digest",
+    "RunState.launched_of": "as `groups_launched`, from which it follows",
     "RunState.policies": "they decide, and keep nothing",
     "Fleet._loads": "an index of `workers`, brought up to date when it is asked for",
     "Fleet._indexed": "as `_loads`",

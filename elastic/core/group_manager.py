@@ -10,6 +10,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.mixing import next_of
 from elastic.core.policy import BatchView
 from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import Changed, RunState
@@ -147,7 +148,9 @@ class GroupManager:
         for place in range(in_order, in_order + run.policies.sampling.launches(view, run.history)):
             trained_at = step.version + place // step.size
             floor = min(step.version, trained_at - run.plan.staleness_bound)
-            group = step.launch(run.plan.group_size, floor)
+            chosen = next_of([one.ratio for one in run.plan.environments], run.launched_of)
+            environment = run.plan.environments[chosen]
+            group = step.launch(run.plan.group_size, floor, environment.name)
             run.out.append(
                 c.StartGroup(
                     step=step.number,
@@ -155,9 +158,12 @@ class GroupManager:
                     index=group.index,
                     trajectories=tuple(group.members),
                     number=run.groups_launched,
+                    environment=environment.name,
+                    place=run.launched_of[chosen],
                 )
             )
             run.groups_launched += 1
+            run.launched_of[chosen] += 1
 
     def _complete(self, step: Step, group: Group) -> None:
         """All its members have ended: it is worth training on, or others may have to make up for it."""

@@ -6,6 +6,7 @@ group       2/5             the group with index 5 of training step 2
 trajectory  2/5/0           its first member
 turn        2/5/0/4         the fifth turn of that
 agent       2-5-0           that trajectory in an address, for an agent
+env worker  chat_1          the second process that plays episodes of the environment `chat`
 """
 
 import hashlib
@@ -85,6 +86,16 @@ def parse_turn(turn: TurnId) -> tuple[TrajectoryId, int]:
     """The trajectory of a turn and the turn's number in it, counted from 0. Raises `ValueError` for what is no turn."""
     trajectory, _, number = turn.rpartition("/")
     return trajectory, int(number)
+
+
+def env_worker_id(environment: str, number: int) -> str:
+    """The process with this number, counted from 0, of those that play episodes of an environment."""
+    return f"{environment}_{number}"
+
+
+def environment_of(env_worker: str) -> str:
+    """The environment of an env worker; empty for what is no env worker's name."""
+    return env_worker.rpartition("_")[0]
 
 
 def turn_of(name: str) -> TurnId:

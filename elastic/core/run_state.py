@@ -101,6 +101,8 @@ class RunState:
         self.history: list[StepRecord] = []
         self.groups_launched = 0
         """In the whole run, dropped ones included: the number of the next group."""
+        self.launched_of = [0] * len(plan.environments)
+        """The same by environment: the place of its next group among its own."""
         self.leases = LeaseTable()
         self.fleet = Fleet(limits.max_pending)
         self.turns = Turns()

@@ -9,6 +9,7 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.group_manager import INFRASTRUCTURE, GroupManager
+from elastic.core.mixing import counts_before
 from elastic.core.outcomes import counted, in_words
 from elastic.core.policy import StepRecord
 from elastic.core.reward_manager import RewardManager
@@ -181,6 +182,7 @@ class StepController:
         run.version = trainer.version
         # At a checkpoint without a journal that leads there: so many groups its steps have had at least.
         run.groups_launched = trainer.version * run.plan.groups
+        run.launched_of = counts_before([one.ratio for one in run.plan.environments], run.groups_launched)
         self._workers.ensure_weights_everywhere()
         self._start_step(trainer.version)
 

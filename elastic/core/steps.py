@@ -47,6 +47,7 @@ class Group:
     index: int
     members: dict[TrajectoryId, float | str | None]
     version_floor: int = 0
+    environment: str = ""
     oldest_token: int | None = None
     slot: int | None = None
     state: GroupState = GroupState.RUNNING
@@ -140,11 +141,11 @@ class Step:
         for group in inherited:
             self._add(group)
 
-    def launch(self, group_size: int, version_floor: int) -> Group:
-        """One more group, of `group_size` trajectories."""
+    def launch(self, group_size: int, version_floor: int, environment: str = "") -> Group:
+        """One more group, of `group_size` trajectories of this environment."""
         n, index = self.number, self.launched
         members = dict[TrajectoryId, float | str | None].fromkeys(trajectory_id(n, index, m) for m in range(group_size))
-        group = Group(group_id(n, index), n, index, members, version_floor)
+        group = Group(group_id(n, index), n, index, members, version_floor, environment)
         self.launched += 1
         self._add(group)
         return group

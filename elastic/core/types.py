@@ -452,6 +452,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint does not have."""
 
 
+class PlannedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
+    """An environment of a run, and its share of the groups. Of a group `members` begin, as many as it has unless
+    said."""
+
+    name: str = ""
+    ratio: float = 1.0
+    members: int = 0
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is to do: `steps` steps in all, of which as many are done as the trainer's weights version says.
 
@@ -473,6 +482,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A run fails of whose trajectories a larger share has failed in the last steps."""
     driven_outside: bool = False
     """Agents outside of the run ask for turns: what waits too long for capacity is a turn given up, not the run."""
+    environments: tuple[PlannedEnvironment, ...] = (PlannedEnvironment(),)
     refill_most: int = 0
     """How many further members may come, one after the other, in the place of one that failed for an
     `InfrastructureCause`."""

@@ -221,7 +221,7 @@ class FunctionPlayer:
                 self._link.holds.discard(begun.trajectory)
 
     async def _played(self, begun: TrajectoryBegun) -> Outcome:
-        task = self._task(begun.number)
+        task = self._task(begun)
         trajectory = PlayedTrajectory(
             id=agent_id(begun.trajectory),
             base_url=begun.base_url,
@@ -242,11 +242,12 @@ class FunctionPlayer:
             log.warning("the environment raised", trajectory=trajectory.id, trace=trace)
             return Outcome(failed=f"the environment raised {told(error)}")
 
-    def _task(self, number: int) -> EpisodeTask:
+    def _task(self, begun: TrajectoryBegun) -> EpisodeTask:
+        number = begun.number
         seed = random.Random(f"{self._work.seed}/{number}").getrandbits(63)
         if (rows := self._rows) is None:
             return EpisodeTask(number=number, seed=seed)
-        row = rows.of_group(number)
+        row = rows.of_group(begun.place, begun.row)
         return EpisodeTask(number=number, seed=seed, row=row, prompt=rows.prompt(row), answer=rows.answer(row))
 
     async def _tell(self, begun: TrajectoryBegun, outcome: Outcome) -> None:

@@ -47,10 +47,11 @@ class Rows:
     source: DataSource
     rows: Sequence[Row]
 
-    def of_group(self, number: int) -> Row:
-        """The row that the group with this number is about."""
+    def of_group(self, place: int, chosen: int | None = None) -> Row:
+        """The row that a group is about, before which as many came as its place says; the one that was `chosen`, where
+        a curriculum has chosen one."""
         source = self.source
-        return self.rows[CURRICULA[source.order](number, len(self.rows), source.seed)]
+        return self.rows[CURRICULA[source.order](place, len(self.rows), source.seed) if chosen is None else chosen]
 
     def prompt(self, row: Row) -> Any:
         return column(row, self.source.prompt)

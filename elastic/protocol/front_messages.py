@@ -26,7 +26,7 @@ from elastic.protocol.connection import MessageCodec
 from elastic.protocol.frames import MAX_FRAME_BYTES, RefusedFrame, WireError, framed
 from elastic.protocol.metrics import Buckets
 
-FRONT_VERSION = 2
+FRONT_VERSION = 3
 SOCKET = "front.sock"
 """The socket's name in the run's directory."""
 DIGEST_BYTES = 16
@@ -360,7 +360,8 @@ class TurnSettled(_FrontMessage, frozen=True):
 class TrajectoryBegun(_FrontMessage, frozen=True):
     """`again` says that the same call, by its key, had been answered before.
 
-    An env worker is also told its group's `number` in the whole run, and the `key` and `base_url` for its calls.
+    An env worker is also told its group's `number` in the whole run, of how many groups of its environment it has the
+    `place`, the `row` of the data if a curriculum has chosen one, and the `key` and `base_url` for its calls.
     """
 
     request: Count
@@ -370,6 +371,8 @@ class TrajectoryBegun(_FrontMessage, frozen=True):
     number: Count = 0
     key: Name = ""
     base_url: Name = ""
+    place: Count = 0
+    row: Count | None = None
 
 
 class PolicyStanding(msgspec.Struct, frozen=True, kw_only=True):

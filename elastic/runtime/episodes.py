@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,9 +142,9 @@ class RolloutLimits:
 
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
-    """Arguments of a reward function besides the trajectory."""
+    """Arguments of a reward function besides the trajectory: settings of its environment, by name, and its own."""
 
-    environment: dict[str, Any]
+    environments: Mapping[str, dict[str, Any]]
     reward: dict[str, Any]
     checkpoint: str = ""
 
@@ -180,7 +180,7 @@ class FinishedEpisodes:
     def restore(self, saved: Iterable[TrajectoryId]) -> None:
         self._episodes = dict.fromkeys(saved)
 
-    def to_score(self, trajectory: TrajectoryId) -> FinishedTrajectory:
+    def to_score(self, trajectory: TrajectoryId, environment: str) -> FinishedTrajectory:
         """What a function needs to score the trajectory."""
         assert self.scoring is not None
         episode = self._episode(trajectory)
@@ -190,7 +190,7 @@ class FinishedEpisodes:
             token_ids=ids_of(episode.token_ids),
             trained=episode.sampled.trained(episode.tokens).astype(int).tolist(),
             seed=stable_hash(self._seed, step, group),
-            environment_settings=self.scoring.environment,
+            environment_settings=self.scoring.environments[environment],
             environment_reward=episode.sampled.reward,
             settings=self.scoring.reward,
             truncated=episode.truncated,

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from elastic.config import Config
+from elastic.config import Config, EnvironmentConfig
 from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.ledger import NANO_USD_PER_USD
@@ -45,6 +45,7 @@ from elastic.runtime.journal import AGENTS, JOIN, PUBLISHER, TRACEBACK, RunDirec
 from elastic.runtime.left_behind import write_down
 from elastic.runtime.listener import Listener
 from elastic.runtime.live import GatewayWorkers, LoopClock, ProviderLeases
+from elastic.runtime.mixture import played_by
 from elastic.runtime.pool_permits import PoolPermits
 from elastic.runtime.ports import Ports, UnsharedDevice
 from elastic.runtime.refusals import REFUSED_NOTE
@@ -75,11 +76,20 @@ TRACEBACK_MAX = 8000
 """Characters of a traceback that are kept; the last ones say most."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLevel:
+    """An environment that speaks token ids: what makes one for an episode, and where its turns end."""
+
+    make: Callable[[], Environment]
+    stop_token_ids: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
     """What a live run is put together from besides its configuration.
 
-    `make_providers` gets the workers' endpoint and the run's clock. `engines` and `relays` have the engine settings and
+    `make_providers` gets the workers' endpoint and the run's clock. `token_level` are the environments that speak token
+    ids, by name; agents play the others. `engines` and `relays` have the engine settings and
     the relay of those providers whose workers do not get the welcome's, `relay_rights` whom the weights' relay lets do
     what, where it can tell them apart. Workers of `resident` providers are processes that outlive their leases. With a
     `certificate` workers speak TLS; those that come by tickets wait in the `waiting_room`. Without `make_reward_pool`
@@ -87,8 +97,7 @@ class Wiring:
     """
 
     make_providers: Callable[[Endpoint, Callable[[], int]], Mapping[str, Provider]]
-    make_environment: Callable[[], Environment]
-    stop_token_ids: tuple[int, ...]
+    token_level: Mapping[str, TokenLevel]
     welcome: wire.Welcome
     secrets: RunSecrets
     kept: RunDirectory
@@ -193,7 +202,7 @@ class Orchestrator:
         return CoreLoad(self._flushes.share, self._flushes.interval_s)
 
     def _upstream(self) -> UpstreamStatus | None:
-        return self._rollouts.upstream_status() if isinstance(self._rollouts, AgentRollouts) else None
+        return None if self._driven is None else self._driven.upstream_status()
 
     def now_ns(self) -> int:
         """Nanoseconds since the run began: the core's time."""
@@ -209,11 +218,11 @@ class Orchestrator:
 
     def _connect(self, run: Run) -> Ports:
         config, wiring = self._config, self._wiring
-        make_pool, environment = wiring.make_reward_pool, config.environment
-        scoring = None
+        make_pool, scoring = wiring.make_reward_pool, None
         if make_pool:
+            settings = {one.name: one.settings for one in config.mixture}
             checkpoint = str(config.model.checkpoint.absolute())
-            scoring = ScoringSettings(environment.settings, config.rewards.settings, checkpoint)
+            scoring = ScoringSettings(settings, config.rewards.settings, checkpoint)
         listener = Listener(run, self._scribe, self.now_ns, self._trust, self._stepped)
         self._gateway = Gateway()
         self._door = self._gateway.open(
@@ -223,11 +232,19 @@ class Orchestrator:
         listener.trainer = GatewayTrainer(
             self._door, self.scheduler, wiring.kept.trajectories, run.stop, kept_steps(config)
         )
-        rollouts, agents = self._make_rollouts(run, scoring), wiring.agents
-        self._rollouts = rollouts
+        agents = wiring.agents
+        rollouts = self._driven = self._make_driven(run, scoring)
+        self._rollouts = played_by(
+            {
+                one.name: self._make_loops(run, scoring, one)
+                if rollouts is None or one.name in wiring.token_level
+                else rollouts
+                for one in config.mixture
+            }
+        )
         self._workers = GatewayWorkers(self._door, config, wiring.relay_rights)
         self._agents = self._chats = None
-        if isinstance(rollouts, AgentRollouts) and agents is not None:
+        if rollouts is not None and agents is not None:
             self._chats = listener.chats = self._make_chats(agents)
             meters = self._scribe.meters = EngineMeters(self.scheduler)
             self._agents = AgentService(
@@ -274,21 +291,26 @@ class Orchestrator:
         credit = SpareCredit(self.scheduler, round(agents.chat_wait_s * NS_PER_S))
         return Chats(agents.limits, agents.chats, credit, self._workers, self.now_ns)
 
-    def _make_rollouts(self, run: Run, scoring: ScoringSettings | None) -> Rollouts | AgentRollouts:
+    def _make_driven(self, run: Run, scoring: ScoringSettings | None) -> AgentRollouts | None:
+        """The trajectories that agents play, if they play any."""
+        if self._wiring.agents is None:
+            return None
+        return AgentRollouts(
+            self._config.run.seed,
+            self._wiring.agents.limits,
+            run.feed,
+            self.now_ns,
+            scoring,
+            self._stored,
+            run.prompted,
+            lambda call: self._scribe.called(self.now_ns(), call),
+            self._bill_functions,
+        )
+
+    def _make_loops(self, run: Run, scoring: ScoringSettings | None, environment: EnvironmentConfig) -> Rollouts:
+        """The trajectories of an environment that speaks token ids."""
         config, wiring = self._config, self._wiring
-        environment = config.environment
-        if wiring.agents is not None:
-            return AgentRollouts(
-                config.run.seed,
-                wiring.agents.limits,
-                run.feed,
-                self.now_ns,
-                scoring,
-                self._stored,
-                run.prompted,
-                lambda call: self._scribe.called(self.now_ns(), call),
-                self._bill_functions,
-            )
+        played = wiring.token_level[environment.name]
         return Rollouts(
             config.run.seed,
             RolloutLimits(
@@ -298,12 +320,12 @@ class Orchestrator:
                 SamplingParameters(
                     max_new_tokens=config.rollout.max_tokens_per_turn,
                     noise_seed=0,
-                    stop_token_ids=wiring.stop_token_ids,
+                    stop_token_ids=played.stop_token_ids,
                     temperature=config.rollout.temperature,
                 ),
                 vocabulary(wiring.welcome.model, INTEGER_MAX),
             ),
-            wiring.make_environment,
+            played.make,
             run.feed,
             self.now_ns,
             self._spawn_apart,
@@ -311,6 +333,7 @@ class Orchestrator:
             self._stored,
             run.prompted,
             self._raised,
+            environment.name,
         )
 
     def _is_stopped(self) -> bool:

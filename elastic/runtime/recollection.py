@@ -1,6 +1,6 @@
 """A run rebuilt from its journals, without carrying anything out: the state where the next incarnation begins."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import msgspec
@@ -10,6 +10,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds
 from elastic.protocol import wire
 from elastic.runtime.agents import AgentLimits, AgentRollouts
+from elastic.runtime.mixture import MixedRollouts, played_by
 from elastic.runtime.ports import Ports
 from elastic.runtime.rollout import Rollouts
 from elastic.runtime.run import Run
@@ -56,15 +57,22 @@ def gone_on(entries: Iterable[Entry]) -> Iterator[Entry]:
 class Recollection:
     """`keep_steps` as in `GatewayTrainer`. It begins with a `state`, or as a run does. Raises `StateError`.
 
-    `agents` are set where agents drive the run's trajectories: what they may ask for.
+    `agents` are set where agents drive any of the run's trajectories: what they may ask for. They drive those of all
+    environments that are not `token_level`.
     """
 
     def __init__(
-        self, scheduler: Scheduler, keep_steps: int, state: bytes | None = None, agents: AgentLimits | None = None
+        self,
+        scheduler: Scheduler,
+        keep_steps: int,
+        state: bytes | None = None,
+        agents: AgentLimits | None = None,
+        token_level: Collection[str] = (),
     ) -> None:
         self.scheduler = scheduler
         self._keep_steps = keep_steps
         self._agents = agents
+        self._token_level = token_level
         self._run = Run(scheduler, self._connect)
         if state is not None:
             self._run.restore(state)
@@ -89,12 +97,21 @@ class Recollection:
             journal=Scribe(self.scheduler, nobody),
             workers=nobody,
             leases=nobody,
-            trajectories=Rollouts(0, nobody, nobody, nobody, nobody, nobody)
-            if self._agents is None
-            else AgentRollouts(0, self._agents, nobody, nobody),
+            trajectories=self._played(nobody),
             rewards=nobody,
             trainer=self._trainer,
             owner=nobody,
+        )
+
+    def _played(self, nobody: Any) -> Rollouts | AgentRollouts | MixedRollouts:
+        driven = None if self._agents is None else AgentRollouts(0, self._agents, nobody, nobody)
+        return played_by(
+            {
+                one.name: Rollouts(0, nobody, nobody, nobody, nobody, nobody)
+                if driven is None or one.name in self._token_level
+                else driven
+                for one in self.scheduler.plan.environments
+            }
         )
 
 

@@ -118,7 +118,8 @@ class Rollouts:
 
     `feed` takes events to the core, `clock_ns` is the run's time. Without `scoring` the environments score. `stored`
     reads what a trajectory came to that finished in an earlier process, `prompted` is told of each turn that a
-    recalled trajectory was at, once its environment is there; `raised` gets what each environment raised.
+    recalled trajectory was at, once its environment is there; `raised` gets what each environment raised. `environment`
+    is its name.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Rollouts:
         stored: Callable[[TrajectoryId], TrajectoryRow] | None = None,
         prompted: Callable[[TurnId], None] = lambda _: None,
         raised: Callable[[BaseException], None] = lambda _: None,
+        environment: str = "",
     ) -> None:
         self._running: dict[TrajectoryId, list[OpenTurn]] = {}
         """Their turns, the one in progress last."""
@@ -148,6 +150,7 @@ class Rollouts:
         self._scored_by_function = scoring is not None
         self._prompted = prompted
         self._raised = raised
+        self._environment = environment
         self._tasks: dict[TrajectoryId, asyncio.Task[None]] = {}
         self._to_begin: dict[TrajectoryId, None] = {}
         """Those that are about to begin, in order."""
@@ -312,7 +315,7 @@ class Rollouts:
             found.end(cause)
 
     def finished(self, trajectory: TrajectoryId) -> FinishedTrajectory:
-        return self._finished.to_score(trajectory)
+        return self._finished.to_score(trajectory, self._environment)
 
     def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None:
         self._finished.record_reward(trajectory, reward)

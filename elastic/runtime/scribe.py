@@ -35,7 +35,18 @@ from functions.base import Call
 
 REMEMBERED = (
     *("counts", "rewards", "last_success_rate", "last_mean_reward", "function_usd", "events"),
-    *("_trajectories", "_turns", "_unscored", "_granted", "_members", "_steps", "_trained", "_unpublished", "_paced"),
+    *(
+        "_trajectories",
+        "_turns",
+        "_unscored",
+        "_granted",
+        "_members",
+        "_environments",
+        "_steps",
+        "_trained",
+        "_unpublished",
+        "_paced",
+    ),
 )
 """Attributes of a scribe that the next incarnation's goes on with."""
 
@@ -156,6 +167,8 @@ class Scribe:
         self._paced: dict[WorkerId, tuple[int, int]] = {}
         """How many of a worker's iterations were paced, and how many of these were late, when it reported last."""
         self._members: dict[str, tuple[TrajectoryId, ...]] = {}
+        self._environments: dict[str, str] = {}
+        """By group."""
         self._steps = len(scheduler.history)
         self._trained: dict[str, GroupRow] = {}
         """The groups that the trainer was told to train on, since the step before this one, as they were journaled."""
@@ -315,7 +328,7 @@ class Scribe:
     def _reward_requested(self, now_ns: Nanoseconds, event: e.RewardRequested, ended: Ended | None) -> None:
         """Keep the trajectory before it is scored, so that a later incarnation can have it scored."""
         if ended is not None and event.trajectory in self._trajectories:
-            row = self._unscored[event.trajectory] = _row(event.trajectory, now_ns, ended, None, NOT_SCORED)
+            row = self._unscored[event.trajectory] = self._row(event.trajectory, now_ns, ended, None, NOT_SCORED)
             self._rows.append(row)
 
     def _trajectory_ended(
@@ -324,7 +337,7 @@ class Scribe:
         if reward is not None:
             self.rewards.append(reward)
         if ended is not None:
-            self._rows.append(_row(trajectory, now_ns, ended, reward, cause))
+            self._rows.append(self._row(trajectory, now_ns, ended, reward, cause))
 
     def _stepped(self, now_ns: Nanoseconds, version: int, metrics: dict[str, float]) -> None:
         history = self._scheduler.history
@@ -425,6 +438,7 @@ class Scribe:
 
     def _start_group(self, _: Nanoseconds, command: c.StartGroup) -> None:
         self._members[command.group] = command.trajectories
+        self._environments[command.group] = command.environment
         for trajectory in command.trajectories:
             self._trajectories[trajectory] = _Trajectory()
 
@@ -471,6 +485,7 @@ class Scribe:
             lengths=[tokens.total() for tokens in members],
             tokens_by_age=dict(ages),
             masked_tokens=masked,
+            environment=self._environments.pop(command.group, ""),
         )
         self._rows.append(row)
         if not dropped:
@@ -479,32 +494,32 @@ class Scribe:
             self._unscored.pop(trajectory, None)
             self._turns.pop(self._trajectories.pop(trajectory).turn or "", None)
 
+    def _row(
+        self, trajectory: TrajectoryId, now_ns: Nanoseconds, ended: Ended, reward: float | None, cause: str
+    ) -> TrajectoryRow:
+        sampled, group = ended.sampled, group_of(trajectory)
+        return TrajectoryRow(
+            trajectory=trajectory,
+            step=parse_trajectory(trajectory).step,
+            group=group,
+            started_ns=ended.started_ns,
+            ended_ns=now_ns,
+            reward=reward,
+            cause=cause,
+            turns=ended.turns,
+            policy_tokens=ended.policy_tokens,
+            token_ids=bytes(ended.token_ids),
+            truncated=ended.truncated,
+            sampled=b"" if sampled is None else msgspec.msgpack.encode(sampled),
+            branches=msgspec.msgpack.encode(ended.branches) if ended.branches else b"",
+            task=ended.task,
+            metrics=msgspec.msgpack.encode(ended.metrics) if ended.metrics else b"",
+            environment=self._environments.get(group, ""),
+        )
+
     def _count(self, provider: str) -> ProviderStatus:
         return self.counts.setdefault(provider, ProviderStatus())
 
 
 NOT_SCORED = "not scored"
 """The cause of a trajectory that has no reward yet."""
-
-
-def _row(
-    trajectory: TrajectoryId, now_ns: Nanoseconds, ended: Ended, reward: float | None, cause: str
-) -> TrajectoryRow:
-    sampled = ended.sampled
-    return TrajectoryRow(
-        trajectory=trajectory,
-        step=parse_trajectory(trajectory).step,
-        group=group_of(trajectory),
-        started_ns=ended.started_ns,
-        ended_ns=now_ns,
-        reward=reward,
-        cause=cause,
-        turns=ended.turns,
-        policy_tokens=ended.policy_tokens,
-        token_ids=bytes(ended.token_ids),
-        truncated=ended.truncated,
-        sampled=b"" if sampled is None else msgspec.msgpack.encode(sampled),
-        branches=msgspec.msgpack.encode(ended.branches) if ended.branches else b"",
-        task=ended.task,
-        metrics=msgspec.msgpack.encode(ended.metrics) if ended.metrics else b"",
-    )

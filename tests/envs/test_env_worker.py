@@ -32,7 +32,7 @@ class Told:
         if isinstance(said, m.BeginTrajectory):
             if self.said:
                 await asyncio.Event().wait()
-            return m.TrajectoryBegun(1, "3/1/2", 1, number=25, key="key", base_url="http://here/v1")
+            return m.TrajectoryBegun(1, "3/1/2", 1, number=25, key="key", base_url="http://here/v1", place=15)
         self.said.append(said)
         if isinstance(said, m.EndTrajectory):
             self.over.set()
@@ -74,7 +74,7 @@ async def test_a_function_gets_its_task_and_its_reward_is_told() -> None:
     assert trajectory == PlayedTrajectory(**where)
 
 
-async def test_the_row_of_a_task_follows_from_its_groups_number(tmp_path: Path) -> None:
+async def test_the_row_of_a_task_follows_from_its_groups_place(tmp_path: Path) -> None:
     got: list[EpisodeTask] = []
 
     async def rollout(task: EpisodeTask, client: Any, trajectory: PlayedTrajectory) -> float:

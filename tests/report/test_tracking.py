@@ -329,7 +329,7 @@ def journal_of(directory: Path, name: str, continues: str = "") -> Iterator[Sqli
 
 
 def source_of(directory: Path, samples: SampleBounds = NO_SAMPLES) -> StepSource:
-    return StepSource(RunDirectory(directory), samples, lambda ids: " ".join(map(str, ids)))
+    return StepSource(RunDirectory(directory), samples, {"": lambda ids: " ".join(map(str, ids))})
 
 
 def step_row(step: int, *, published: bool = False, loss: float = 0.5) -> StepRow:

@@ -8,7 +8,7 @@
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -51,9 +51,12 @@ class _GroupPlaces:
 
 
 class StepSource:
-    """The rows of one run. Methods raise `JournalError`, or `OSError`."""
+    """The rows of one run; `to_text` says of each environment, by name, how its tokens become text.
 
-    def __init__(self, run: RunDirectory, samples: SampleBounds, to_text: ToText) -> None:
+    Methods raise `JournalError`, or `OSError`.
+    """
+
+    def __init__(self, run: RunDirectory, samples: SampleBounds, to_text: Mapping[str, ToText]) -> None:
         self.finished: list[int] = []
         """Steps whose rows are final, in order; it only grows."""
         self._run = run
@@ -141,7 +144,11 @@ class StepSource:
         whole: dict[str, TrajectoryRow] = {}
         for path in chain:
             whole |= self._journal(path).by_key(TrajectoryRow, names)
-        return [sample_of(whole[name], self._to_text, self._samples.bytes) for name in names]
+        rows = [whole[name] for name in names]
+        return [sample_of(row, self._text_of(row.environment), self._samples.bytes) for row in rows]
+
+    def _text_of(self, environment: str) -> ToText:
+        return self._to_text.get(environment) or next(iter(self._to_text.values()))
 
     def _chain(self, path: Path) -> tuple[list[Path], list[Path]]:
         """The journals from which this one goes on, and this one; and the last journals of what was before these."""

@@ -1,6 +1,6 @@
 """Who has which trajectory: groups that drivers have named, sessions, and what is over. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from elastic.core.ids import group_of, parse_agent_id
@@ -24,6 +24,11 @@ class AgentGroup:
     members: list[TrajectoryId]
     number: int = 0
     """In the whole run."""
+    environment: str = ""
+    place: int = 0
+    """So many groups of its environment came before it."""
+    row: int | None = None
+    """Of its environment's data, where a curriculum has chosen one."""
     driver: str = ""
     name: str = ""
     since_ns: Nanoseconds | None = None
@@ -74,9 +79,10 @@ class AgentClaims:
     former: dict[TrajectoryId, FormerPlays] = field(default_factory=dict[TrajectoryId, FormerPlays])
     """Of trajectories that were begun again."""
 
-    def group(self, driver: str, name: str) -> AgentGroup:
-        """The driver's group of this name, or one that nobody has named yet. Raises `CallRefused`."""
-        groups = self.groups.values()
+    def group(self, driver: str, name: str, played: Collection[str] = ()) -> AgentGroup:
+        """The driver's group of this name, or one that nobody has named yet, of no environment that is `played` by env
+        workers. Raises `CallRefused`."""
+        groups = [group for group in self.groups.values() if group.environment not in played]
         named = next((group for group in groups if (group.driver, group.name) == (driver, name)), None)
         found = named or next((group for group in groups if group.since_ns is None and group.members), None)
         if found is None:
@@ -107,9 +113,10 @@ class AgentClaims:
         if begun.key:
             self.begun[begun.driver, begun.key] = begun
 
-    def due(self) -> AgentGroup | None:
-        """The group whose members are to be played next, whoever plays them."""
-        return next((group for group in self.groups.values() if group.members), None)
+    def due(self, environment: str) -> AgentGroup | None:
+        """The group of an environment whose members are to be played next, whoever plays them."""
+        groups = self.groups.values()
+        return next((group for group in groups if group.members and group.environment == environment), None)
 
     def restart(self, trajectory: TrajectoryId) -> int:
         """How often it has been begun again."""

@@ -29,18 +29,26 @@ DRAIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvWorkersOrder:
-    """`commands` start them, by name; each gets its own driver's key by `environments`. A name is the driver's, too.
+class EnvWorkerOrder:
+    """How an env worker is started: by `command`, with its own driver's key among the `variables`.
 
     One that says nothing for `step_timeout_s` is ended; one that dies `max_restarts` times without a finished
-    trajectory fails the run.
+    trajectory fails the run. `section` is that of its environment in the configuration.
     """
 
-    run_dir: Path
-    commands: Mapping[str, Sequence[str]]
-    environments: Mapping[str, Mapping[str, str]]
+    command: Sequence[str]
+    variables: Mapping[str, str]
     step_timeout_s: float
     max_restarts: int
+    section: str = "environment"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvWorkersOrder:
+    """A run's env workers, by name. A name is the driver's, too."""
+
+    run_dir: Path
+    workers: Mapping[str, EnvWorkerOrder]
     secrets: Collection[str]
     """That nobody is to read in what they said last."""
 
@@ -73,8 +81,9 @@ class EnvWorkers:
 
     async def start(self) -> None:
         """Take over those that a former process has left, and start the others."""
-        await self._processes.take_over(self._order.commands)
-        self._keeping = [asyncio.create_task(self._keep(name), name=name) for name in self._order.commands]
+        workers = self._order.workers
+        await self._processes.take_over(workers)
+        self._keeping = [asyncio.create_task(self._keep(name, order), name=name) for name, order in workers.items()]
 
     async def aclose(self) -> None:
         for task in self._keeping:
@@ -82,21 +91,21 @@ class EnvWorkers:
         await asyncio.gather(*self._keeping, return_exceptions=True)
         await self._processes.aclose(DRAIN_S)
 
-    async def _keep(self, name: str) -> None:
+    async def _keep(self, name: str, order: EnvWorkerOrder) -> None:
         """Without it the run would wait for an env worker that nobody starts: whatever else goes wrong ends the run."""
         try:
-            await self._start_again_and_again(name)
+            await self._start_again_and_again(name, order)
         except Exception as error:
             log.exception("an env worker cannot be kept", worker=name)
             self._fail(f"env worker {name} cannot be kept: {told(error)}")
 
-    async def _start_again_and_again(self, name: str) -> None:
+    async def _start_again_and_again(self, name: str, order: EnvWorkerOrder) -> None:
         deaths = 0
         while True:
             before = self._drivers.finished(name)
             try:
-                watched = self._processes.get(name) or self._start(name)
-                cause = await self._ended(name, watched)
+                watched = self._processes.get(name) or self._processes.start(name, order.command, order.variables)
+                cause = await self._ended(name, watched, order.step_timeout_s)
                 await self._processes.forget(name)
             except OSError as error:
                 cause = f"it does not start: {error}"
@@ -104,15 +113,15 @@ class EnvWorkers:
             words = last_words(self._processes.log(name), self._order.secrets)
             log.warning("an env worker has ended; another one is started", worker=name, how=cause, last=words)
             self._drivers.lost(name, (), f"its env worker has ended: {cause}")
-            if deaths > self._order.max_restarts:
-                times = f"{deaths} times without a finished trajectory"
-                self._fail(f"env worker {name} has ended {times} (environment.max_restarts): {cause}; it said: {words}")
+            if deaths > order.max_restarts:
+                times = f"{deaths} times without a finished trajectory ({order.section}.max_restarts)"
+                self._fail(f"env worker {name} has ended {times}: {cause}; it said: {words}")
                 return
             await asyncio.sleep(backoff(deaths - 1, BACK_OFF_S, BACK_OFF_MAX_S))
 
-    async def _ended(self, name: str, watched: WatchedProcess) -> str:
+    async def _ended(self, name: str, watched: WatchedProcess, limit_s: float) -> str:
         """Wait for its end, and bring that about if it says nothing; returns how it ended."""
-        loop, limit_s = asyncio.get_running_loop(), self._order.step_timeout_s
+        loop = asyncio.get_running_loop()
         since_s = loop.time()
         while not watched.over:
             with contextlib.suppress(TimeoutError):
@@ -126,6 +135,3 @@ class EnvWorkers:
                 await watched.wait()
                 return f"it said nothing for {limit_s:g} s" if has_come else "it did not come"
         return how_ended(watched.status)
-
-    def _start(self, name: str) -> WatchedProcess:
-        return self._processes.start(name, self._order.commands[name], self._order.environments[name])

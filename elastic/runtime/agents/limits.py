@@ -1,6 +1,7 @@
 """What agents may ask for."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from elastic.core.types import SamplingParameters
 from elastic.protocol.front_messages import WantedSampling
@@ -9,6 +10,14 @@ from elastic.runtime.agents.refusals import CallRefused
 from elastic.runtime.agents.upstream import UpstreamBounds
 
 TEMPERATURE_MAX = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTimes:
+    """From the first trajectory of a group to the end of its last, and how long one stays open without a call."""
+
+    deadline_s: float
+    idle_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +32,18 @@ class AgentLimits:
     open_turns_max: int
     deadline_s: float
     idle_s: float
+    of_environments: Mapping[str, EpisodeTimes] = field(default_factory=dict[str, EpisodeTimes])
+    """Where these are others than `deadline_s` and `idle_s`, by the environment's name."""
+    played: frozenset[str] = frozenset()
+    """The environments whose trajectories env workers play, so that agents elsewhere are given none of them."""
     policies: tuple[str, ...] = ()
     """Further names of the model, each of which stands for a policy of its own."""
     upstream: UpstreamBounds | None = None
     """Of calls of models elsewhere; None where there are none."""
+
+    def times(self, environment: str | None) -> EpisodeTimes:
+        known = None if environment is None else self.of_environments.get(environment)
+        return known or EpisodeTimes(self.deadline_s, self.idle_s)
 
     def check_policy(self, policy: str, status: int) -> None:
         """Raises `CallRefused` for a name that no policy has."""

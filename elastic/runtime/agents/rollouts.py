@@ -15,7 +15,7 @@ import msgspec
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ids import agent_id, group_of, parse_trajectory, turn_id
+from elastic.core.ids import agent_id, environment_of, group_of, parse_trajectory, turn_id
 from elastic.core.types import NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId, TurnId
 from elastic.protocol import wire
 from elastic.protocol.front_messages import (
@@ -120,7 +120,7 @@ class AgentRollouts:
             if (former.name, former.task) != (ask.group, ask.task):
                 raise CallRefused(422, "idempotency_key_reused", f"the key {ask.key!r} was another call's")
             return former.trajectory, True
-        group, now_ns = self._claims.group(driver, ask.group), self._clock_ns()
+        group, now_ns = self._claims.group(driver, ask.group, self._limits.played), self._clock_ns()
         for session in ask.sessions:
             self._claims.is_free(driver, session)
         begun = notes.Begun(group.members[0], driver, ask.group, ask.task, ask.key, now_ns)
@@ -131,11 +131,18 @@ class AgentRollouts:
 
     def begin_due(self, driver: str) -> TrajectoryBegun | None:
         """Give an env worker the trajectory that is due; None while none is. Its request, key and URL are not set."""
-        if (group := self._claims.due()) is None:
+        if (group := self._claims.due(environment_of(driver))) is None:
             return None
         begun = notes.Begun(group.members[0], driver, str(group.number), b"", "", self._clock_ns())
         self._note(begun)
-        return TrajectoryBegun(0, begun.trajectory, self._claims.restart(begun.trajectory), number=group.number)
+        return TrajectoryBegun(
+            0,
+            begun.trajectory,
+            self._claims.restart(begun.trajectory),
+            number=group.number,
+            place=group.place,
+            row=group.row,
+        )
 
     def hold(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> None:
         """An env worker plays these trajectories, and no others that it was given: those begin again."""
@@ -433,14 +440,15 @@ class AgentRollouts:
         for trajectory in list(self._claims.trajectories.values()):
             group = self._claims.groups.get(group_of(trajectory.trajectory))
             since_ns = now_ns if group is None or group.since_ns is None else group.since_ns
-            if now_ns - since_ns > limits.deadline_s * NS_PER_S:
-                self._end(trajectory, "" if trajectory.worth is not None else f"not ended in {limits.deadline_s:g} s")
+            times = limits.times(None if group is None else group.environment)
+            if now_ns - since_ns > times.deadline_s * NS_PER_S:
+                self._end(trajectory, "" if trajectory.worth is not None else f"not ended in {times.deadline_s:g} s")
             elif (
-                now_ns - trajectory.heard_ns > limits.idle_s * NS_PER_S
+                now_ns - trajectory.heard_ns > times.idle_s * NS_PER_S
                 and not trajectory.awaited
                 and trajectory.trajectory not in calling
             ):
-                self._end(trajectory, "" if trajectory.worth is not None else f"idle for {limits.idle_s:g} s")
+                self._end(trajectory, "" if trajectory.worth is not None else f"idle for {times.idle_s:g} s")
         self._give_back(now_ns)
 
     def _give_back(self, now_ns: Nanoseconds) -> None:
@@ -448,8 +456,9 @@ class AgentRollouts:
         came in the place of others, of which a driver need not know."""
         for group in list(self._claims.groups.values()):
             limit_s, late = ALONE_S, [m for m, t in group.offered_ns.items() if now_ns - t > ALONE_S * NS_PER_S]
-            if group.since_ns is not None and now_ns - group.since_ns > self._limits.deadline_s * NS_PER_S:
-                limit_s, late = self._limits.deadline_s, list(group.members)
+            deadline_s = self._limits.times(group.environment).deadline_s
+            if group.since_ns is not None and now_ns - group.since_ns > deadline_s * NS_PER_S:
+                limit_s, late = deadline_s, list(group.members)
             for member in late:
                 group.take(member)
                 cause = f"nobody asked for it in {limit_s:g} s"
@@ -495,7 +504,9 @@ class AgentRollouts:
         yield
 
     def start(self, group: c.StartGroup) -> None:
-        self._claims.groups[group.group] = AgentGroup(list(group.trajectories), group.number)
+        self._claims.groups[group.group] = AgentGroup(
+            list(group.trajectories), group.number, group.environment, group.place, group.row
+        )
         if self.watcher is not None:
             self.watcher.offered()
 
@@ -550,7 +561,7 @@ class AgentRollouts:
             self.watcher.over(found)
 
     def finished(self, trajectory: TrajectoryId) -> FinishedTrajectory:
-        return self._finished.to_score(trajectory)
+        return self._finished.to_score(trajectory, self._claims.groups[group_of(trajectory)].environment)
 
     def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None:
         self._finished.record_reward(trajectory, reward)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
-from elastic.core.ids import parse_turn
+from elastic.core.ids import environment_of, parse_turn
 from elastic.core.types import TrajectoryId, TurnId
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection
@@ -240,12 +240,17 @@ class FrontStreams:
 
     def _give_out(self) -> None:
         """Give out trajectories that are due to the env workers that have waited for longest."""
-        while self._begins and not self._stopped():
-            front, ask = self._begins[0]
-            begun = self._rollouts.begin_due(front.driver)
+        if self._stopped():
+            return
+        waiting, self._begins = self._begins, deque[tuple[_Front, m.BeginTrajectory]]()
+        none_due = set[str]()
+        for front, ask in waiting:
+            environment = environment_of(front.driver)
+            begun = None if environment in none_due else self._rollouts.begin_due(front.driver)
             if begun is None:
-                return
-            self._begins.popleft()
+                none_due.add(environment)
+                self._begins.append((front, ask))
+                continue
             assert self._secrets is not None
             key = self._secrets.agent_key(begun.trajectory, begun.restart)
             answer = msgspec.structs.replace(begun, request=ask.request, key=key, base_url=self.base_url)

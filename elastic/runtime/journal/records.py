@@ -105,6 +105,7 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     sampled: bytes = b""
     branches: bytes = b""
     task: bytes = b""
+    environment: str = ""
     metrics: bytes = b""
 
     @property
@@ -173,6 +174,7 @@ class GroupRow(JournalRecord, frozen=True):
     lengths: list[int]
     tokens_by_age: dict[int, int]
     masked_tokens: int = 0
+    environment: str = ""
 
 
 class StepWeights(msgspec.Struct, frozen=True, kw_only=True):

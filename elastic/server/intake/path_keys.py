@@ -44,10 +44,16 @@ def _settings_at(raw: Mapping[str, Any], place: Place) -> tuple[type[BaseModel] 
         case ("providers", name, *rest) if isinstance(raw["providers"][name], dict):
             return settings_of("elastic.providers", kind_of(raw["providers"], name)), tuple(rest)
         case ("environment", "settings", *rest):
-            return settings_of("elastic.environments", raw["environment"].get("name", "frozenlake")), tuple(rest)
+            return settings_of("elastic.environments", _kind_of(raw["environment"])), tuple(rest)
+        case ("environments", number, "settings", *rest) if number.isdecimal():
+            return settings_of("elastic.environments", _kind_of(raw["environments"][int(number)])), tuple(rest)
         case ("rewards", "pool_settings", *rest):
             return settings_of("elastic.function_pools", raw["rewards"].get("pool", "local")), tuple(rest)
     return Config, place
+
+
+def _kind_of(environment: Mapping[str, Any]) -> object:
+    return environment.get("kind") or environment.get("name", "frozenlake")
 
 
 def settings_of(group: str, name: object) -> type[BaseModel] | None:

@@ -133,6 +133,10 @@ def _forbidden(raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         section, _, name = key.partition(".")
         if isinstance(raw.get(section), dict) and name in raw[section]:
             yield ConfigProblem("is the server's to choose; leave it out", (section, name))
+    several = raw.get("environments")
+    for number, environment in enumerate(several if isinstance(several, list) else ()):
+        if isinstance(environment, dict) and "python" in environment:
+            yield ConfigProblem("is the server's to choose; leave it out", ("environments", str(number), "python"))
     for top in ("engine", "providers", "trainer"):
         for path, _ in _leaves(raw.get(top), (top,)):
             if _REFUSED_KEYS & set(path):

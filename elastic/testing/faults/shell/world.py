@@ -13,7 +13,7 @@ import msgspec
 
 from elastic.compose.agents import agent_limits
 from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
-from elastic.compose.plan import TRAINER_PROVIDER, resolve
+from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, resolve
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import OUTSIDE, Config, validate
 from elastic.core.scheduler import Scheduler
@@ -26,7 +26,7 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.ticket_store import TicketBook
 from elastic.runtime.agents import AgentsWiring
 from elastic.runtime.journal import RUNNING, JournalError, RunDirectory, SqliteJournal
-from elastic.runtime.orchestrator import Orchestrator, Wiring
+from elastic.runtime.orchestrator import Orchestrator, TokenLevel, Wiring
 from elastic.system.host import here
 from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.outcome import Lived
@@ -373,10 +373,13 @@ class World:
             with journaled(journal, scheduler) as ending:
                 wiring = Wiring(
                     make_providers=partial(self._make_providers, waiting_room, pool),
-                    make_environment=lambda: ModelEnvironment(
-                        NoSettings(), partial(self._mishap, FaultKind.ENVIRONMENT)
-                    ),
-                    stop_token_ids=ModelEnvironment.stop_token_ids,
+                    token_level={
+                        name: TokenLevel(
+                            lambda: ModelEnvironment(NoSettings(), partial(self._mishap, FaultKind.ENVIRONMENT)),
+                            ModelEnvironment.stop_token_ids,
+                        )
+                        for name in resolved.token_level
+                    },
                     welcome=self._welcome(),
                     secrets=secrets,
                     kept=run,
@@ -387,7 +390,7 @@ class World:
                     resident=resolved.in_turns.keys(),
                     waiting_room=waiting_room if plan.machines else None,
                     pool=pool,
-                    agents=self._agents_wiring(config),
+                    agents=self._agents_wiring(resolved),
                     control_socket=False,
                     sample_interval_s=max(0.5, self.rare_s),
                 )
@@ -410,8 +413,8 @@ class World:
                 ending.conclude(failed, scheduler.stopped)
         return failed or scheduler.stopped
 
-    def _agents_wiring(self, config: Config) -> AgentsWiring | None:
-        limits = agent_limits(config)
+    def _agents_wiring(self, plan: RunPlan) -> AgentsWiring | None:
+        limits = agent_limits(plan)
         return None if limits is None else AgentsWiring(limits=limits, make_fronts=WorldFronts)
 
     def _serve_relay(self, rights: RelayRights) -> None:
