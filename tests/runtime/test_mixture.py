@@ -71,7 +71,7 @@ def test_another_process_knows_who_plays_what() -> None:
     for start in starts:
         saved.start(start)
     restored, recalled = mixed(), mixed()
-    restored.restore(saved.saved())
+    restored.restore(saved.saved())  # type: ignore[arg-type]
     for start in starts:
         recalled.recalled(e.Tick(), start)
     for rollouts in (restored, recalled):
