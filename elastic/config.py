@@ -182,8 +182,7 @@ class EnvironmentConfig(_Section):
 
     name: str = Field(
         "frozenlake",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$",
-        description="what it is called in figures and logs, once in a run",
+        description="what it is called in figures and logs, once in a run: letters, digits, _ and -",
     )
     kind: str = Field("", description="which environment it is, of those installed; its `name` unless given")
     ratio: float = Field(1.0, ge=0, le=1e6, description="its share of the groups, beside the ratios of the others")

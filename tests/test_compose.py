@@ -18,7 +18,7 @@ from elastic.compose.processes import worker_ticket
 from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed, is_claimed, load_run_config, new_run_dir
 from elastic.compose.scheduling import limits, policies, run_plan
-from elastic.config import Config, ConfigError, JournalConfig
+from elastic.config import Config, ConfigError, JournalConfig, validate
 from elastic.core.policy import StepRecord
 from elastic.core.scheduler import Scheduler
 from elastic.protocol.endpoint import Endpoint
@@ -311,3 +311,23 @@ def test_a_worker_waits_as_long_for_an_orchestrator_as_its_provider_says(
     ticket = worker_ticket("other:2")
     assert (ticket.endpoint.address, ticket.run, ticket.worker, ticket.token) == ("other:2", "r", "w", "token")
     assert ticket.wait_s == 7.5
+
+
+def test_the_environments_of_a_mix_are_resolved_each_by_its_kind() -> None:
+    entries = [{"name": "small", "kind": "frozenlake", "ratio": 3}, {"name": "frozenlake", "settings": {"sizes": [5]}}]
+    raw = {"model": {"checkpoint": "base"}, "environments": entries}
+    plan = resolve(validate(Config, raw, "test"), [], "test")
+    assert plan.token_level == ("small", "frozenlake")
+    assert [(one.name, one.ratio) for one in run_plan(plan).environments] == [("small", 3.0), ("frozenlake", 1.0)]
+    sizes = [one["settings"]["sizes"] for one in plan.resolved()["environments"]]
+    assert sizes == [[4], [5]]
+    for wrong, told in (
+        ({"name": "a", "kind": "chess"}, "environments.1.kind: unknown environment 'chess'"),
+        ({"name": "chess"}, "environments.1.name: unknown environment 'chess'"),
+        ({"name": "a b", "kind": "frozenlake"}, "environments.1.name: found 'a b'"),
+        ({"name": "a", "kind": "frozenlake", "settings": {"size": 4}}, "environments.1.settings.size: unknown key"),
+        ({"name": "a", "kind": "frozenlake", "data": {"source": "r.jsonl"}}, "environments.1.data: found rows"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            resolve(validate(Config, raw | {"environments": [entries[0], wrong]}, "test"), [], "test")
+        assert told in str(refused.value)

@@ -100,7 +100,6 @@ def test_an_environment_is_a_list_of_one_whose_kind_is_its_name_unless_given() -
         ({"environments": [{"name": "a", "ratio": -0.5}]}, "environments.0.ratio: input should be greater"),
         ({"environments": [{"name": "a", "ratio": 0}, {"name": "b", "ratio": 0.0}]}, "the ratio of every one is 0"),
         ({"environments": [{"name": "a"}, {"name": "b"}, {"name": "a"}]}, "found 'a' more than once"),
-        ({"environments": [{"name": "a b"}]}, "environments.0.name"),
         ({"environments": [{"name": "outside"}, {"name": "o", "kind": "outside"}]}, "allowed: one 'outside'"),
         ({"environments": [{"name": "a", "redundancy": 0.9}]}, "environments.0.redundancy"),
         ({"environments": [{"name": "a", "ration": 2}]}, "unknown key"),

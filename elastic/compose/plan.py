@@ -132,6 +132,10 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """How models are named on the Hugging Face Hub: an owner and a name."""
 
 
+ENVIRONMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+"""Env workers, their keys and logs are called after it."""
+
+
 def kind_of(sections: Mapping[str, Mapping[str, Any]], name: str) -> str:
     """Which provider a section is: as it says, or as its name does."""
     return str(sections.get(name, {}).get("kind") or TRACE_PLAYERS.get(name, name))
@@ -225,6 +229,9 @@ def _chosen(config: Config, number: int, where: str) -> ChosenEnvironment:
     environment, section = config.mixture[number], config.environment_section(number)
     key = "name" if environment.kind == environment.name else "kind"
     kind = _pick("environment", environment.kind, where, *section, key).load()
+    if not ENVIRONMENT_NAME.fullmatch(environment.name):
+        problem = f"found {environment.name!r}; allowed: up to 63 letters, digits, _ and -"
+        raise ConfigError(ConfigProblem(problem, (*section, "name"), where))
     settings = validate(kind.Settings, environment.settings, where, *section, "settings")
     if environment.data is not None and not getattr(kind, "in_workers", False):
         problem = f"found rows, but episodes of kind {environment.kind!r} are about none; allowed: kinds {_with_rows()}"
