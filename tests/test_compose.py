@@ -326,7 +326,10 @@ def test_the_environments_of_a_mix_are_resolved_each_by_its_kind() -> None:
         ({"name": "chess"}, "environments.1.name: unknown environment 'chess'"),
         ({"name": "a b", "kind": "frozenlake"}, "environments.1.name: found 'a b'"),
         ({"name": "a", "kind": "frozenlake", "settings": {"size": 4}}, "environments.1.settings.size: unknown key"),
-        ({"name": "a", "kind": "frozenlake", "data": {"source": "r.jsonl"}}, "environments.1.data: found rows"),
+        (
+            {"name": "a", "kind": "frozenlake", "data": {"source": "r.jsonl"}},
+            "environment.data is for environments of kind",
+        ),
     ):
         with pytest.raises(ConfigError) as refused:
             resolve(validate(Config, raw | {"environments": [entries[0], wrong]}, "test"), [], "test")

@@ -13,7 +13,6 @@ from pydantic import BaseModel
 
 from elastic.compose.checkpoints import checkpoints
 from elastic.config import (
-    PLAYED,
     Config,
     ConfigError,
     ConfigProblem,
@@ -233,14 +232,7 @@ def _chosen(config: Config, number: int, where: str) -> ChosenEnvironment:
         problem = f"found {environment.name!r}; allowed: up to 63 letters, digits, _ and -"
         raise ConfigError(ConfigProblem(problem, (*section, "name"), where))
     settings = validate(kind.Settings, environment.settings, where, *section, "settings")
-    if environment.data is not None and not getattr(kind, "in_workers", False):
-        problem = f"found rows, but episodes of kind {environment.kind!r} are about none; allowed: kinds {_with_rows()}"
-        raise ConfigError(ConfigProblem(problem, (*section, "data"), where))
     return ChosenEnvironment(config=environment, kind=kind, settings=settings)
-
-
-def _with_rows() -> str:
-    return ", ".join(map(repr, PLAYED))
 
 
 def _check_pool(rewards: RewardsConfig, where: str) -> None:
