@@ -179,6 +179,7 @@ def _show_dry_run(config: Config, names: list[str], where: str, *, as_json: bool
     plan = resolve(config, names, where)
     check_live(plan)
     check_policy(plan)
+    check_front(plan)
     check_logging(config)
     asked_usd, unpriced = vendor_prices(plan)
     rows, calls = acquisitions(plan, asked_usd), reward_calls(plan)

@@ -1,6 +1,5 @@
 """How a run that agents drive is wired: what they may ask for, and the fronts that serve them."""
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ from elastic.runtime.agents import (
 )
 from elastic.runtime.journal import AGENTS
 from elastic.runtime.validation import vocabulary
-from elastic.system.given import read_text
+from elastic.system.given import read_json
 from elastic.system.processes import inherited
 
 SOONER = 0.9
@@ -232,9 +231,11 @@ def _ends(model: Mapping[str, Any], checkpoint: Path) -> tuple[int, ...]:
     """The tokens at which the model's turns end, by its config and its generation config. Raises `ConfigError`."""
     path = checkpoint / GENERATION_CONFIG
     try:
-        more = json.loads(read_text(path)) if path.exists() else {}
+        more = read_json(path) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.checkpoint: {path} cannot be read: {error}") from error
+    if not isinstance(more, dict):
+        raise ConfigError(f"model.checkpoint: {path}: expected a JSON object (found {type(more).__name__})")
     found: list[int] = []
     for said in (model.get("eos_token_id"), more.get("eos_token_id")):
         found += [one for one in (said if isinstance(said, list) else [said]) if isinstance(one, int)]

@@ -1,7 +1,6 @@
 """A run's plan: its configuration, resolved and checked before a process starts."""
 
 import importlib.metadata
-import json
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -26,7 +25,7 @@ from elastic.environments.base import Environment
 from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
 from elastic.protocol.endpoint import is_loopback
 from elastic.system.cores import cores
-from elastic.system.given import read_text
+from elastic.system.given import read_json
 from elastic.system.installed import installed
 from elastic.system.named_code import missing
 from elastic.worker.trainer import resolve_trainer, trainer_device
@@ -314,7 +313,7 @@ def read_model_config(config: Config) -> dict[str, Any]:
     """The base policy's `config.json`. Raises `ConfigError` where there is none."""
     path = config.model.checkpoint / "config.json"
     try:
-        found = json.loads(read_text(path))
+        found = read_json(path)
     except OSError as error:
         checkpoint = config.model.checkpoint
         if not checkpoint.exists() and HUB_ID.fullmatch(str(checkpoint)):
@@ -451,15 +450,25 @@ def _check_engines(
     """Every engine of the run can serve the model, and what is trained of it; kinds of third parties need not say."""
     unserved = getattr(trainer, "unserved", None)
     # The devices of a trainer of several ranks have no engine.
-    for provider in (*(() if has_ranks(plan.config) else (TRAINER_PROVIDER,)), *plan.providers):
-        config, place = plan.engine(provider), ("trainer",) if provider == TRAINER_PROVIDER else ("providers", provider)
-        kind, own = resolve_engine(config, "")
+    providers = (*(() if has_ranks(plan.config) else (TRAINER_PROVIDER,)), *plan.providers)
+    places = [("trainer",) if provider == TRAINER_PROVIDER else ("providers", provider) for provider in providers]
+    engines = [(config, *resolve_engine(config, "")) for config in map(plan.engine, providers)]
+    for place, (config, kind, own) in zip(places, engines, strict=True):
         unfit = getattr(kind, "unfit", None)
         if unfit is not None and (why := unfit(model)):
             problem = f"found {config.kind!r}, which cannot serve {plan.config.model.checkpoint}: {why}"
             raise ConfigError(ConfigProblem(f"{problem}; allowed: 'vllm'", (*place, "engine", "kind")))
         if unserved is not None and (why := unserved(plan.config, trains, config, own)):
             raise ConfigError(ConfigProblem(f"found {config.kind!r}, and {why}", (*place, "engine", "kind")))
+    for place, (config, kind, own) in zip(places, engines, strict=True):
+        try:
+            getattr(kind, "check", _nothing)(model, config, own)
+        except ValueError as error:
+            raise ConfigError(f"{'.'.join(place)}.{error}") from error
+
+
+def _nothing(*_: object) -> None:
+    """What a kind of engine without a check of its own has to say of a model."""
 
 
 def _check_reference(config: Config, vocab_size: int) -> None:

@@ -1,8 +1,10 @@
 """What people give: paths, which may begin with `~`, and text files, which editors save in several encodings."""
 
 import codecs
+import errno
+import json
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _P = TypeVar("_P", str, Path)
 
@@ -28,6 +30,23 @@ def expanded(path: _P) -> _P:
 def read_text(path: Path) -> str:
     """A UTF-8 file's text, without a byte-order mark. Raises `OSError`, and `OtherEncoding`."""
     return as_text(path.read_bytes())
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file says, infinities included, which models' configs have. Raises `OSError`, and `ValueError` for
+    what is no JSON."""
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a file")  # Reading a pipe would wait for whoever writes it.
+    try:
+        return json.loads(read_text(path), parse_constant=_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _constant(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("it has a NaN, which is no number")
+    return float(name)
 
 
 def as_text(content: bytes) -> str:

@@ -1,10 +1,13 @@
 """A whole run with another kind of trainer, and what is made of its policy afterwards."""
 
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from elastic.runtime.journal import DirectoryStore, JournalReader
 from elastic.weights.directory import DirectoryRelay
@@ -43,7 +46,12 @@ def test_a_run_trains_what_transformers_loads_and_exports_it(elastic, refused, c
         ({"num_attention_heads": 0}, ("model_type: found 'llama'", "ZeroDivisionError")),
         ({"quantization_config": {"quant_method": "fp8"}}, ("found a quantization_config (fp8)", "made of")),
         ({"hidden_size": 64}, ("embed_tokens.weight: expected shape [32, 64], found [32, 32]",)),
-        ({"num_hidden_layers": 3}, ("model.layers.2.", "missing; expected shape")),
+        ({"num_hidden_layers": 3}, ("model.layers.2.", "missing; expected shape", "found 2 layers; allowed: 3")),
+        ({"num_hidden_layers": 1}, ("model.layers.1.", "not a parameter", "found 2 layers; allowed: 1")),
+        ({"num_hidden_layers": 10**9}, ("num_hidden_layers: found 1000000000, but the files have 21 tensors",)),
+        ({"rms_norm_eps": float("nan")}, ("it has a NaN, which is no number",)),
+        ({"eos_token_id": "end"}, ("eos_token_id: found 'end'; allowed: a number",)),
+        ({"compression_config": {"quant_method": "int4"}}, ("found a compression_config (int4)", "made of")),
         ({"text_config": [1]}, ("text_config: expected a JSON object (found list)",)),
         (
             {"model_type": "warp", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}},
@@ -60,6 +68,47 @@ def test_a_policy_that_cannot_be_trained_is_named(
     kinds = ("trainer.kind=transformers", f"model.checkpoint={directory}", "engine.kind=vllm", "trainer.engine={}")
     ended = elastic("run", config, "--dry-run", *(word for kind in kinds for word in ("--set", kind)))
     refused(ended, f"model.checkpoint: {directory}", *words)
+
+
+def test_what_transformers_leaves_out_may_be_there_and_nothing_else(
+    elastic, refused, config: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    directory = write_model(tmp_path / "qwen3", "qwen3")
+    weights = read_weights(directory)
+    given = ("--set", "trainer.kind=transformers", "--set", f"model.checkpoint={directory}")
+    for name, words in (
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", ()),
+        ("model.layers.0.spare.weight", ("model.layers.0.spare.weight: not a parameter of this model",)),
+    ):
+        save_file(weights | {name: torch.ones(4)}, directory / "model.safetensors", metadata={"format": "pt"})
+        ended = elastic("run", config, "--dry-run", *given)
+        if words:
+            refused(ended, *words)
+        else:
+            assert ended.code == 0, ended.err
+
+
+def test_an_attention_that_is_not_here_is_named(elastic, refused, config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    if find_spec("flash_attn") is not None:
+        pytest.skip("it is here")
+    directory = write_model(tmp_path / "qwen3", "qwen3")
+    keys = ("trainer.kind=transformers", f"model.checkpoint={directory}")
+    given = (*keys, "trainer.transformers.attention=flash_attention_2")
+    ended = elastic("run", config, "--dry-run", *(word for key in given for word in ("--set", key)))
+    refused(ended, "trainer.transformers.attention: found 'flash_attention_2'", "allowed: 'auto'")
+
+
+def test_a_context_beyond_the_models_is_named(elastic, refused, config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    directory = write_model(tmp_path / "llama", "llama")
+    change_config(directory, max_position_embeddings=100)
+    small = tmp_path / "without-pacing.toml"
+    small.write_text(re.sub(r"\[engine\.pacing\][^\[]*", "", config.read_text()))
+    keys = ("trainer.kind=transformers", f"model.checkpoint={directory}", "engine.kind=vllm")
+    ended = elastic("run", small, "--dry-run", *(word for key in keys for word in ("--set", key)))
+    refused(ended, "trainer.engine.max_context_tokens: 192 exceeds", "allowed: up to 100")
 
 
 def test_an_engine_that_cannot_serve_the_model_is_named(elastic, refused, config: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What is said of a stored policy by its headers is what reading it says, without the models' library."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -22,6 +24,7 @@ from elastic.engine.model.stored import (
     stored_tensors,
 )
 from tests.model.test_checkpoint import misshapen, missing, unexpected
+from tests.trainer.hugging_face import change_config
 
 
 @given(
@@ -120,6 +123,68 @@ def test_a_head_of_its_own_beside_a_tied_embedding_is_refused(make_model, tmp_pa
 def test_quantised_weights_are_refused(make_model, tmp_path, spoil, type_):
     with pytest.raises(CheckpointError, match=rf"model.norm.weight: expected one of .*found {type_}: quantised"):
         check_stored(stored(tmp_path, make_model(), spoil))
+
+
+@pytest.mark.parametrize(("layers", "missing_or_not"), [(2, "not a parameter of this model"), (4, "missing")])
+def test_another_number_of_layers_is_named_with_the_right_one(make_model, tmp_path, layers, missing_or_not):
+    stored(tmp_path, make_model(), _whole)
+    change_config(tmp_path, num_hidden_layers=layers)
+    with pytest.raises(CheckpointError, match=rf"{missing_or_not}.*; found 3 layers; allowed: {layers}, as its config"):
+        check_stored(tmp_path)
+
+
+def test_no_model_is_made_of_more_layers_than_there_are_tensors(make_model, tmp_path):
+    """Its shapes alone would take all memory."""
+    stored(tmp_path, make_model(), _whole)
+    change_config(tmp_path, num_hidden_layers=10**9)
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers: found 1000000000, but the files have \d+ tensors"):
+        check_stored(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", "..", "a\0b", "x" * 256])
+def test_an_index_names_files_beside_it(make_model, tmp_path, name):
+    stored(tmp_path, make_model(), _whole)
+    (tmp_path / "model.safetensors").rename(tmp_path / "whole.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=r"weight_map: found .*allowed: names of files beside it"):
+        stored_tensors(tmp_path)
+
+
+def test_a_tensor_is_in_one_file(make_model, tmp_path):
+    stored(tmp_path, make_model(), _whole)
+    shutil.copy(tmp_path / "model.safetensors", tmp_path / "b.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"b\.safetensors: .*: is in a\.safetensors, too; allowed: once"):
+        stored_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory"])
+def test_what_is_no_file_is_not_waited_for(make_model, tmp_path, kind):
+    stored(tmp_path, make_model(), _whole)
+    for name, words in (("config.json", "cannot be read"), ("model.safetensors", "is not a file")):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name) if kind == "pipe" else (tmp_path / name).mkdir()
+        with pytest.raises(CheckpointError, match=words):
+            read_config(tmp_path) if name == "config.json" else stored_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ('{"rms_norm_eps": NaN}', "a NaN, which is no number"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"rms_norm_eps": Infinity}', "rms_norm_eps: must be a positive number"),
+        ('{"compression_config": {}}', "compression_config"),
+    ],
+)
+def test_an_odd_config_is_named(make_model, tmp_path, written, words):
+    config = stored(tmp_path, make_model(), _whole) / "config.json"
+    whole = config.read_text()
+    config.write_text(f"{whole[:-1]}, {written[1:]}" if written.startswith("{") else written)
+    with pytest.raises(CheckpointError, match=words):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize(

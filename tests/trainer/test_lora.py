@@ -128,7 +128,7 @@ def test_a_checkpoint_is_gone_on_from_exported_and_merged(kind: str, tmp_path: P
 
 def test_only_adapters_are_kept_and_counted(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "llama", "llama")
-    assert examine(directory, settings_of(LORA).lora).parameters < examine(directory).parameters
+    assert examine(directory, settings_of(LORA)).parameters < examine(directory, TransformersSettings()).parameters
     made = adapted(directory)
     made.save(tmp_path / "checkpoint.safetensors")
     from safetensors.torch import load_file
@@ -165,7 +165,7 @@ def test_adapters_that_do_not_travel_exactly_are_refused(lora: dict[str, object]
 def test_modules_that_a_model_does_not_have_are_named(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "llama", "llama")
     with pytest.raises(ConfigError, match=r"target_modules: found \['c_attn'\].*allowed: ends of .*q_proj"):
-        examine(directory, settings_of({"target_modules": ["c_attn"]}).lora)
+        examine(directory, settings_of({"target_modules": ["c_attn"]}))
 
 
 def test_every_engine_serves_the_base_with_adapters_of_that_rank(tmp_path: Path) -> None:

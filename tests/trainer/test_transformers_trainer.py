@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import save_file
 
 from elastic.config import ConfigError, TrainerConfig
-from elastic.engine.model.checkpoint import load_model
+from elastic.engine.model.checkpoint import CheckpointError, load_model
 from elastic.protocol.wire import TrainGroupFrame
 from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer.base import PolicyTrainer
@@ -267,7 +268,7 @@ def test_bfloat16_keeps_float32_masters(stored) -> None:
 class TestPoliciesThatCannotBeTrained:
     def refused(self, directory: Path, *words: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            examine(directory)
+            examine(directory, TransformersSettings())
         for word in ("model.checkpoint", str(directory), *words):
             assert word in str(caught.value)
         assert "Traceback" not in str(caught.value)
@@ -284,9 +285,24 @@ class TestPoliciesThatCannotBeTrained:
         self.refused(directory, "model-00001-of-00002.safetensors")
 
     @pytest.mark.trainers
+    def test_by_what_they_say(self, tmp_path: Path) -> None:
+        """Not by their headers: as they are loaded."""
+        for kind, spoil, words in (
+            ("llama", lambda name, tensor: tensor * math.nan if "norm" in name else tensor, "are no numbers"),
+            ("bert", lambda name, tensor: tensor, "tokens see those behind them"),
+        ):
+            directory = tmp_path / kind
+            config = transformers.AutoConfig.for_model(kind, **MODELS["llama"])
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+            spoilt = {name: spoil(name, tensor) for name, tensor in read_weights(directory).items()}
+            save_file(spoilt, directory / "model.safetensors", metadata={"format": "pt"})
+            with pytest.raises(CheckpointError, match=words):
+                CausalModel(directory, torch.device("cpu"), "auto", False)
+
+    @pytest.mark.trainers
     def test_by_their_model(self, tmp_path: Path) -> None:
         directory = write_model(tmp_path / "llama", "llama")
-        assert examine(directory).vocab_size == VOCABULARY
+        assert examine(directory, TransformersSettings()).vocab_size == VOCABULARY
         change_config(directory, intermediate_size=50)
         self.refused(directory, "does not fit the model", "mlp", "expected shape")
         change_config(directory, model_type="nonesuch", architectures=["Nonesuch"])

@@ -1,5 +1,6 @@
 """The shape of a Qwen3 model, and its Hugging Face `config.json`."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,10 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value < 1:
                 raise ModelConfigError(f"{name}: must be at least 1 (found {value})")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ModelConfigError(f"{name}: must be a positive number (found {value})")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelConfigError(
                 f"num_key_value_heads: must divide num_attention_heads={self.num_attention_heads} "
@@ -96,11 +101,13 @@ _SIZES = (
     "max_position_embeddings",
 )
 _REQUIRED = _SIZES[:-1]
+_POSITIVE = ("rope_theta", "rms_norm_eps")
 _ONLY_SUPPORTED: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
     "use_sliding_window": False,
     "quantization_config": None,
+    "compression_config": None,
 }
 
 

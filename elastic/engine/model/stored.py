@@ -4,8 +4,9 @@ Without the models' library, which takes seconds to import: so whoever only star
 """
 
 import json
+import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from elastic.engine.model.config import ModelConfigError, Qwen3Config
-from elastic.system.given import read_text
+from elastic.system.given import read_json
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -24,9 +25,15 @@ PLAIN_TYPES = ("BF16", "F16", "F32", "F64")
 """Types of weights that are values by themselves; quantised ones are some only with their scales."""
 BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".txt")
 """How the files end that say what a model is and how it speaks."""
+QUANTISATIONS = ("quantization_config", "compression_config")
+"""Keys of configs whose weights are quantised; the second is what compressed-tensors wrote before."""
+NAME_BYTES = 255
+"""The longest name of a file."""
 COMPARED_BYTES = 16 * 1024 * 1024
 _LENGTH_BYTES = 8
 """Of the header's length, before the header of a safetensors file."""
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+"""The number of a tensor's layer, in its name."""
 
 
 class CheckpointError(Exception):
@@ -46,11 +53,11 @@ class StoredTensor(NamedTuple):
 def read_config(directory: Path) -> Qwen3Config:
     """The model's shape, and the tokens at which it ends, also those of `generation_config.json`. Raises
     `CheckpointError`."""
-    raw, more = _read_json(directory / CONFIG_FILE), directory / GENERATION_CONFIG_FILE
+    raw, more = read_object(directory / CONFIG_FILE), directory / GENERATION_CONFIG_FILE
     config = _read_shape(directory / CONFIG_FILE, raw)
     if not more.exists():
         return config
-    ends = with_ends(raw.get("eos_token_id"), _read_json(more).get("eos_token_id"))
+    ends = with_ends(raw.get("eos_token_id"), read_object(more).get("eos_token_id"))
     return _read_shape(more, {**raw, "eos_token_id": ends})
 
 
@@ -104,6 +111,7 @@ def check_stored(directory: Path) -> tuple[Qwen3Config, int]:
     config = read_config(directory)
     stored = stored_tensors(directory)
     check_values(directory, stored, tied=config.tie_word_embeddings)
+    check_depth(directory, config.num_hidden_layers, stored)
     found = {name: tensor.shape for name, tensor in stored.items()}
     if config.tie_word_embeddings:
         found.pop(TIED, None)
@@ -129,9 +137,48 @@ def check_values(directory: Path, stored: Mapping[str, StoredTensor], *, tied: b
         )
 
 
+def check_depth(directory: Path, layers: Any, stored: Mapping[str, StoredTensor]) -> None:
+    """Raises `CheckpointError` for more layers than there are tensors, of which a model would take all of the machine's
+    memory."""
+    if isinstance(layers, int) and layers > len(stored):
+        raise CheckpointError(
+            f"{directory / CONFIG_FILE}: num_hidden_layers: found {layers}, but the files have {len(stored)} "
+            "tensors; allowed: as many as they have layers"
+        )
+
+
+def check_ends(directory: Path, raw: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` for end tokens, of a model's config or its generation config, that are no tokens."""
+    more = directory / GENERATION_CONFIG_FILE
+    parts = {directory / CONFIG_FILE: raw, more: read_object(more) if more.exists() else {}}
+    for path, part in parts.items():
+        ends = part.get("eos_token_id")
+        if not all(isinstance(one, int) for one in (ends if isinstance(ends, list) else [ends]) if one is not None):
+            raise CheckpointError(f"{path}: eos_token_id: found {ends!r}; allowed: a number, or a list of numbers")
+
+
+def check_not_quantised(path: Path, raw: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` where a config, from `path`, says that its weights are quantised."""
+    text = raw.get("text_config")
+    for part in (raw, text if isinstance(text, dict) else {}):
+        for key in QUANTISATIONS:
+            if (quantised := part.get(key)) is not None:
+                how = quantised.get("quant_method") if isinstance(quantised, dict) else None
+                raise CheckpointError(
+                    f"{path}: found a {key}{f' ({how})' if how else ''}: quantised weights cannot be trained; name the "
+                    "checkpoint that they were made of"
+                )
+
+
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return what the headers of a checkpoint's files say. Raises `CheckpointError`."""
-    return {name: tensor for path in weight_files(directory) for name, tensor in _headers(path)}
+    found: dict[str, StoredTensor] = {}
+    for path in weight_files(directory):
+        for name, tensor in _headers(path):
+            if name in found:
+                raise CheckpointError(f"{path}: {name}: is in {found[name].path.name}, too; allowed: once")
+            found[name] = tensor
+    return found
 
 
 def float32_names(stored: Mapping[str, StoredTensor]) -> frozenset[str]:
@@ -172,13 +219,29 @@ def misfit(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[i
     """The first tensor by whose absence, presence or shape one model's tensors are not those of another; or None."""
     for name, shape in expected.items():
         if name not in found:
-            return f"{name}: missing; expected shape {list(shape)}"
+            return f"{name}: missing; expected shape {list(shape)}{_layers_differ(name, found, expected)}"
         if tuple(found[name]) != tuple(shape):
             return f"{name}: expected shape {list(shape)}, found {list(found[name])}"
     unexpected = min(found.keys() - expected.keys(), default=None)
     if unexpected is None:
         return None
-    return f"{unexpected}: not a parameter of this model (found shape {list(found[unexpected])})"
+    differ = _layers_differ(unexpected, found, expected)
+    return f"{unexpected}: not a parameter of this model (found shape {list(found[unexpected])}){differ}"
+
+
+def _layers_differ(name: str, found: Iterable[str], expected: Iterable[str]) -> str:
+    """How many layers there are and how many there should be, where that is why this tensor is odd."""
+    place = _LAYER.search(name)
+    if place is None:
+        return ""
+    before = name[: place.start(1)]
+
+    def layers(names: Iterable[str]) -> int:
+        of_layers = (_LAYER.match(one, max(0, len(before) - 1)) for one in names if one.startswith(before))
+        return max((int(number[1]) + 1 for number in of_layers if number is not None), default=0)
+
+    there, wanted = layers(found), layers(expected)
+    return "" if there == wanted else f"; found {there} layers; allowed: {wanted}, as its config says"
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -189,14 +252,22 @@ def weight_files(directory: Path) -> list[Path]:
         return [single]
     if not index.exists():
         raise CheckpointError(f"{directory}: found neither {WEIGHTS_FILE} nor {INDEX_FILE}")
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
-    files = [directory / name for name in sorted(set(weight_map.values()))]
+    names = sorted(set(weight_map.values()))
+    if (odd := next((name for name in names if not _is_beside(name)), None)) is not None:
+        raise CheckpointError(f"{index}: weight_map: found {odd[:100]!r}; allowed: names of files beside it")
+    files = [directory / name for name in names]
     check_links(*files)
     if (missing := next((file for file in files if not file.exists()), None)) is not None:
         raise CheckpointError(f"{missing}: is not there, and {INDEX_FILE} names it")
     return files
+
+
+def _is_beside(name: str) -> bool:
+    """Whether it names a file of a directory, and nothing outside of it."""
+    return name not in ("", ".", "..") and not {"/", "\0"}.intersection(name) and len(name.encode()) <= NAME_BYTES
 
 
 def check_links(*paths: Path) -> None:
@@ -213,6 +284,8 @@ def check_words(directory: Path) -> None:
 
 
 def _headers(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is not a file")
     try:
         with safe_open(path, framework="np"):  # which checks the header against the file
             pass
@@ -227,9 +300,10 @@ def _headers(path: Path) -> Iterator[tuple[str, StoredTensor]]:
             yield name, StoredTensor(path, about["dtype"], tuple(about["shape"]), begin, end)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file of one object. Raises `CheckpointError`."""
     try:
-        value = json.loads(read_text(path))
+        value = read_json(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:

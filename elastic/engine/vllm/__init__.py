@@ -65,6 +65,17 @@ class Vllm:
         return ""
 
     @staticmethod
+    def check(model_config: Mapping[str, Any], config: EngineConfig, settings: VllmSettings) -> None:
+        """Raises `ValueError` for settings that this model, or its base, does not have."""
+        if config.pacing is not None:
+            raise ValueError(
+                "engine.pacing: 'vllm' runs as fast as its device; allowed: none, or engine.kind = 'torch'"
+            )
+        _require_context(model_config, config.max_context_tokens)
+        if settings.base is not None and not (settings.base / "config.json").is_file():
+            raise ValueError(f"engine.vllm.base: {settings.base} has no config.json; allowed: a checkpoint's directory")
+
+    @staticmethod
     def create(
         model_config: Mapping[str, Any],
         config: EngineConfig,
@@ -74,13 +85,7 @@ class Vllm:
         """Raises `ValueError` where vLLM is missing, of another version, or does not start with these settings."""
         if share is not None:
             raise ValueError("engine.kind: 'vllm' needs a device of its own; on a borrowed one: 'torch'")
-        if config.pacing is not None:
-            raise ValueError(
-                "engine.pacing: 'vllm' runs as fast as its device; allowed: none, or engine.kind = 'torch'"
-            )
-        _require_context(model_config, config.max_context_tokens)
-        if settings.base is not None and not (settings.base / "config.json").is_file():
-            raise ValueError(f"engine.vllm.base: {settings.base} has no config.json; allowed: a checkpoint's directory")
+        Vllm.check(model_config, config, settings)
         _require_vllm()
         from elastic.engine.vllm.engine import VllmEngine
 

@@ -27,7 +27,7 @@ class Transformers:
 
         if config.trainer.gpus > 1:
             settings.check_ranks(config.trainer.gpus)
-        return examine(config.model.checkpoint, settings.lora)
+        return examine(config.model.checkpoint, settings)
 
     @staticmethod
     def unserved(config: Config, settings: TransformersSettings, engine: EngineConfig, own: Any) -> str:
@@ -54,7 +54,7 @@ class Transformers:
         """Reads its header: whether its bytes are as they were written is seen by the trainer, which reads them all."""
         from elastic.worker.trainer.transformers.examination import examine_checkpoint
 
-        examine_checkpoint(config.model.checkpoint, checkpoint, settings.lora)
+        examine_checkpoint(config.model.checkpoint, checkpoint, settings)
 
     @staticmethod
     def create(config: Config, settings: TransformersSettings, device: str) -> PolicyTrainer:

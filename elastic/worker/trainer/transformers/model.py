@@ -8,6 +8,7 @@ alone. Where the first does not hold its own logits are used, and where the seco
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol, TypeAlias
 
 import structlog
@@ -64,6 +65,7 @@ class CausalModel:
         """Tensors, by their names in the files, that are float32 there."""
         with torch.no_grad():
             own = self._alone(plain_head=False)
+            self._check_looks(own)
             self._plain_head = self._agrees(lambda: self._alone(plain_head=True), own)
             self.packs = self._packed(own, wanted)
         if not self._plain_head:
@@ -185,14 +187,29 @@ class CausalModel:
             return False
         return bool((found - own).abs().mean() <= PROBE_TOLERANCE)
 
+    def _check_looks(self, own: Tensor) -> None:
+        """Raises `CheckpointError` for a model that says nothing, or whose tokens see those behind them."""
+        if not own.isfinite().all():
+            what = f"{int((~own.isfinite()).sum())} of the log-probabilities of {len(own)} tokens are no numbers"
+            raise CheckpointError(f"{self.directory}: {what}: its weights or numbers of its config are damaged")
+        others = self._alone(plain_head=False, last_token=1)
+        last = torch.tensor([length - 1 for length in PROBE_LENGTHS]).cumsum(0) - 1
+        before = torch.ones_like(own, dtype=torch.bool).index_fill(0, last.to(own.device), value=False)
+        if (others - own)[before].abs().mean() > PROBE_TOLERANCE:
+            raise CheckpointError(f"{self.directory}: its tokens see those behind them; allowed: a decoder-only model")
+
     def _probes(self) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         return [torch.randint(self.vocab_size, (length,), generator=generator) for length in PROBE_LENGTHS]
 
-    def _alone(self, plain_head: bool) -> Tensor:
-        """Log-probabilities of the probes' tokens, each probe in a row of its own."""
-        found = (self._distribution(row_of_sequences([probe]), 1.0, plain_head).logprobs for probe in self._probes())
-        return torch.cat(list(found))
+    def _alone(self, plain_head: bool, last_token: int = 0) -> Tensor:
+        """Log-probabilities of the probes' tokens, each probe in a row of its own; its last token is another one, so
+        many further on."""
+        rows: list[Tensor] = []
+        for probe in self._probes():
+            probe[-1] = (probe[-1] + last_token) % self.vocab_size
+            rows.append(self._distribution(row_of_sequences([probe]), 1.0, plain_head).logprobs)
+        return torch.cat(rows)
 
     def _together(self) -> Tensor:
         return self.local_distribution(row_of_sequences(self._probes()), 1.0).logprobs
@@ -201,15 +218,25 @@ class CausalModel:
 def names_on_disk(directory: Path, model: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
     """The names of the model's tensors, if they are those of the files as they stand; none where they are fused here.
 
-    Raises `CheckpointError` where the files have other tensors than the model, or other shapes.
+    Raises `CheckpointError` where the files lack some of the model's tensors, or have other shapes, or tensors that are
+    none of the model's and that transformers does not know to leave out.
     """
     here = {name: tensor.detach().to("meta") for name, tensor in (*_buffers(model), *model.named_parameters())}
-    if all(name in stored and stored[name].shape == tuple(tensor.shape) for name, tensor in here.items()):
-        return list(here)
-    expected = {name: tuple(tensor.shape) for name, tensor in _unfused(model, here).items()}
-    found = {name: tensor.shape for name, tensor in stored.items() if name in expected}
-    check_shapes(directory, found, expected)
-    return []
+    tied = {name: tensor.detach().to("meta") for name, tensor in model.state_dict().items()}
+    fused = not all(name in stored and stored[name].shape == tuple(tensor.shape) for name, tensor in here.items())
+    expected, known = (_unfused(model, here), _unfused(model, tied)) if fused else (here, tied)
+    strange = {name for name in stored if name not in expected and name not in known}
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    found = {name: stored[name].shape for name in (*shapes, *_not_left_out(model, strange)) if name in stored}
+    check_shapes(directory, found, shapes)
+    return [] if fused else list(here)
+
+
+def _not_left_out(model: Any, names: set[str]) -> set[str]:
+    """Of tensors that the model does not have, those that it does not list as ones to be left out as it is loaded."""
+    about = SimpleNamespace(missing_keys=set[str](), unexpected_keys=names)
+    model._adjust_missing_and_unexpected_keys(about)
+    return about.unexpected_keys
 
 
 def _buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -243,8 +270,7 @@ def _loaded(directory: Path, stored: Mapping[str, StoredTensor], device: torch.d
         )
     except (ImportError, OSError, RuntimeError, ValueError, KeyError) as error:
         if wanted != "auto" and isinstance(error, ImportError | ValueError):
-            words = f"found {wanted!r}, which this model does not have here; allowed: 'auto'"
-            raise ValueError(f"trainer.transformers.attention: {words} ({str(error).splitlines()[0]})") from error
+            raise ValueError(no_attention(wanted, error)) from error
         raise CheckpointError(f"{directory}: transformers cannot load it: {error}") from error
     model, about = loaded
     for what, words in (
@@ -255,6 +281,12 @@ def _loaded(directory: Path, stored: Mapping[str, StoredTensor], device: torch.d
         if names := about.get(what):
             raise CheckpointError(f"{directory}: does not fit the model: {min(map(str, names))}: {words}")
     return model.to(device)
+
+
+def no_attention(wanted: Attention, error: Exception) -> str:
+    """What to say where transformers does not make the model with this attention."""
+    words = f"found {wanted!r}, which this model does not have here; allowed: 'auto'"
+    return f"trainer.transformers.attention: {words} ({str(error).splitlines()[0]})"
 
 
 def _unfused(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
