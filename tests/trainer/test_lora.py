@@ -184,10 +184,3 @@ def test_every_engine_serves_the_base_with_adapters_of_that_rank(tmp_path: Path)
     assert "adapter_rank" in unserved({"r": 32, "lora_alpha": 32}, base=tmp_path)
     assert "max_context_tokens" in unserved(LORA, PROOF_TOKENS, base=tmp_path)
     assert "no adapters" in unserved(None, base=tmp_path)
-
-
-def test_adapters_are_trained_on_one_gpu(tmp_path: Path) -> None:
-    config = config_of(tmp_path, LORA)
-    two = config.model_copy(update={"trainer": config.trainer.model_copy(update={"gpus": 2})})
-    with pytest.raises(ConfigError, match=r"trainer\.gpus: found 2 with trainer\.transformers\.lora.*allowed: 1"):
-        Transformers.examine(two, settings_of(LORA))

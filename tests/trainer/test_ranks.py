@@ -103,6 +103,25 @@ def test_ranks_publish_buffers_and_float32_tensors_as_they_are_on_disk(tmp_path:
         made.close()
 
 
+def test_two_ranks_train_adapters_as_one_does(start: Start, tmp_path: Path) -> None:
+    """They are published and kept as those of one rank are, and compared with the base, which is sharded, too."""
+    pytest.importorskip("peft")
+    lora = {"r": 4, "lora_alpha": 8}
+    made = start(2, own={"lora": lora}, bypass_mode=False, rollout_is="sequence", kl_coefficient=0.5)
+    found: dict[str, Any] = {}
+    for seed in range(2):
+        found = made.ask("train", seed)
+        as_of_one(found, made.ask("train", seed, one=True))
+    assert found["metrics"]["kl"] > 0
+    held = weights(made, tmp_path / "two")
+    assert all(".lora_" in name for name in held)
+    about_equal(held, weights(made, tmp_path / "one", one=True))
+    directory = tmp_path / "00000002.shards"
+    made.ask("save", str(directory))
+    assert made.ask("load", str(directory), one=True) == 2
+    assert same_bits(weights(made, tmp_path / "one", one=True), held)
+
+
 def test_two_ranks_keep_first_weights_and_compare_with_a_reference_as_one_does(start: Start, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"bypass_mode": False, "rollout_is": "sequence", "kl_coefficient": 0.5, "loss": "gspo"}
     made = start(2, updates_per_step=2, entropy_coefficient=0.01, **keys)

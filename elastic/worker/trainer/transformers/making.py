@@ -63,8 +63,13 @@ def _reference(config: Config, settings: TransformersSettings, model: CausalMode
 
 
 def _sharded(config: Config, settings: TransformersSettings, device: torch.device, ranks: Ranks) -> CausalModel:
-    from elastic.worker.trainer.transformers.sharded import ShardedModel
-
     settings.check_ranks(ranks.size)
     given = config.model.checkpoint, device, settings.attention, settings.activation_checkpointing
-    return ranks.in_turns(lambda: ShardedModel(*given, computed_in(settings, device), ranks))
+    there = computed_in(settings, device), ranks
+    if (lora := settings.lora) is not None:
+        from elastic.worker.trainer.transformers.sharded_lora import ShardedAdapters
+
+        return ranks.in_turns(lambda: ShardedAdapters(*given, lora, config.run.seed, *there))
+    from elastic.worker.trainer.transformers.sharded import ShardedModel
+
+    return ranks.in_turns(lambda: ShardedModel(*given, *there))

@@ -96,11 +96,6 @@ class TransformersSettings(TrainerSettings):
 
     def check_ranks(self, gpus: int) -> None:
         """Raises `ConfigError` for what a trainer of so many GPUs, several ones, does not do."""
-        if self.lora is not None:
-            raise ConfigError(
-                f"trainer.gpus: found {gpus} with trainer.transformers.lora, whose adapters are trained on one GPU; "
-                "allowed: 1"
-            )
         if self.attention == "flash_attention_2":
             raise ConfigError(
                 f"trainer.transformers.attention: found {self.attention!r} with trainer.gpus = {gpus}, where models "

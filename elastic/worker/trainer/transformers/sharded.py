@@ -20,32 +20,24 @@ from elastic.worker.trainer.ranks import Ranks
 from elastic.worker.trainer.transformers.model import Attention, CausalModel
 
 
-class ShardedModel(CausalModel):
-    """Its parameters are this rank's shards, in float32. All ranks call the same methods in the same order."""
+class Sharded(CausalModel):
+    """What sharding makes of a model that was loaded whole, in host memory."""
 
-    def __init__(
-        self,
-        directory: Path,
-        device: torch.device,
-        wanted: Attention,
-        activation_checkpointing: bool,
-        dtype: torch.dtype,
-        ranks: Ranks,
-    ) -> None:
-        """As `CausalModel`, looked at in host memory; it computes in `dtype`."""
-        super().__init__(directory, torch.device("cpu"), wanted, activation_checkpointing)
+    def shard(self, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> None:
+        """Keep this rank's shards alone, on the device; rows are computed in `dtype` there from now on."""
         self.device = device
-        self._shapes = {name: tuple(one.shape) for name, one in self.model.named_parameters()}
+        trained = super().named_parameters()
+        self._shapes = {name: tuple(one.shape) for name, one in trained.items()}
         self._root = _Root(self)
         _shard(self._root, self.model, init_device_mesh(device.type, (ranks.size,)), dtype)
-        self._parameters = list(self.model.parameters())
+        self._parameters = list(super().named_parameters().values())
 
     @property
     def sharded(self) -> bool:
         return True
 
     def named_parameters(self) -> dict[str, Tensor]:
-        return {name: _local(parameter) for name, parameter in self.model.named_parameters()}
+        return {name: _local(parameter) for name, parameter in super().named_parameters().items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
@@ -60,6 +52,23 @@ class ShardedModel(CausalModel):
         for parameter in self._parameters:
             parameter.grad = None
         return found
+
+
+class ShardedModel(Sharded):
+    """Its parameters are this rank's shards, in float32. All ranks call the same methods in the same order."""
+
+    def __init__(
+        self,
+        directory: Path,
+        device: torch.device,
+        wanted: Attention,
+        activation_checkpointing: bool,
+        dtype: torch.dtype,
+        ranks: Ranks,
+    ) -> None:
+        """As `CausalModel`, looked at in host memory; it computes in `dtype`."""
+        super().__init__(directory, torch.device("cpu"), wanted, activation_checkpointing)
+        self.shard(device, dtype, ranks)
 
 
 class _Root(nn.Module):
