@@ -203,11 +203,11 @@ def test_any_number_of_ranks_reads_what_another_wrote(start: Start, tmp_path: Pa
 
 HELD_UP = {
     "forward": ("CausalModel.local_distribution", signal.SIGKILL),
-    "backward": ("ShardedModel.gradients", signal.SIGKILL),
+    "backward": ("Sharded.gradients", signal.SIGKILL),
     "optimiser step": ("AdamW.step", signal.SIGKILL),
     "publish": ("Encoder.put_delta", signal.SIGKILL),
     "checkpoint": ("save_shards", signal.SIGKILL),
-    "stopped": ("ShardedModel.gradients", signal.SIGSTOP),
+    "stopped": ("Sharded.gradients", signal.SIGSTOP),
     "stopped in publish": ("Encoder.put_delta", signal.SIGSTOP),
 }
 """A function in which a rank is struck, and how."""
