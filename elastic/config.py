@@ -139,7 +139,7 @@ class ModelConfig(_Section):
 OUTSIDE = "outside"
 """The environment that is none: agents outside of the run drive its trajectories."""
 AGENT, CHAT = "agent", "chat"
-PLAYED = (AGENT, CHAT, "gymnasium", "reasoning-gym", "verifiers")
+PLAYED = (AGENT, CHAT, "gymnasium", "openenv", "reasoning-gym", "verifiers")
 """Environments whose episodes are users' code, in env workers."""
 DRIVEN = (OUTSIDE, *PLAYED)
 """Environments whose trajectories are played through fronts."""

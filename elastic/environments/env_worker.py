@@ -33,6 +33,7 @@ from elastic.environments.agent import (
 )
 from elastic.environments.chat import RowChatSettings, load_chat
 from elastic.environments.from_gymnasium import GymnasiumSettings, load_gymnasium
+from elastic.environments.from_openenv import OpenEnvSettings, load_openenv
 from elastic.environments.from_reasoning_gym import ReasoningGymSettings, load_reasoning_gym
 from elastic.environments.from_verifiers import VerifiersSettings, load_verifiers
 from elastic.environments.kinds import KindMeans, KindSettings
@@ -60,6 +61,7 @@ PLAYED_SETTINGS: Mapping[str, type[PlayedSettings]] = {
     "agent": AgentSettings,
     "chat": RowChatSettings,
     "gymnasium": GymnasiumSettings,
+    "openenv": OpenEnvSettings,
     "reasoning-gym": ReasoningGymSettings,
     "verifiers": VerifiersSettings,
 }
@@ -92,10 +94,14 @@ class EnvWork:
 async def serve_env_worker(work: EnvWork) -> None:
     """Play episodes until the run is over, or a signal. Raises `CodeUnusable` for a function that cannot be loaded, and
     `BadData`."""
+    async with AsyncExitStack() as lasting:
+        await _serve(work, lasting)
+
+
+async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
     key = os.environ.pop(KEY_VARIABLE, "")
     link = EnvRunLink(work.run_dir, key, work.away_s)
     http = async_client(timeout=None, limits=httpx.Limits(max_connections=None))
-    lasting = AsyncExitStack()
     lasting.push_async_callback(http.aclose)
     means = KindMeans(
         http=http,
@@ -127,7 +133,6 @@ async def serve_env_worker(work: EnvWork) -> None:
         for task in (linking, bounding, waiting, *slots):
             task.cancel()
         await asyncio.wait({linking, waiting, *slots}, timeout=1.0)
-        await lasting.aclose()
 
 
 async def load_episode(settings: PlayedSettings, means: KindMeans) -> tuple[Rollout, MakeClient]:
@@ -139,6 +144,8 @@ async def load_episode(settings: PlayedSettings, means: KindMeans) -> tuple[Roll
             return load_chat(settings, means.http), _no_client
         case GymnasiumSettings():
             return await load_gymnasium(settings, means), _no_client
+        case OpenEnvSettings():
+            return await load_openenv(settings, means), _no_client
         case ReasoningGymSettings():
             return await load_reasoning_gym(settings, means), _no_client
         case VerifiersSettings():

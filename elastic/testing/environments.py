@@ -52,8 +52,10 @@ class Heard:
     """What an env worker has said of a trajectory."""
 
     said: str
-    """The policy's answer in it."""
+    """The policy's answer in it, after it has called a tool if it has one to call."""
     cut: bool = False
+    tool: tuple[str, str] | None = None
+    """The name and the arguments of the tool that its first answer calls."""
     refuses_reward: bool = False
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the policy was asked."""
@@ -77,6 +79,8 @@ class StandInRun:
         self.connections = 0
         self.prompts: dict[str, list[Any]] = {}
         """By trajectory: what its calls had as prompts."""
+        self.tools: dict[str, Any] = {}
+        """By trajectory: the tools that its last call had."""
         self.sampled: dict[str, list[list[int]]] = {}
         """By trajectory: the tokens of the policy's answers, where calls asked for tokens."""
         self._tokenizer = Tokenizer(checkpoint)
@@ -218,9 +222,11 @@ class StandInRun:
         asked, heard = json.loads(body), self._trajectories[name]
         heard.asked.set()
         self.prompts.setdefault(name, []).append(asked.get("messages", asked.get("token_ids")))
+        self.tools[name] = asked.get("tools", [])
         reason = "length" if heard.cut else "stop"
         if route.endswith("/chat/completions"):
-            return 200, _completion(heard.said, reason)
+            calls = heard.tool if len(self.prompts[name]) == 1 else None
+            return 200, _completion(heard.said, reason) if calls is None else _calling(*calls)
         if route.endswith("/inference/v1/generate"):
             ids = self._tokenizer.encode(heard.said)
             ids += [] if heard.cut else [min(self._tokenizer.eos_token_ids)]
@@ -272,6 +278,13 @@ class EnvWorkerUnderTest:
 
 def _error(code: str, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+def _calling(name: str, arguments: str) -> dict[str, Any]:
+    call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": arguments}}
+    answer = _completion("", "tool_calls")
+    answer["choices"][0]["message"]["tool_calls"] = [call]
+    return answer
 
 
 def _completion(said: str, reason: str) -> dict[str, Any]:
