@@ -140,7 +140,7 @@ test-loggers: setup .cache/loggers/installed
 	touch $@
 
 # Environments in processes of their own. Other people's have environments of their own, which borrow everything else.
-ENVIRONMENTS := verifiers verifiers-old reasoning-gym
+ENVIRONMENTS := openenv reasoning-gym verifiers verifiers-old
 
 test-environments: setup $(ENVIRONMENTS:%=.cache/environments-%/installed)
 	$(BIN)/python -m pytest -m environments tests/envs

@@ -42,6 +42,8 @@ class EpisodeTask(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     seed: int
+    place: int = 0
+    """Of its group among the groups of its environment."""
     row: Mapping[str, Any] = {}
     """Of the data set, where there is one; `prompt` and `answer` are its columns of these names."""
     prompt: Any = None

@@ -253,9 +253,10 @@ class FunctionPlayer:
         number = begun.number
         seed = random.Random(f"{self._work.seed}/{number}").getrandbits(63)
         if (rows := self._rows) is None:
-            return EpisodeTask(number=number, seed=seed)
+            return EpisodeTask(number=number, seed=seed, place=begun.place)
         row = rows.of_group(begun.place, begun.row)
-        return EpisodeTask(number=number, seed=seed, row=row, prompt=rows.prompt(row), answer=rows.answer(row))
+        prompt, answer = rows.prompt(row), rows.answer(row)
+        return EpisodeTask(number=number, seed=seed, place=begun.place, row=row, prompt=prompt, answer=answer)
 
     async def _tell(self, begun: TrajectoryBegun, outcome: Outcome) -> None:
         """Say what a trajectory has come to. One that is over already, or is played elsewhere, is let be."""

@@ -1,6 +1,6 @@
 """The kind `reasoning-gym`: a question of a data set that is generated, one answer, and the data set's own scorer.
 
-The question of a group follows from its number in the whole run, and from the data set's seed, which is the run's.
+The question of a group follows from its place among its environment's, and from the data set's seed, the run's.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ async def load_reasoning_gym(settings: ReasoningGymSettings, means: KindMeans) -
     system = default if settings.system is None else settings.system
 
     async def play(task: EpisodeTask, client: Any, trajectory: PlayedTrajectory) -> Outcome:
-        question = questions[task.number % settings.size]
+        question = questions[task.place % settings.size]
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question["question"]})
         try:

@@ -115,7 +115,7 @@ async def _load_new(settings: VerifiersSettings, means: KindMeans) -> Rollout:
             # The run is told before the trace's agent is even started, on a connection that keeps its order.
             binding.append(asyncio.ensure_future(means.bind(trajectory, trace.id)))
 
-        (slot,) = environment.slots(_task(settings, means, tasks, task.number), 1)
+        (slot,) = environment.slots(_task(settings, means, tasks, task.place), 1)
         try:
             episode = await environment.run_slot(slot, context_of(trajectory.base_url), on_trace=bind)
             await asyncio.gather(*binding)
@@ -171,7 +171,7 @@ def _load_old(settings: VerifiersSettings, means: KindMeans) -> Rollout:
         if url not in shared:
             shared[url] = openai.AsyncOpenAI(api_key="none", base_url=url, max_retries=RETRIES, timeout=None)
         calls = clients.OpenAIChatCompletionsClient(shared[url].with_options(api_key=trajectory.key))
-        given = _task(settings, means, tasks, task.number)
+        given = _task(settings, means, tasks, task.place)
         _overheard.set(raised := [])
         (output,) = await environment.run_group([given], client=calls, model=means.model, sampling_args={})
         return Outcome(failed=f"verifiers: {'; '.join(raised)}") if raised else _old_outcome(output)
@@ -200,9 +200,9 @@ def _old_outcome(output: Mapping[str, Any]) -> Outcome:
     return Outcome(reward=reward, truncated=too_long or bool(output.get("is_truncated")))
 
 
-def _task(settings: VerifiersSettings, means: KindMeans, tasks: Sequence[Any], number: int) -> Any:
-    """The task of the group with this number: it follows from that and the run's seed."""
-    return tasks[CURRICULA[settings.order](number, len(tasks), means.seed)]
+def _task(settings: VerifiersSettings, means: KindMeans, tasks: Sequence[Any], place: int) -> Any:
+    """The task of the group that has this place among those of its environment, by the run's seed."""
+    return tasks[CURRICULA[settings.order](place, len(tasks), means.seed)]
 
 
 def _check_tasks(settings: VerifiersSettings, tasks: Sequence[Any]) -> None:

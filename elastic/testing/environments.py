@@ -165,7 +165,9 @@ class StandInRun:
         name = await self._due.get()
         number = int(name.partition("/")[0])
         if connection.open:
-            begun = m.TrajectoryBegun(request, name, number=number, key=AGENT_KEY + agent_id(name), base_url=self._url)
+            begun = m.TrajectoryBegun(
+                request, name, number=number, place=number, key=AGENT_KEY + agent_id(name), base_url=self._url
+            )
             connection.send(begun)
         else:
             self._due.put_nowait(name)
