@@ -206,6 +206,33 @@ class TestCodeOfOnesOwn:
         with pytest.raises(ValueError, match=r"trainer\.loss: .*" + words):
             self.of(tmp_path, body)
 
+    def test_does_what_it_likes_to_its_tokens_and_is_not_asked_about_none(self, tmp_path: Path):
+        body = "-tokens.advantages.mul_(2) * tokens.logprobs + 0 * tokens.sequences.zero_().max()"
+        objective = self.of(tmp_path, f"{body} + 0 * tokens.proximal.fill_(9)")
+        batch, plain = (
+            batch_of([trajectory(0, 2)], [2.0]),
+            self.of(tmp_path, "-2 * tokens.advantages * tokens.logprobs"),
+        )
+        found, expected = loss_of(objective, batch), loss_of(plain, batch)
+        assert value(found) == value(expected)
+        torch.testing.assert_close(found.tokens.ratio, expected.tokens.ratio)
+        assert loss_of(objective, batch, torch.zeros_like(batch.truncated)).loss is None
+
+    @pytest.mark.parametrize(
+        ("body", "words"),
+        [
+            ("tokens.logprobs.detach()", "without a gradient"),
+            ("tokens.logprobs.sum()", r"of shape \(\)"),
+            ("exit(3)", "raised SystemExit: 3"),
+        ],
+    )
+    def test_that_fails_later_is_named_too(self, tmp_path: Path, body: str, words: str):
+        objective = self.of(tmp_path, f"{body} if len(tokens.logprobs) == 4 else tokens.logprobs")
+        batch = batch_of([trajectory(0, 4)], [2.0])
+        now = TokenDistribution(batch.logprobs.clone().requires_grad_(), torch.zeros(4))
+        with pytest.raises(ValueError, match=r"trainer\.loss: .*" + words):
+            objective.of(batch, now, 0, None)
+
     def test_that_is_not_there_is_named(self, tmp_path: Path):
         with pytest.raises(ValueError, match=r"trainer\.loss: no_such_module:mine"):
             Objective(settings_of("token-mean", loss="no_such_module:mine"))

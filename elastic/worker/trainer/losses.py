@@ -120,25 +120,28 @@ def own_loss(name: str, settings: LossConfig) -> Loss:
         raise ValueError(f"trainer.loss: {error}") from error
 
     def loss(tokens: LossTokens, clip: Clip) -> TokenLosses:
+        none = torch.zeros_like(tokens.ages, dtype=torch.bool)
+        if not len(tokens.logprobs):  # All are masked. A largest one of none, or a mean, is an error, or no number.
+            return TokenLosses(tokens.logprobs, tokens.logprobs.detach(), none, none)
         try:
-            found = function(tokens, settings)
+            # Of copies: what it does to them in place is no matter of weights, masks and figures.
+            found = function(LossTokens(*(tensor.clone() for tensor in tokens)), settings)
         except (torch.OutOfMemoryError, MemoryError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"trainer.loss: {name} raised {told(error)}") from error
         shape = tuple(tokens.logprobs.shape)
         if not isinstance(found, Tensor) or tuple(found.shape) != shape:
             what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
             raise ValueError(f"trainer.loss: {name} returned {what}; allowed: a loss for each token, of shape {shape}")
-        none = torch.zeros_like(tokens.ages, dtype=torch.bool)
+        if tokens.logprobs.requires_grad and not found.requires_grad:
+            raise ValueError(f"trainer.loss: {name} returned a loss without a gradient of `logprobs`")
         return TokenLosses(found, torch.exp(_log_ratio(tokens)), none, none)
 
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     plain = torch.tensor([-1.5, -1.5, -1.5])
     tokens = LossTokens(logprobs, plain, torch.ones(3), torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1]))
     tried = loss(tokens, Clip(0.2, 0.2, 3.0, math.inf)).loss
-    if not tried.requires_grad:
-        raise ValueError(f"trainer.loss: {name} returned a loss without a gradient of `logprobs`")
     if not bool(tried.isfinite().all()):
         raise ValueError(f"trainer.loss: {name} returned {tried.tolist()}; allowed: finite numbers")
     return loss
