@@ -207,6 +207,15 @@ class EnvironmentConfig(_Section):
     max_restarts: int = Field(
         3, ge=0, description="deaths of an env worker in a row, without a finished trajectory, that a run survives"
     )
+    container: str = Field(
+        "",
+        max_length=255,
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._:/@-]*)?$",
+        description="image of containers, by docker or podman, in which env workers run; empty: in none",
+    )
+    network: Literal["none", "host"] = Field(
+        "none", description="of its containers: none, so that they reach the model alone, or this machine's"
+    )
     limits: ProcessLimitsConfig = Field(default_factory=ProcessLimitsConfig)  # type: ignore[arg-type]
     settings: dict[str, Any] = Field(default_factory=dict, description="the environment's own keys")
     data: DataConfig | None = Field(None, description="rows that its episodes are about; for kinds `agent` and `chat`")
@@ -215,6 +224,12 @@ class EnvironmentConfig(_Section):
     def _of_a_kind(self) -> "EnvironmentConfig":
         if not self.kind:
             object.__setattr__(self, "kind", self.name)  # It is frozen, and this is still its making.
+        return self
+
+    @model_validator(mode="after")
+    def _network_of_containers(self) -> "EnvironmentConfig":
+        if self.network != "none" and not self.container:
+            raise ValueError(f"network is of containers, and there are none (found {self.network!r}): set container")
         return self
 
     @model_validator(mode="after")

@@ -58,6 +58,7 @@ COMMANDS = {
     "pool-resident": ("worker", ""),
     "front": ("agents", ""),
     "env-worker": ("agents", ""),
+    "environments": ("environments", "What environments of a run need."),
     "agents": ("agents", "Where agents reach a run that they drive, and the keys that they show."),
     "chat": ("chat", "Talk with a run's policy: while the run goes on by its spare credit, later by an engine here."),
     "doctor": (

@@ -132,12 +132,14 @@ def _env_workers(plan: RunPlan, run_dir: Path) -> EnvWorkersOrder | None:
     keys = list[str]()
     for number, one in enumerate(plan.environments):
         environment = one.config
+        # Of an environment in containers the interpreter is in there.
+        interpreter = sys.executable if environment.container else environment.python or sys.executable
         place = (str(run_dir.resolve()), "--environment", environment.name)
         for process in range(environment.processes if one.in_workers else 0):
             name = env_worker_id(environment.name, process)
             keys.append(secrets.driver_key(name))
             workers[name] = EnvWorkerOrder(
-                command=(str(environment.python or sys.executable), "-m", "elastic.cli", "env-worker", *place),
+                command=(str(interpreter), "-m", "elastic.cli", "env-worker", *place),
                 variables={**common, KEY_VARIABLE: keys[-1]},
                 step_timeout_s=environment.step_timeout_s,
                 max_restarts=environment.max_restarts,
@@ -202,7 +204,7 @@ def check_front(plan: RunPlan) -> None:
     for number, environment in enumerate(config.mixture):
         if (source := data_source(environment, config.run.seed)) is not None:
             try:
-                check_first_row(source, elsewhere=environment.python is not None)
+                check_first_row(source, elsewhere=bool(environment.python or environment.container))
             except BadData as error:
                 section = (*config.environment_section(number), "data")
                 raise ConfigError(ConfigProblem(str(error), section)) from error

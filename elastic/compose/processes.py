@@ -5,6 +5,7 @@ import contextlib
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from importlib import import_module
@@ -121,6 +122,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     Raises `ConfigError` for another environment than the run's, and for code that cannot be loaded.
     """
     from elastic.compose.agents import data_source
+    from elastic.environments.container import INSIDE_VARIABLE
     from elastic.environments.env_worker import PLAYED_SETTINGS, EnvWork, serve_env_worker
     from elastic.environments.limits import ProcessLimits
     from elastic.environments.rows import BadData
@@ -131,6 +133,11 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
         known = ", ".join(map(repr, played)) or "none with env workers"
         raise ConfigError(f"--environment: found {environment!r}; the run has {known}")
     number, own = played[environment]
+    inside = bool(os.environ.pop(INSIDE_VARIABLE, ""))
+    if own.container and not inside:
+        from elastic.compose.containers import container_order, keep_container
+
+        sys.exit(run_loop(keep_container(run_dir, container_order(run_dir, config, number))))
     work = EnvWork(
         run_dir=run_dir,
         settings=validate(
@@ -141,8 +148,9 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
         seed=config.run.seed,
         away_s=config.run.orchestrator_timeout_s,
         data=data_source(own, config.run.seed),
+        inside=inside,
     )
-    limits = config.environment.limits
+    limits = own.limits
     ProcessLimits(limits.memory_gb, limits.cpu_s, limits.files).hold()
     try:
         run_loop(serve_env_worker(work))

@@ -32,12 +32,13 @@ from elastic.environments.agent import (
     outcome_of,
 )
 from elastic.environments.chat import RowChatSettings, load_chat
+from elastic.environments.doors import loopback
 from elastic.environments.from_gymnasium import GymnasiumSettings, load_gymnasium
 from elastic.environments.from_openenv import OpenEnvSettings, load_openenv
 from elastic.environments.from_reasoning_gym import ReasoningGymSettings, load_reasoning_gym
 from elastic.environments.from_verifiers import VerifiersSettings, load_verifiers
 from elastic.environments.kinds import KindMeans, KindSettings
-from elastic.environments.limits import bound_output
+from elastic.environments.limits import bound_output, end_with_input
 from elastic.environments.rows import DataSource, Rows, read_rows
 from elastic.environments.run_link import EnvRunLink, RunGone
 from elastic.protocol.front_messages import (
@@ -89,6 +90,8 @@ class EnvWork:
     seed: int
     away_s: float
     data: DataSource | None = None
+    inside: bool = False
+    """Whether it is in a container, where `run_dir` has the doors to the run."""
 
 
 async def serve_env_worker(work: EnvWork) -> None:
@@ -112,11 +115,16 @@ async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
         bind=partial(_bind, link),
         lasting=lasting,
     )
+    base_url = ""
+    if work.inside:
+        end_with_input()
+        base_url = f"http://127.0.0.1:{await lasting.enter_async_context(loopback(work.run_dir))}/v1"
     rollout, make_client = await load_episode(work.settings, means)
     rows = None if work.data is None else read_rows(work.data)
     ended = asyncio.Event()
     heed_no_more = act_on(TERMINATION, ended.set)
-    player = FunctionPlayer(link, rollout, make_client, work, rows, os.environ.pop(CHAT_KEY_VARIABLE, ""))
+    chat_key = os.environ.pop(CHAT_KEY_VARIABLE, "")
+    player = FunctionPlayer(link, rollout, make_client, work, rows, chat_key, base_url)
     linking = asyncio.create_task(link.run(), name="run")
     bounding = asyncio.create_task(bound_output(), name="output")
     slots = [asyncio.create_task(player.play_on(), name=f"slot {n}") for n in range(work.settings.concurrency)]
@@ -208,13 +216,16 @@ class FunctionPlayer:
         work: EnvWork,
         rows: Rows | None = None,
         chat_key: str = "",
+        base_url: str = "",
     ) -> None:
+        """`base_url` is where calls go, if elsewhere than the run says."""
         self._link = link
         self._rollout = rollout
         self._make_client = make_client
         self._work = work
         self._rows = rows
         self._chat_key = chat_key
+        self._base_url = base_url
 
     async def play_on(self) -> None:
         while True:
@@ -231,7 +242,7 @@ class FunctionPlayer:
         task = self._task(begun)
         trajectory = PlayedTrajectory(
             id=agent_id(begun.trajectory),
-            base_url=begun.base_url,
+            base_url=self._base_url or begun.base_url,
             key=begun.key,
             model=self._work.model,
             member=parse_trajectory(begun.trajectory).member,

@@ -8,11 +8,14 @@ import os
 import resource
 import stat
 import sys
+import threading
 from typing import NamedTuple, NoReturn
 
 GIB = 1024**3
 LOG_BYTES_MAX = 64 * 1024**2
 LOOK_S = 1.0
+LEFT_STATUS = 70
+"""The exit status of a process whose input has ended."""
 CPU_GRACE_S = 5
 """Between the signal that says that the CPU time is used up, and the one that nobody can heed."""
 
@@ -39,6 +42,17 @@ def _bound(what: int, most: int, grace: int = 0) -> None:
     _, hard = resource.getrlimit(what)
     highest = most + grace if hard == resource.RLIM_INFINITY else min(most + grace, hard)
     resource.setrlimit(what, (min(most, highest), highest))
+
+
+def end_with_input() -> None:
+    """End this process as soon as its standard input does: with whoever holds the other end, whatever is under way."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os._exit(LEFT_STATUS)
+
+    threading.Thread(target=watch, name="input", daemon=True).start()
 
 
 async def bound_output() -> NoReturn:

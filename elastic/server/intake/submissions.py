@@ -26,6 +26,7 @@ from elastic.system.named_code import in_file
 _WHERE = "config"
 _SERVERS_OWN = (
     *("run.directory", "run.host", "run.port", "run.advertise", "run.certificate", "run.certificate_key"),
+    *("environment.container", "environment.network"),
     *("environment.python", "run.pass_env", "weights.port", "weights.relay", "front.host", "front.port"),
     *("front.upstream", "front.upstream_key_env"),
 )
@@ -135,8 +136,9 @@ def _forbidden(raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
             yield ConfigProblem("is the server's to choose; leave it out", (section, name))
     several = raw.get("environments")
     for number, environment in enumerate(several if isinstance(several, list) else ()):
-        if isinstance(environment, dict) and "python" in environment:
-            yield ConfigProblem("is the server's to choose; leave it out", ("environments", str(number), "python"))
+        for name in ("python", "container", "network"):
+            if isinstance(environment, dict) and name in environment:
+                yield ConfigProblem("is the server's to choose; leave it out", ("environments", str(number), name))
     for top in ("engine", "providers", "trainer"):
         for path, _ in _leaves(raw.get(top), (top,)):
             if _REFUSED_KEYS & set(path):

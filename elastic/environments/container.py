@@ -1,0 +1,135 @@
+"""Containers of env workers, by `docker` or `podman`: what is asked of them, and what an image needs.
+
+A container has no network unless it is given the host's. Of the run it sees a folder with two sockets and its own
+environment's configuration (`elastic.environments.doors`), and of other files those that the configuration names, which
+it cannot write. It ends with the process that has started it, whatever ends that.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic.environments.limits import GIB, ProcessLimits
+from elastic.system.named_code import in_file
+
+ENGINES = ("docker", "podman")
+FOLDER = "/elastic"
+"""Where a container has its doors and its configuration."""
+INSIDE_VARIABLE = "ELASTIC_ENV_WORKER_INSIDE"
+"""Set for an env worker in a container."""
+ENGINE_S = 60.0
+"""For an engine to answer a question."""
+SAID_CHARACTERS = 300
+IMPORTS = "import elastic.environments.env_worker"
+
+
+class ContainerUnusable(Exception):
+    """No container can be started. The message has what was found and what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerOrder:
+    """A container `name` of `image`, with `folder` as its `FOLDER`. It runs `command` with variables of these names,
+    which its engine's process has; `files` are seen where they are, and cannot be written."""
+
+    name: str
+    image: str
+    network: str
+    folder: Path
+    files: Sequence[Path]
+    variables: Sequence[str]
+    limits: ProcessLimits
+    command: Sequence[str]
+
+
+def find_engine() -> str:
+    """Which engine there is. Raises `ContainerUnusable`."""
+    found = next(filter(None, map(shutil.which, ENGINES)), None)
+    if found is None:
+        raise ContainerUnusable("found neither docker nor podman; allowed: one of them on the PATH, or no container")
+    return found
+
+
+def check_image(engine: str, image: str, python: str) -> None:
+    """The image is there, and has Elastic. Raises `ContainerUnusable`."""
+    status, said = _asked(engine, "image", "inspect", image)
+    if status:
+        allowed = f"an image that is on this machine ({Path(engine).name} pull {image})"
+        raise ContainerUnusable(f"found {image!r}, and {Path(engine).name} says: {said}; allowed: {allowed}")
+    status, said = _asked(engine, "run", "--rm", "--network", "none", "--entrypoint", python, image, "-c", IMPORTS)
+    if status:
+        lines = "; ".join(line for line in dockerfile_lines().splitlines() if not line.startswith("#"))
+        raise ContainerUnusable(
+            f"found {image!r}, whose {python} cannot import Elastic: {said}; allowed: an image that was made with the "
+            f"lines `{lines}` (elastic environments dockerfile)"
+        )
+
+
+def dockerfile_lines() -> str:
+    """What makes an image one that env workers run in."""
+    from importlib.metadata import version
+
+    wheel = f"elastic_rl-{version('elastic-rl')}-py3-none-any.whl"
+    return (
+        "# Behind the lines of an image with Python 3.11 or later. The wheel is made in a clone of elastic, by\n"
+        "# python -m pip wheel --no-deps --wheel-dir . .\n"
+        f"COPY {wheel} /tmp/\n"
+        f"RUN python -m pip install --no-cache-dir /tmp/{wheel}\n"
+    )
+
+
+def container_command(engine: str, order: ContainerOrder) -> list[str]:
+    """What starts a container. It ends once the standard input of this command does."""
+    is_docker = Path(engine).name == "docker"
+    # Who is root in podman's containers is its user outside.
+    own = ["--user", f"{os.getuid()}:{os.getgid()}"] if is_docker else []
+    limits: list[str] = []
+    if order.limits.memory_gb is not None:
+        limits += ["--memory", str(round(order.limits.memory_gb * GIB))]
+    if order.limits.cpu_s is not None:
+        limits += ["--ulimit", f"cpu={max(1, round(order.limits.cpu_s))}"]
+    if order.limits.files is not None:
+        limits += ["--ulimit", f"nofile={order.limits.files}"]
+    python, *arguments = order.command
+    return [
+        *(engine, "run", "--rm", "--interactive", "--init", "--pull", "never", "--name", order.name),
+        *("--network", order.network, "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+        *own,
+        *limits,
+        *("--mount", f"type=bind,source={order.folder},target={FOLDER}"),
+        *(part for file in order.files for part in ("--mount", f"type=bind,source={file},target={file},readonly")),
+        *(part for name in (INSIDE_VARIABLE, *order.variables) for part in ("--env", name)),
+        *("--env", "HOME=/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1", "--workdir", "/tmp"),
+        *("--entrypoint", python, order.image, *arguments),
+    ]
+
+
+def remove(engine: str, name: str) -> None:
+    """End the container of this name, if there is one."""
+    _asked(engine, "rm", "--force", name)
+
+
+def code_folders(settings: Any) -> Iterator[Path]:
+    """The folders of the files whose code settings name: what lies beside a file may be imported by it."""
+    if isinstance(settings, Mapping):
+        for value in settings.values():
+            yield from code_folders(value)
+    elif isinstance(settings, list | tuple):
+        for value in settings:
+            yield from code_folders(value)
+    elif (code := in_file(settings)) is not None:
+        yield Path(code.place).absolute().parent
+
+
+def _asked(engine: str, *arguments: str) -> tuple[int, str]:
+    """An engine's exit status, and what it said last of an error."""
+    try:
+        said = subprocess.run([engine, *arguments], capture_output=True, text=True, timeout=ENGINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, str(error)
+    lines = [line.strip() for line in said.stderr.splitlines() if line.strip()]
+    return said.returncode, (lines[-1] if lines else f"status {said.returncode}")[:SAID_CHARACTERS]
