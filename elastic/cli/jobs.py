@@ -131,15 +131,17 @@ def submit_job(
     if script is None:
         run = _of_run(config, changes, names_in(providers), phases)
         steps, job, called = run.run.steps, run.job, name or run.run.name
+        gpus = run.trainer.gpus
     else:
         settings = _of_script(config, changes, names_in(providers))
         steps, job, called = settings.run.steps, settings.job, name or Path(script[0]).name
+        gpus = 1
         environment = inherited(*settings.run.pass_env)
         if phases is not None:
             script = _with_phases(script, phases)
     path = find_pool(pool, directory)
     control = PoolControl(path)
-    found = asked(control.plan(job_request(called, job, steps, job.plan)))
+    found = asked(control.plan(job_request(called, job, steps, job.plan, gpus)))
     if dry_run:
         _show_plan(found, path, as_json=as_json)
         return 0
@@ -158,7 +160,7 @@ def submit_job(
         environment=environment,
         max_restarts=job.max_restarts,
     )
-    request = job_request(called, job, steps, job.plan)
+    request = job_request(called, job, steps, job.plan, gpus)
     command = SubmitJob(id=command_id or new_command_id(), request=request, entry=entry)
     try:
         answer = asyncio.run(control.submit(command))
@@ -208,7 +210,7 @@ def _of_run(config: Path | None, overrides: Sequence[str], providers: list[str],
         raise ConfigError("--phases: is for a script, whose command stands behind --")
     found = load_config(config, overrides)
     plan = resolve(found, providers, str(config))
-    check_live(plan)
+    check_live(plan, for_pool=True)
     check_policy(plan)
     return found
 

@@ -335,11 +335,14 @@ def read_model_config(config: Config) -> dict[str, Any]:
     return found
 
 
-def check_live(plan: RunPlan, listening: str = "--listen HOST:PORT, and --advertise HOST") -> None:
+def check_live(
+    plan: RunPlan, listening: str = "--listen HOST:PORT, and --advertise HOST", *, for_pool: bool = False
+) -> None:
     """Raises `ConfigError` for settings that only simulations support so far, for a pool's where there is none, and for
     code of files that are not there.
 
     `listening` are the options by which a run is reached from elsewhere, with the one for another name of this machine.
+    A run `for_pool` is about to be one of its jobs.
     """
     for name in plan.in_turns:
         try:
@@ -348,13 +351,13 @@ def check_live(plan: RunPlan, listening: str = "--listen HOST:PORT, and --advert
             raise ConfigError(str(error)) from error
         if membership is None:
             raise ConfigError(ConfigProblem(NOT_A_JOB, where=f"{PROVIDERS_OPTION} {name}"))
-    _check_ranks(plan)
+    _check_ranks(plan, for_pool=for_pool)
     if gone := list(missing(plan.config.model_dump(mode="json"))):
         raise ConfigError(*(ConfigProblem(f"found {str(code)!r}, but no such file", key) for key, code in gone))
     _check_reach(plan, listening)
 
 
-def _check_ranks(plan: RunPlan) -> None:
+def _check_ranks(plan: RunPlan, *, for_pool: bool) -> None:
     """A trainer of several GPUs is of a kind that has ranks, and leaves generating to others, who are there."""
     config = plan.config
     gpus, kind = config.trainer.gpus, config.trainer.kind
@@ -373,7 +376,7 @@ def _check_ranks(plan: RunPlan) -> None:
             "allowed: 'none', 'auto'"
         )
         raise ConfigError(ConfigProblem(problem, ("seeding", "policy")))
-    if not plan.providers:
+    if not plan.providers and not for_pool:
         problem = f"found {gpus}, whose devices do not generate, and no provider; name one by {PROVIDERS_OPTION}"
         raise ConfigError(ConfigProblem(problem, ("trainer", "gpus")))
 

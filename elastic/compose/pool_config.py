@@ -146,9 +146,9 @@ def save_pool(config: PoolConfig) -> Path:
     return path
 
 
-def job_request(name: str, job: JobNeeds, steps: int, plan: JobPlanConfig | None) -> JobRequest:
-    """Return the request of a job of this name; without a `plan` a few of its steps are timed first. Raises
-    `ConfigError`."""
+def job_request(name: str, job: JobNeeds, steps: int, plan: JobPlanConfig | None, train_gpus: int = 1) -> JobRequest:
+    """Return the request of a job of this name, whose trainer has so many ranks; without a `plan` a few of its steps
+    are timed first. Raises `ConfigError`."""
     try:
         return JobRequest(
             id=name,
@@ -157,6 +157,7 @@ def job_request(name: str, job: JobNeeds, steps: int, plan: JobPlanConfig | None
             steps=steps,
             rollout_nodes=job.rollout_nodes,
             train_nodes=job.train_nodes,
+            train_gpus=train_gpus,
             rollout_bytes=round(job.rollout_memory_gb * GB),
             train_bytes=round(job.train_memory_gb * GB),
             train_efficiency=job.train_efficiency,

@@ -321,6 +321,8 @@ class Cluster:
             there_are = max(sum(node.phase is phase for node in self.state.nodes.values()), self._at_first(phase))
             if nodes > there_are:
                 return f"it fits no pool of this size: needed {nodes} {phase} nodes; largest: {there_are}"
+        if (gpus := request.train_gpus) > (largest := self.spec.train.gpus):
+            return f"it fits no {_TRAIN} node: needed {gpus} GPUs for its trainer's ranks; largest: {largest}"
         if request.plan is not None and request.alone_ns > request.limit_ns:
             least = -(-request.alone_ns * 1000 // request.plan.solo_ns) / 1000
             return (

@@ -82,7 +82,8 @@ class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The request of a job: nodes, host memory on each node, and the largest slowdown that the job accepts.
+    """The request of a job: nodes, GPUs of a training node, host memory on each node, and the largest slowdown that the
+    job accepts.
 
     `plan` is None until a step of the job has been timed. `steps` says how long the job runs. `train_efficiency` is the
     share of each additional training node that speeds the job up. `restart_ns` is the cost of moving the job.
@@ -94,6 +95,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 1
     rollout_nodes: int = 1
     train_nodes: int = 1
+    train_gpus: int = 1
     rollout_bytes: int = 0
     train_bytes: int = 0
     train_efficiency: float = 1.0
@@ -105,7 +107,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise ClusterError(
                 f"job {self.id}: slo: found {self.slo}; allowed: at least 1, a step's time over that alone"
             )
-        for name in ("steps", "rollout_nodes", "train_nodes"):
+        for name in ("steps", "rollout_nodes", "train_nodes", "train_gpus"):
             self._check(name, 1)
         for name in ("rollout_bytes", "train_bytes", "restart_ns", "max_resubmissions"):
             self._check(name, 0)

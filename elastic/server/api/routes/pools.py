@@ -213,7 +213,7 @@ def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
 def _request(job: str, config: Config) -> JobRequest:
     """Raises `ApiProblem`."""
     try:
-        return job_request(job, config.job, config.run.steps, config.job.plan)
+        return job_request(job, config.job, config.run.steps, config.job.plan, config.trainer.gpus)
     except ConfigError as error:
         raise invalid_configuration(configuration_errors(error.problems)) from error
 
