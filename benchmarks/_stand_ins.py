@@ -114,8 +114,8 @@ class TellTimes(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """Bring `turns` turns of each of so many workers to `tokens` tokens, as fast as they are taken; answered by
-    `Looked`."""
+    """Bring `turns` turns of each of so many workers to `tokens` tokens, as fast as they are taken, once each has as
+    many; answered by `Looked`."""
 
     workers: int
     turns: int
@@ -283,7 +283,9 @@ class StandIn:
             self._still()
 
     async def fill(self, turns: int, tokens: int, chunk_tokens: int) -> None:
-        """Bring at most so many of the turns to so many tokens each."""
+        """Bring so many of the turns to so many tokens each, once they have come."""
+        while len(self._turns) < turns:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         filled = list(self._turns.values())[:turns]
         for done in range(0, tokens, chunk_tokens):
             for turn in filled:

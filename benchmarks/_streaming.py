@@ -57,8 +57,9 @@ TOOL_SHARE, TOOL_S = 0.25, 1.0
 POLL_S = 0.05
 LOOKS_LESS = 20
 """Times as long as a look takes, nobody looks: of large runs it takes milliseconds."""
-STILL_S = 30.0
-"""After so long without growth a figure is not waited for any longer."""
+STILL_S, STILL_LOOKS = 30.0, 20
+"""After so long, and so many looks, without growth a figure is not waited for any longer. Of a large run one round of
+the event loop may take as long."""
 SILENCE_S = 30.0
 FEW_CHUNKS = 4
 """Of a frame that left for the sake of a turn or two, and not because a flush was due."""
@@ -193,7 +194,7 @@ async def comes_true(holds: Callable[[], bool], patience_s: float = PATIENCE_S) 
 
 async def comes_to(figure: Callable[[], float], wanted: float, patience_s: float = math.inf) -> bool:
     """Wait for a growing figure to come to `wanted`; returns whether it did in time, and without standing still."""
-    best, grew_s = -math.inf, time.monotonic()
+    best, grew_s, looks = -math.inf, time.monotonic(), 0
     ends_s = grew_s + patience_s
     while True:
         asked_s = time.monotonic()
@@ -201,9 +202,10 @@ async def comes_to(figure: Callable[[], float], wanted: float, patience_s: float
         now_s = time.monotonic()
         if now >= wanted:
             return True
+        looks += 1
         if now > best:
-            best, grew_s = now, now_s
-        if now_s > min(ends_s, grew_s + STILL_S):
+            best, grew_s, looks = now, now_s, 0
+        if now_s > ends_s or (now_s > grew_s + STILL_S and looks > STILL_LOOKS):
             return False
         await asyncio.sleep(max(POLL_S, LOOKS_LESS * (now_s - asked_s)))
 

@@ -37,6 +37,8 @@ TRAJECTORIES, FILLED, TOKENS = 100_000, 1_000, 32_000
 QUICK_SHARE = 10
 """A tenth of the trajectories, and of those that are filled."""
 WORKERS = 64
+AT_ONCE = 1_000
+"""Turns that begin together: what all of them send would be in the orchestrator's buffers at one moment."""
 CHUNK_TOKENS = 12
 """Of a turn in a frame, as after a flush interval of 250 ms."""
 LIMITS: tuple[str, ...] = ("turn_stall_timeout_s", "heartbeat_timeout_s", "stall_timeout_s", "queue_timeout_s")
@@ -50,7 +52,16 @@ class Thoughts:
 
     def __init__(self) -> None:
         self.thinking = 0
-        self.may_speak = asyncio.Event()
+        self._may_speak = asyncio.Semaphore(0)
+
+    async def think(self) -> None:
+        self.thinking += 1
+        await self._may_speak.acquire()
+
+    def speak(self, environments: int) -> None:
+        """Let so many more say their prompts."""
+        for _ in range(environments):
+            self._may_speak.release()
 
 
 class ThinkingEnvironment(PausingEnvironment):
@@ -59,8 +70,7 @@ class ThinkingEnvironment(PausingEnvironment):
         self._thoughts = thoughts
 
     async def reset(self, seed: int) -> list[int]:
-        self._thoughts.thinking += 1
-        await self._thoughts.may_speak.wait()
+        await self._thoughts.think()
         return await super().reset(seed)
 
 
@@ -72,7 +82,8 @@ async def _measure(trajectories: int, filled: int) -> dict[str, Any]:
 async def _bytes(trajectories: int, filled: int) -> dict[str, Any]:
     patient: dict[str, float] = dict.fromkeys(LIMITS, 10 * PATIENCE_S)
     config = streaming_config(WORKERS, trajectories, environment={"step_timeout_s": 10 * PATIENCE_S}, scheduler=patient)
-    fleet = StandInFleet(1, -(-trajectories // WORKERS), produces=False)
+    credit = -(-trajectories // WORKERS)
+    fleet = StandInFleet(1, credit, produces=False)
     thoughts = Thoughts()
     none_bytes = await _settled_bytes()
     async with live_run(config, WORKERS, fleet, make_environment=lambda: ThinkingEnvironment(thoughts)) as run:
@@ -80,8 +91,11 @@ async def _bytes(trajectories: int, filled: int) -> dict[str, Any]:
         await grows_to("open trajectories", lambda: thoughts.thinking, trajectories)
         await grows_to("workers", lambda: sum(worker.connected for worker in workers.values()), WORKERS)
         open_bytes = await _settled_bytes()
-        thoughts.may_speak.set()
-        await grows_to("turns", lambda: sum(t.worker is not None for t in turns.live.values()), trajectories)
+        for speak in range(AT_ONCE, trajectories + AT_ONCE, AT_ONCE):
+            thoughts.speak(AT_ONCE)
+            wanted = min(speak, trajectories)
+            await grows_to("turns", lambda: sum(t.worker is not None for t in turns.live.values()), wanted)
+        await fleet.ask(Fill(WORKERS, trajectories - (WORKERS - 1) * credit, 0, CHUNK_TOKENS), 10 * PATIENCE_S)
         running_bytes = await _settled_bytes()
         fill = Fill(-(-filled // STREAMS_PER_WORKER), STREAMS_PER_WORKER, TOKENS, CHUNK_TOKENS)
         told = await fleet.ask(fill, 10 * PATIENCE_S)

@@ -56,7 +56,7 @@ class AffinityRouting(msgspec.Struct, frozen=True):
             return None
         if affine is not None and (affine.has_place or not candidates[0].has_place):
             candidates = [affine, *candidates]
-        if self.hardware and all(_declared(worker.kind) for worker in candidates):
+        if self.hardware and _all_declared(candidates):
             return min(candidates, key=_cost_of(turn)).id
         return candidates[0].id
 
@@ -100,6 +100,13 @@ def added_work_s(
 
 def _declared(kind: WorkerKind) -> bool:
     return kind.tflops is not None and kind.memory_gb_per_s is not None
+
+
+def _all_declared(workers: Sequence[WorkerView]) -> bool:
+    for worker in workers:  # noqa: SIM110  (without a generator: each turn asks)
+        if not _declared(worker.kind):
+            return False
+    return True
 
 
 def _affine(turn: TurnView, fleet: FleetView) -> WorkerView | None:

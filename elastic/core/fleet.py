@@ -134,7 +134,10 @@ class Worker:
     @property
     def has_place(self) -> bool:
         """Whether it would begin one more turn at once."""
-        return len(self.turns) < self.places and not self.engine_pending
+        if self.engine_pending:
+            return False
+        batch, credit = self.max_batch, self.capacity  # As `places`: this is asked for most of all.
+        return len(self.turns) < (credit if batch is None or credit < batch else batch)
 
     def begin_epoch(self, epoch: int) -> None:
         """None of the turns that it was sent before are its any more."""
@@ -395,13 +398,14 @@ class Fleet:
     def _put_in_order(self) -> None:
         for worker in self._out_of_order.values():
             self._reindex_load(worker)
-            self._ends.place(worker.id, worker.order, worker.kind, _to_do(worker))
             if worker.leaves_ns is not None and worker.has_place and self.may_take(worker):
                 self._opened = True
         self._out_of_order.clear()
 
     def _reindex_load(self, worker: Worker) -> None:
-        entry, wanted = self._indexed.get(worker.id), self._load_entry(worker)
+        queued = worker.queued
+        self._ends.place(worker.id, worker.order, worker.kind, _to_do(worker, queued))
+        entry, wanted = self._indexed.get(worker.id), self._load_entry(worker, queued)
         if entry == wanted:
             return
         places = self._loads[worker.role]
@@ -419,10 +423,10 @@ class Fleet:
             if entry is None or entry[0] != place:
                 self._opened = True
 
-    def _load_entry(self, worker: Worker) -> tuple[_Place, _Load] | None:
+    def _load_entry(self, worker: Worker, queued: int) -> tuple[_Place, _Load] | None:
         if worker.version is None or not self.has_room(worker):
             return None
-        queue = (0 if worker.has_place else 1 + worker.queued) + (_LAST if worker.strikes else 0)
+        queue = (0 if worker.has_place else 1 + queued) + (_LAST if worker.strikes else 0)
         share = (len(worker.turns) + 1) / (worker.places * worker.standing)
         return (worker.kind, worker.version), (queue, share, worker.order, worker.id)
 
@@ -449,13 +453,13 @@ class Fleet:
     def stale_index(self) -> str:
         """Return the differences between the index and a recomputation; empty if the index is right."""
         self._put_in_order()
-        loads = {w.id: entry for w in self.workers.values() if (entry := self._load_entry(w)) is not None}
+        loads = {w.id: entry for w in self.workers.values() if (entry := self._load_entry(w, w.queued)) is not None}
         if loads != self._indexed:
             return f"load index {self._indexed}, should be {loads}"
         in_order = {(p, load) for places in self._loads.values() for p, all_ in places.items() for load in all_}
         if set(loads.values()) != in_order:
             return f"loads in order {self._loads}, should be {loads}"
-        to_do = {w.id: (w.kind, load) for w in self.workers.values() if (load := _to_do(w)) is not None}
+        to_do = {w.id: (w.kind, load) for w in self.workers.values() if (load := _to_do(w, w.queued)) is not None}
         if stale := self._ends.stale(to_do):
             return stale
         able = {w.id for w in self.workers.values() if _able(w)}
@@ -483,9 +487,9 @@ class RemainingFleet:
         return self._fleet.least_loaded(role, oldest_version, self._avoided)
 
 
-def _to_do(worker: Worker) -> Load | None:
-    """What a ready worker has to do."""
-    return (worker.queued, len(worker.turns) - worker.pending) if worker.state is WorkerState.READY else None
+def _to_do(worker: Worker, queued: int) -> Load | None:
+    """What a ready worker has to do, on which so many turns wait for room."""
+    return (queued, len(worker.turns) - worker.pending) if worker.state is WorkerState.READY else None
 
 
 def _able(worker: Worker) -> bool:

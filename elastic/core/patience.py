@@ -120,7 +120,7 @@ class Patience:
             del self._usual[next(iter(self._usual))]
         pace = _Pace(worker, duration_ns // max(1, tokens), now_ns)
         since_ns, paces = now_ns - REMEMBERED_NS, self._paces
-        if len(paces) == 2 and pace.token_ns < paces[1].token_ns and min(p.at_ns for p in paces) > since_ns:
+        if len(paces) == 2 and pace.token_ns < paces[1].token_ns and paces[0].at_ns > since_ns < paces[1].at_ns:
             return
         known = [p for p in paces if p.at_ns > since_ns]
         if any(p.worker == worker and p.token_ns >= pace.token_ns for p in known):
@@ -135,9 +135,12 @@ class Patience:
         A prefill takes at most as long as any token may. Where no other worker has finished a turn lately, so may each
         token; else it may take `TIMES_MOST` as long as theirs.
         """
-        token_ns = self.limit_ns("token", now_ns)
-        pace_ns = next((p.token_ns for p in self._paces if p.worker != worker), None)
-        return token_ns + tokens * (token_ns if pace_ns is None else min(token_ns, TIMES_MOST * pace_ns))
+        token_ns = pace_ns = self.limit_ns("token", now_ns)
+        for pace in self._paces:
+            if pace.worker != worker:
+                pace_ns = min(token_ns, TIMES_MOST * pace.token_ns)
+                break
+        return token_ns + tokens * pace_ns
 
     def late(self, worker: WorkerId, tokens: float, took_ns: Nanoseconds, times: float = FAR) -> bool:
         """Whether a turn of so many tokens has taken so many times as long as other workers' turns do in the mean, and

@@ -72,14 +72,16 @@ class TurnManager:
         if run.fleet.struck:
             self._take_from_struck()
         queue, opened = run.turns.queue, run.fleet.take_opened()
+        started = False
         if queue and (opened or queue.changed):
             while (match := self._match()) is not None:
                 self._start(*match)
+                started = True
             queue.changed = False
+        if started or not queue:
+            self._clear_queue_waits()
         if queue:
             self._expect_place()
-        else:
-            self._clear_queue_waits()
 
     def _take_from_struck(self) -> None:
         """Route a turn again, as soon as another worker has a place, of which one with strikes has brought nothing, or
@@ -185,7 +187,6 @@ class TurnManager:
         if turn.moved_at is not None:
             turn.moved_at = turn.accepted  # What came while it was handed over has not come of the move.
         turn.slot = run.fleet.assign(worker, turn.id, turn.due_tokens)
-        self._clear_queue_waits()
         if turn.avoided:
             run.timers.clear("retry", turn.id)
         self._expect_whole(turn)

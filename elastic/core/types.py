@@ -343,7 +343,9 @@ class Chunks(msgspec.Struct, frozen=True, array_like=True, gc=False):
         ends, prompts = {end.place: end for end in self.ends}, {prompt.place: prompt for prompt in self.prompts}
         found: dict[int, Chunk] = {}
         plain = list(self.plain)
-        for place in sorted(place for place in ends.keys() | prompts.keys() if place < len(plain)):
+        for place in sorted({*ends, *prompts}):
+            if place >= len(plain):
+                break
             end, prompt = ends.get(place), prompts.get(place)
             finish, detail = (None, "") if end is None else (end.finish, end.detail)
             prefilled, cached = (0, 0) if prompt is None else (prompt.prefilled, prompt.cached)

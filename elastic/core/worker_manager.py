@@ -177,7 +177,7 @@ class WorkerManager:
         tokens = event.decoded_tokens - worker.decoded_tokens
         decode_ns = event.accounts_ns.get(Account.DECODE, 0) - worker.decode_ns
         prefilled = event.prompt_tokens - event.prefix_hit_tokens - worker.prefilled_tokens
-        prefill_ns = sum(event.accounts_ns.get(account, 0) for account in _PREFILLS) - worker.prefill_ns
+        prefill_ns = sum([event.accounts_ns.get(account, 0) for account in _PREFILLS]) - worker.prefill_ns
         first = worker.progress < 0
         worker.decoded_tokens += max(0, tokens)
         worker.decode_ns += max(0, decode_ns)
@@ -194,9 +194,9 @@ class WorkerManager:
             return
         batch = min(max(1, round(tokens / iterations)), worker.capacity)
         if batch:
-            turns = [run.turns.live[turn] for turn in worker.turns]
+            turns = map(run.turns.live.__getitem__, worker.turns)
             context_tokens = sum([turn.prompt_tokens + turn.accepted for turn in turns])
-            profile.note(batch, tokens, decode_ns, context_tokens / len(turns))
+            profile.note(batch, tokens, decode_ns, context_tokens / len(worker.turns))
 
     # Going
 
