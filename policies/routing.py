@@ -92,7 +92,10 @@ def added_work_s(
         return None
     token_s, read_s = 1 / (kind.tflops * 1e12), 1 / (kind.memory_gb_per_s * 1e9)
     kv_s = read_s * KV_SHARE * (context_tokens + decode_tokens / 2)
-    alone_s, together_s = max(read_s, batch * token_s), max(read_s, (batch + 1) * token_s)
+    alone_s, together_s = batch * token_s, (batch + 1) * token_s
+    if alone_s < read_s:  # Each turn asks, of each kind: without calls.
+        alone_s = read_s
+        together_s = max(read_s, together_s)
     iteration_s = together_s + (batch + 1) * kv_s
     delay_s = together_s - alone_s + kv_s
     return (1 + batch) * prefill_tokens * token_s + decode_tokens * (iteration_s + batch * delay_s)

@@ -10,7 +10,7 @@ import msgspec
 from elastic.core.events import WorkerJoined
 from elastic.core.ids import lease_id, parse_lease
 from elastic.core.transitions import Story, take_transition
-from elastic.core.types import LeaseId, LeaseState, Nanoseconds, Offer, WorkerId
+from elastic.core.types import NS_PER_S, LeaseId, LeaseState, Nanoseconds, Offer, WorkerId
 
 READY_TIMES_KEPT = 8
 """Remembered ready times of a provider's workers: enough to show slow workers, few enough to forget a bad hour."""
@@ -128,7 +128,11 @@ class LeaseTable:
     @property
     def grant_within_ns(self) -> Nanoseconds:
         """The longest that any provider's request may wait for a turn on a shared pool; 0 where nothing is shared."""
-        return max((offer.grant_within_ns for offer in self.offers.values()), default=0)
+        longest_s = 0.0
+        for offer in self.offers.values():
+            if offer.grant_within_s and offer.grant_within_s > longest_s:
+                longest_s = offer.grant_within_s
+        return round(longest_s * NS_PER_S)
 
     def replaced(self) -> set[LeaseId]:
         """Leases whose replacements are asked for, or there, before they are over."""

@@ -123,8 +123,9 @@ class TurnManager:
 
     def _longest_ns(self) -> Nanoseconds:
         """The longest wait for a place while capacity is coming: the sum of the limits of each stage on the way."""
-        limits, slice_ns = self._run.limits, self._run.leases.grant_within_ns
-        boot_ns, load_ns = (self._run.patience.limit_ns(what, self._run.now_ns) for what in ("boot", "load"))
+        run = self._run
+        limits, slice_ns = run.limits, run.leases.grant_within_ns
+        boot_ns, load_ns = run.patience.limit_ns("boot", run.now_ns), run.patience.limit_ns("load", run.now_ns)
         coming_ns = limits.retry_max_ns + max(limits.acquire_timeout_ns, slice_ns) + boot_ns + load_ns
         return limits.queue_timeout_ns + max(coming_ns, limits.train_timeout_ns + slice_ns)
 
@@ -322,7 +323,7 @@ class TurnManager:
         run, count, finish = self._run, chunk.count, chunk.finish
         turn.accepted += count
         turn.prefilled += chunk.prefilled
-        begins = bool(count or chunk.prefilled) and not self._begun(turn)
+        begins = bool(count or chunk.prefilled) and not worker.turns.get(turn.id)
         if begins:
             turn.computed = True
             run.fleet.begin(worker, turn.id)
@@ -444,11 +445,14 @@ class TurnManager:
         """Wait for the turn's next token. Its worker is watched until the first that a turn of it is due."""
         run = self._run
         assert turn.worker is not None
-        turn.heard_ns = run.now_ns
-        turn.due_ns = min(run.now_ns + run.patience.limit_ns("token", run.now_ns), max(run.now_ns, turn.ends_ns))
+        now_ns = turn.heard_ns = run.now_ns
+        due_ns = now_ns + run.patience.limit_ns("token", now_ns)
+        if turn.ends_ns < due_ns:
+            due_ns = max(now_ns, turn.ends_ns)
+        turn.due_ns = due_ns
         watched_ns = run.timers.until_ns("token", turn.worker)
-        if watched_ns is None or turn.due_ns < watched_ns:
-            run.wait("token", turn.worker, turn.due_ns - run.now_ns)
+        if watched_ns is None or due_ns < watched_ns:
+            run.wait("token", turn.worker, due_ns - now_ns)
 
     # Back from workers
 

@@ -340,16 +340,16 @@ class Chunks(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """By place, the chunks of which there is more to say than `plain` does."""
         if not self.ends and not self.prompts:
             return {}
-        ends, prompts = {end.place: end for end in self.ends}, {prompt.place: prompt for prompt in self.prompts}
         found: dict[int, Chunk] = {}
         plain = list(self.plain)
-        for place in sorted({*ends, *prompts}):
-            if place >= len(plain):
-                break
-            end, prompt = ends.get(place), prompts.get(place)
-            finish, detail = (None, "") if end is None else (end.finish, end.detail)
-            prefilled, cached = (0, 0) if prompt is None else (prompt.prefilled, prompt.cached)
-            found[place] = Chunk(*plain[place], finish, detail, prefilled, cached)
+        for end in self.ends:
+            if (place := end.place) < len(plain):
+                found[place] = Chunk(*plain[place], end.finish, end.detail)
+        for prompt in self.prompts:
+            if (place := prompt.place) < len(plain):
+                known = found.get(place)
+                finish, detail = (None, "") if known is None else (known.finish, known.detail)
+                found[place] = Chunk(*plain[place], finish, detail, prompt.prefilled, prompt.cached)
         return found
 
     def __iter__(self) -> Iterator[Chunk]:

@@ -89,6 +89,8 @@ class Alarm:
 
     def _core_ns(self) -> Nanoseconds:
         now_ns = self._now_ns()
+        if not self._behind_ns:
+            return now_ns
         return now_ns - max(0, self._behind_ns - (now_ns - self._behind_at_ns))
 
     def _clock_ns(self, core_ns: Nanoseconds) -> Nanoseconds:
