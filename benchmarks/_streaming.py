@@ -192,7 +192,9 @@ async def comes_true(holds: Callable[[], bool], patience_s: float = PATIENCE_S) 
     return True
 
 
-async def comes_to(figure: Callable[[], float], wanted: float, patience_s: float = math.inf) -> bool:
+async def comes_to(
+    figure: Callable[[], float], wanted: float, patience_s: float = math.inf, still_s: float = STILL_S
+) -> bool:
     """Wait for a growing figure to come to `wanted`; returns whether it did in time, and without standing still."""
     best, grew_s, looks = -math.inf, time.monotonic(), 0
     ends_s = grew_s + patience_s
@@ -205,15 +207,15 @@ async def comes_to(figure: Callable[[], float], wanted: float, patience_s: float
         looks += 1
         if now > best:
             best, grew_s, looks = now, now_s, 0
-        if now_s > ends_s or (now_s > grew_s + STILL_S and looks > STILL_LOOKS):
+        if now_s > ends_s or (now_s > grew_s + still_s and looks > STILL_LOOKS):
             return False
         await asyncio.sleep(max(POLL_S, LOOKS_LESS * (now_s - asked_s)))
 
 
 async def grows_to(what: str, figure: Callable[[], float], wanted: float) -> None:
     """As `comes_to`. Raises `TimeoutError`, which says how far `what` has come."""
-    if not await comes_to(figure, wanted):
-        raise TimeoutError(f"{what}: {figure():g} of {wanted:g}, and no more for {STILL_S:g} s")
+    if not await comes_to(figure, wanted, still_s=PATIENCE_S):
+        raise TimeoutError(f"{what}: {figure():g} of {wanted:g}, and no more for {PATIENCE_S:g} s")
 
 
 async def until(what: str, holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
