@@ -216,6 +216,9 @@ class FrontStreams:
             case m.BeginTrajectory():
                 self._begins.append((front, message))
                 self.offered()
+            case m.BindSession():
+                own = m.AgentCaller(driver=driver, named=message.caller.named)
+                self._reply(front, m.TrajectoryShown(message.request, rollouts.bind(own, message.session)))
             case m.GiveReward():
                 own = m.AgentCaller(driver=driver, named=message.caller.named)
                 standing = rollouts.reward(own, message.reward, message.policy)

@@ -215,3 +215,23 @@ async def test_an_env_worker_may_say_nothing_that_is_a_fronts(said: m.FromFront)
             assert isinstance(await heard(far), RefusedFrame)
         async with asyncio.timeout(5):
             await far.lost
+
+
+async def test_an_env_worker_binds_a_session_to_what_it_plays_until_that_begins_again() -> None:
+    run = Run()
+    async with run.worker(SECRETS.driver_key("one")) as far:
+        assert isinstance(await heard(far), m.FrontWelcome)
+        far.send(m.BeginTrajectory(1, m.AgentCaller(), b"null", ""))
+        run.start(5, "1/0/0")
+        assert isinstance(await heard(far), m.TrajectoryBegun)
+        far.send(m.BindSession(2, m.AgentCaller(named="1-0-0"), "trace"))
+        shown = await heard(far)
+        assert isinstance(shown, m.TrajectoryShown)
+        assert shown.request == 2
+        by_session = m.AgentCaller(driver="one", named="trace")
+        assert run.rollouts.show(by_session).trajectory == "1/0/0"
+        with pytest.raises(CallRefused):
+            run.rollouts.show(m.AgentCaller(driver="two", named="trace"))
+        run.rollouts.hold("one", (), "it was killed")
+        with pytest.raises(CallRefused):
+            run.rollouts.show(by_session)
