@@ -135,10 +135,11 @@ class Agreement:
         return found
 
     def _served_instead(self, version: int, off: list[float], noise: float) -> int | None:
-        """The version to whose proof an answer is nearer than to this one's, from which it is `off`.
+        """The version to whose proof an answer is nearest, and nearer than to this one's, from which it is `off`.
 
         Its noise is what its engine declares, or what is left of `off` beside the line between the two if that is more.
         """
+        nearest, least = None, math.inf
         for other, proof in self.proofs.items():
             between = [theirs - ours for theirs, ours in zip(proof, self.proofs[version], strict=True)]
             distance = sum(part * part for part in between)
@@ -149,8 +150,10 @@ class Agreement:
             beside = sum(one * one for one in left)  # Of whatever a worker says: a power would raise `OverflowError`.
             deviation = max(DEVIATION_OF_MEAN * noise, math.sqrt(beside / len(off)))
             if share > 0.5 and math.sqrt(distance) > TOLD_APART * deviation:
-                return other
-        return None
+                apart = distance - 2 * share * distance
+                if nearest is None or apart < least:
+                    nearest, least = other, apart
+        return nearest
 
     def begin_step(self, oldest_version: int) -> None:
         """No tokens of versions before `oldest_version` are compared any more."""

@@ -104,6 +104,7 @@ def test_a_worker_is_found_wrong_by_the_version_whose_proof_it_gives(
     elif apart > 20 * noise:
         assert found is not None
         assert found.mean > BOUND or found.serves is not None
+        assert found.serves in (None, served), "it is the nearest that is named"
         assert dict(agreement.terms) == {"w": None}
         assert agreement.prove("w", served, proof(served, far), BOUND) is None, "it is found wrong once"
 
