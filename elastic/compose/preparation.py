@@ -1,11 +1,15 @@
 """The base policy of the examples, made before a run can begin."""
 
+import tempfile
+import zlib
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
 from elastic.compose.plan import RunPlan
 from elastic.config import OUTSIDE, ConfigError
+from elastic.environments.agent import DemonstratedSettings
+from elastic.system.named_code import NamedCode
 
 RECIPE_FILE = "recipe"
 """Beside a base policy that was made here: the name of what it was made from."""
@@ -46,7 +50,7 @@ def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force
 
     from elastic.engine.model.checkpoint import CheckpointError
 
-    key, make = _chat_model() if driven else _warmed_up(plan, progress)
+    key, make = _chat_model(_demonstrations(plan), progress) if driven else _warmed_up(plan, progress)
     recipe = checkpoint / RECIPE_FILE
     try:
         if keep:
@@ -72,8 +76,20 @@ def _warmed_up(plan: RunPlan, progress: Callable[[int, int, float], None]) -> tu
     return cache_key(settings, model), lambda checkpoint: warm_up(settings, model, checkpoint, progress)
 
 
-def _chat_model() -> tuple[str, Callable[[Path], None]]:
-    """The recipe of a chat model that has learned nothing, and what makes it in a directory."""
+def _demonstrations(plan: RunPlan) -> tuple[str, int] | None:
+    """The function of the first environment that brings demonstrations, and how many steps they are imitated for."""
+    for one in plan.environments:
+        settings = one.settings
+        if isinstance(settings, DemonstratedSettings) and settings.demonstrations is not None:
+            return settings.demonstrations, settings.demonstration_steps
+    return None
+
+
+def _chat_model(
+    shown: tuple[str, int] | None, progress: Callable[[int, int, float], None]
+) -> tuple[str, Callable[[Path], None]]:
+    """The recipe of a chat model that has learned nothing, or what a function demonstrates, and what makes it in a
+    directory."""
 
     def make(checkpoint: Path) -> None:
         import torch
@@ -89,7 +105,25 @@ def _chat_model() -> tuple[str, Callable[[Path], None]]:
             write_checkpoint(checkpoint, model, model_tensors(Qwen3(model)))
         write_tokenizer(checkpoint)
 
-    return CHAT_RECIPE, make
+    def warm_up(checkpoint: Path) -> None:
+        from elastic.compose.demonstrations import demonstrated
+        from elastic.engine.model.config import Qwen3Config
+        from elastic.front.tiny import VOCABULARY, write_tokenizer
+        from elastic.worker.trainer.embedded.warmup import WarmupSettings, imitate, sampled_batches
+
+        with tempfile.TemporaryDirectory() as folder:
+            make(Path(folder))
+            found = demonstrated(code, Path(folder))
+        settings, model = WarmupSettings(steps=steps), Qwen3Config(vocab_size=VOCABULARY)
+        imitate(settings, model, sampled_batches(settings, found), checkpoint, progress)
+        write_tokenizer(checkpoint)
+
+    if shown is None:
+        return CHAT_RECIPE, make
+    code, steps = shown
+    place = NamedCode(*code.rsplit(":", 1)).place
+    content = Path(place).read_bytes() if place.endswith(".py") else b""
+    return f"{CHAT_RECIPE}; {steps} steps of {code}, {zlib.crc32(content):08x}", warm_up
 
 
 def _holds_policy(directory: Path) -> bool:

@@ -20,7 +20,16 @@ METRIC_CHARACTERS = 64
 """Of a metric's name."""
 
 
-class AgentSettings(OutsideSettings):
+class DemonstratedSettings(OutsideSettings):
+    """Of an environment that may have its policy warmed up."""
+
+    demonstrations: GivenCode | None = Field(
+        None, description="function that returns conversations, which `elastic prepare` makes a small policy imitate"
+    )
+    demonstration_steps: int = Field(300, ge=1, description="steps of that, of 32 conversations each")
+
+
+class AgentSettings(DemonstratedSettings):
     rollout: GivenCode = Field(description="the function that plays an episode: FILE.py:NAME or MODULE:NAME")
     concurrency: int = Field(32, ge=1, le=4096, description="episodes at once in each of the environment's processes")
     client: Literal["openai", "none"] = Field(

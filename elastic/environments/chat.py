@@ -9,9 +9,9 @@ from typing import Any, ClassVar, cast
 import httpx
 from pydantic import BaseModel, Field, model_validator
 
-from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
+from elastic.environments.agent import BadOutcome, DemonstratedSettings, EpisodeTask, Outcome, PlayedTrajectory, Rollout
 from elastic.environments.asking import LimitReached, ask
-from elastic.environments.outside import Outside, OutsideSettings
+from elastic.environments.outside import Outside
 from elastic.environments.rows import is_prompt
 from elastic.environments.scoring import PlayedChat, load_reward
 from elastic.environments.tools import Toolbox
@@ -19,7 +19,7 @@ from elastic.system.named_code import GivenCode, parsed
 from elastic.system.plain_values import shown
 
 
-class RowChatSettings(OutsideSettings):
+class RowChatSettings(DemonstratedSettings):
     rewards: tuple[GivenCode, ...] = Field(
         min_length=1, description="functions that score an answer: FILE.py:NAME or MODULE:NAME"
     )

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,10 +55,28 @@ def warm_up(settings: WarmupSettings, model_config: Qwen3Config, directory: Path
 
     Deterministic by `settings.seed` on one machine. Raises `CheckpointError` where it cannot be written.
     """
+    imitate(settings, model_config, _batches(settings), directory, progress)
+
+
+def sampled_batches(settings: WarmupSettings, demonstrations: Sequence[Demonstration]) -> Iterator[list[Demonstration]]:
+    """Batches of demonstrations that there are, drawn with replacement."""
+    rng = random.Random(settings.seed)
+    for _ in range(settings.steps):
+        yield rng.choices(demonstrations, k=settings.batch_size)
+
+
+def imitate(
+    settings: WarmupSettings,
+    model_config: Qwen3Config,
+    batches: Iterable[Sequence[Demonstration]],
+    directory: Path,
+    progress: Progress,
+) -> None:
+    """As `warm_up`, on these batches, one a step."""
     with _seeded(settings.seed, settings.threads):
         model = Qwen3(model_config)
         optimizer = AdamW(model.parameters())
-        for step, batch in enumerate(_batches(settings)):
+        for step, batch in enumerate(batches):
             loss = imitation_loss(model, batch)
             model.zero_grad()
             loss.backward()
