@@ -29,6 +29,7 @@ from elastic.engine.model.stored import CheckpointError
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.system.parking import Switch
 from elastic.system.processes import MARK_VARIABLE, RUN_VARIABLE, end_own_kin, inherited
+from elastic.system.supervision import how_ended
 from elastic.weights.errors import WeightsError
 from elastic.weights.publisher import PublishReport
 from elastic.worker.publication import PublishingTerms, RelayPlace
@@ -49,6 +50,8 @@ LOOK_S = 0.25
 """Between two looks at whether an order takes too long."""
 DEATH_SHOWS_S = 1.0
 """After what it breaks, at most: a process's sockets are closed before it counts as dead."""
+SIGNALLED = 128
+"""What is added to a signal's number in the exit status of a process that ends for it (`providers.processes`)."""
 THIS_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Ranks listen for each other where nobody else can reach them."""
 
@@ -145,21 +148,25 @@ class OtherRanks:
         if self._closed:
             return
         rank = died[0][0].data
-        self._end(f"rank {rank} has died: exit status {self._processes[rank - 1].poll()}")
+        status = self._processes[rank - 1].poll()
+        # Whoever has killed a rank has killed the trainer: that is no failure of its own.
+        killed = status is not None and status < 0
+        self._end(f"rank {rank} {how_ended(status)}", SIGNALLED - status if killed else 1)
 
     def _broken(self, error: Exception) -> NoReturn:
+        time.sleep(DEATH_SHOWS_S)  # Whoever sees it dead, or has ended them all, says why.
         if self._closed:
             raise RuntimeError("the ranks have been ended, since the first one failed") from error
         self._end(f"the line to a rank is broken: {error!r}")
 
-    def _end(self, why: str) -> NoReturn:
+    def _end(self, why: str, status: int = 1) -> NoReturn:
         """End the process, whatever its threads are at, and all ranks: a collective cannot be left otherwise."""
         log.error("the trainer ends", reason=why)
         self._kill()
         sys.stdout.flush()
         sys.stderr.flush()
         end_own_kin()
-        os._exit(1)
+        os._exit(status)
 
     def _kill(self) -> None:
         for process in self._processes:
