@@ -164,8 +164,13 @@ class DataConfig(_Section):
     columns: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="other columns that functions get; all unless said"
     )
-    order: Literal["shuffled", "in_order"] = Field(
-        "shuffled", description="in which rows come: each pass has every row once"
+    order: str = Field(
+        "shuffled",
+        description="in which rows come, each once in a pass: `shuffled`, `in_order`, `by_difficulty` (first those "
+        "whose rewards are neither all 0 nor all 1), or a curriculum that is installed",
+    )
+    rows: int | None = Field(
+        None, ge=1, description="how many there are; counted as the run begins, where its order has to know"
     )
 
 

@@ -1,47 +1,50 @@
-"""Which row of a data set a group is about: it follows from the group's number in the whole run, and nothing else.
+"""Which row of a data set a group is about.
 
-So whatever dies, no row is repeated and none is left out. Each pass over the data has every row once.
+`in_order` and `shuffled` are functions of how many groups of its environment came before it, and of nothing else. Other
+curricula order each pass by what groups have come to (`elastic.core.rows`), as `by_difficulty` does. Either way no row
+is repeated and none is left out, whatever dies: each pass over the data has every row once.
 """
 
 from collections.abc import Callable, Mapping
-from hashlib import blake2b
+from dataclasses import dataclass
 
-ROUNDS = 4
+from elastic.core.rows import PassOrder, PassView, permuted
 
-Curriculum = Callable[[int, int, int], int]
-"""The row for a group's number, of so many rows, with a seed."""
+PlaceCurriculum = Callable[[int, int, int], int]
+"""The row for a group's place, of so many rows, with a seed."""
+PassCurriculum = Callable[[PassView], PassOrder]
+"""Which rows come first in a pass, and which last; entry points `elastic.curricula`."""
 
 
-def in_order(number: int, rows: int, seed: int) -> int:
+def in_order(place: int, rows: int, seed: int) -> int:
     """The rows as they come, over and over."""
-    return number % rows
+    return place % rows
 
 
-def shuffled(number: int, rows: int, seed: int) -> int:
+def shuffled(place: int, rows: int, seed: int) -> int:
     """Every pass in another order, which follows from the seed."""
-    turn, place = divmod(number, rows)
-    return permuted(place, rows, f"{seed}/{turn}")
+    number, place = divmod(place, rows)
+    return permuted(place, rows, f"{seed}/{number}")
 
 
-def permuted(place: int, size: int, key: str) -> int:
-    """Where a place from 0 to `size` - 1 goes in a permutation that follows from the key.
-
-    A Feistel network over the next even number of bits, walked until it comes back below `size`: no table is needed.
-    """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = place >> half, place & mask
-        for number in range(ROUNDS):
-            left, right = right, left ^ (_hash(right, number, key) & mask)
-        place = left << half | right
-        if place < size:
-            return place
+def by_difficulty(view: PassView) -> PassOrder:
+    """First the rows whose last group came to a mean reward that is neither 0 nor 1: they have something to teach.
+    Those that came to one of these come last, and rows of which nothing is known between them."""
+    known = view.rewards.items()
+    return PassOrder(
+        first=[row for row, reward in known if reward not in (0.0, 1.0)],
+        last=[row for row, reward in known if reward in (0.0, 1.0)],
+    )
 
 
-def _hash(value: int, number: int, key: str) -> int:
-    return int.from_bytes(blake2b(f"{key}/{number}/{value}".encode(), digest_size=8).digest(), "big")
-
-
-CURRICULA: Mapping[str, Curriculum] = {"shuffled": shuffled, "in_order": in_order}
+CURRICULA: Mapping[str, PlaceCurriculum] = {"shuffled": shuffled, "in_order": in_order}
 """By the names that configurations give them."""
+
+
+@dataclass(frozen=True)
+class OrderedPasses:
+    """The rows of an environment, ordered pass by pass (`elastic.core.rows.Curriculum`)."""
+
+    rows: int
+    seed: int
+    order: PassCurriculum

@@ -9,14 +9,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from elastic.compose.data import data_source
 from elastic.compose.plan import RunPlan, read_model_config
-from elastic.config import CHAT, OUTSIDE, Config, ConfigError, ConfigProblem, EnvironmentConfig, FrontConfig
+from elastic.config import OUTSIDE, Config, ConfigError, ConfigProblem, FrontConfig
 from elastic.core.ids import env_worker_id
 from elastic.core.types import INTEGER_MAX, SamplingParameters
 from elastic.environments.env_worker import CHAT_KEY_VARIABLE, KEY_VARIABLE
-from elastic.environments.hub_rows import HUB, HubSource
 from elastic.environments.outside import OutsideSettings
-from elastic.environments.rows import BadData, DataSource, check_first_row
+from elastic.environments.rows import BadData, check_first_row
 from elastic.front.addresses import agents_url
 from elastic.protocol.endpoint import Address, is_loopback
 from elastic.protocol.proxies import VARIABLES as PROXIES
@@ -151,23 +151,6 @@ def _env_workers(plan: RunPlan, run_dir: Path) -> EnvWorkersOrder | None:
 def _environment(front: FrontConfig) -> dict[str, str]:
     """What a front's process inherits: with an upstream also its key, and the way there. No other process gets them."""
     return inherited(*((front.upstream_key_env, *PROXIES) if front.upstream else ()))
-
-
-def data_source(environment: EnvironmentConfig, seed: int) -> DataSource | None:
-    """The rows that an environment's episodes are about, if they are about any."""
-    data = environment.data
-    if data is None:
-        return None
-    named = data.source
-    return DataSource(
-        source=named if isinstance(named, Path) else HubSource(named.removeprefix(HUB), data.subset, data.split),
-        prompt=data.prompt,
-        answer=data.answer,
-        order=data.order,
-        seed=seed,
-        columns=data.columns,
-        texts=environment.kind == CHAT,
-    )
 
 
 def _check_upstream(front: FrontConfig) -> None:

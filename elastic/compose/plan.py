@@ -11,6 +11,7 @@ import msgspec
 from pydantic import BaseModel
 
 from elastic.compose.checkpoints import checkpoints
+from elastic.compose.data import counted
 from elastic.config import (
     Config,
     ConfigError,
@@ -201,6 +202,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         allowed = ", ".join(sorted({*names, *config.providers})) or "none"
         problem = f"names no provider; allowed: {allowed}"
         raise ConfigError(*(ConfigProblem(problem, ("run", "caps", name), where) for name in unknown))
+    config = counted(config, where)
     environments = tuple(_chosen(config, number, where) for number in range(len(config.mixture)))
     reward = config.rewards.name and _pick("reward", config.rewards.name, where, "rewards", "name").value
     if any(types[name].trainer_of_turns for name in names):

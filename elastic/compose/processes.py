@@ -121,7 +121,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
 
     Raises `ConfigError` for another environment than the run's, and for code that cannot be loaded.
     """
-    from elastic.compose.agents import data_source
+    from elastic.compose.data import data_source
     from elastic.environments.container import INSIDE_VARIABLE
     from elastic.environments.env_worker import PLAYED_SETTINGS, EnvWork, serve_env_worker
     from elastic.environments.limits import ProcessLimits

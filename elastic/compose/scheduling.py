@@ -1,5 +1,6 @@
 """Makes the scheduler's inputs: the run's plan, its limits and its policies."""
 
+from elastic.compose.data import curricula
 from elastic.compose.nanoseconds import in_nanoseconds
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan
 from elastic.config import LOSSES, Config
@@ -43,7 +44,12 @@ def run_plan(plan: RunPlan) -> Plan:
         max_failed_share=plan.config.rollout.max_failed_share,
         driven_outside=plan.driven_outside,
         environments=tuple(
-            PlannedEnvironment(name=one.config.name, ratio=one.config.ratio) for one in plan.environments
+            PlannedEnvironment(
+                name=one.config.name,
+                ratio=one.config.ratio,
+                members=one.config.members(plan.config.rollout.group_size),
+            )
+            for one in plan.environments
         ),
         refill_most=plan.config.rollout.refill_most if plan.config.rollout.refill else 0,
         own_loss="" if plan.config.trainer.loss in LOSSES else plan.config.trainer.loss,
@@ -106,6 +112,7 @@ def policies(config: Config) -> Policies:
         balancing=_balancing(config),
         replacement=_replacement(config),
         departure=UseNotice(),
+        curricula=curricula(config),
         sampling=DynamicSampling(rollout.dynamic_sampling_most) if rollout.dynamic_sampling else FixedBatch(),
     )
 

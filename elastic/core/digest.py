@@ -55,6 +55,7 @@ WHILE_EMPTY: Mapping[str, str] = {
     "Ledger._folded_aliens": "as `folded`",
     "LeaseTable.failed_starts": "runs whose workers start have the digests that they had before this was kept",
     "LeaseTable.stopped": "as `failed_starts`",
+    "RunState.rows": "runs whose rows follow from their groups' places have none",
     "RunState.controls": "runs that were told nothing have the digests that they had before they could be",
 }
 """Attributes that are left out while they are false."""

@@ -13,8 +13,9 @@ from elastic.core import events as e
 from elastic.core.mixing import next_of
 from elastic.core.policy import BatchView
 from elastic.core.reward_manager import RewardManager
+from elastic.core.rows import BadCurriculum, RowProgress
 from elastic.core.run_state import Changed, RunState
-from elastic.core.steps import BatchRule, Group, Step
+from elastic.core.steps import CUT_OFF, BatchRule, Group, Step
 from elastic.core.turn_manager import TurnManager
 from elastic.core.types import GroupState, InfrastructureCause, TrajectoryId
 
@@ -94,8 +95,18 @@ class GroupManager:
         self._run.outcomes.now.note(outcome)
         if infrastructure is not None and refilled:
             self._refill(step, group, trajectory, infrastructure)
-        elif not group.unfinished:
+        elif not group.unfinished or group.has_enough:
+            self._cut_off(step, group)
             self._complete(step, group)
+
+    def _cut_off(self, step: Step, group: Group) -> None:
+        """End the members that still run: their group has as many as are wanted."""
+        for trajectory in group.unfinished:
+            self._rewards.forget((trajectory,))
+            self._turns.cancel(trajectory, CUT_OFF)
+            step.end(group, trajectory, CUT_OFF)
+            self._run.outcomes.note_cut_off(group.environment)
+            self._run.out.append(c.CancelTrajectory(trajectory=trajectory, cause=CUT_OFF))
 
     def _may_refill(self, step: Step, group: Group, trajectory: TrajectoryId) -> bool:
         """Whether another member may come in this one's place: while others of the step are under way, and the group
@@ -150,7 +161,14 @@ class GroupManager:
             floor = min(step.version, trained_at - run.plan.staleness_bound)
             chosen = next_of([one.ratio for one in run.plan.environments], run.launched_of)
             environment = run.plan.environments[chosen]
-            group = step.launch(run.plan.group_size, floor, environment.name)
+            wanted = run.plan.group_size
+            begin = environment.members or wanted
+            try:
+                row = self._next_row(environment.name)
+            except BadCurriculum as error:
+                run.fail(f"the curriculum of environment {environment.name!r} cannot be followed: {error}")
+                return
+            group = step.launch(begin, floor, environment.name, wanted if begin > wanted else 0, row)
             run.out.append(
                 c.StartGroup(
                     step=step.number,
@@ -160,13 +178,27 @@ class GroupManager:
                     number=run.groups_launched,
                     environment=environment.name,
                     place=run.launched_of[chosen],
+                    row=row,
                 )
             )
             run.groups_launched += 1
             run.launched_of[chosen] += 1
 
+    def _next_row(self, environment: str) -> int | None:
+        """The row of the environment's next group, where a curriculum chooses it. Raises `BadCurriculum`."""
+        curriculum = self._run.policies.curricula.get(environment)
+        return (
+            None if curriculum is None else self._run.rows.setdefault(environment, RowProgress()).next_row(curriculum)
+        )
+
+    def _note_row(self, group: Group) -> None:
+        """Its curriculum hears what the group has come to."""
+        if group.row is not None and (finished := group.finished):
+            self._run.rows[group.environment].note(group.row, sum(finished.values()) / len(finished))
+
     def _complete(self, step: Step, group: Group) -> None:
         """All its members have ended: it is worth training on, or others may have to make up for it."""
+        self._note_row(group)
         reason = self._why_of_no_use(group)
         if reason is None and group.overtaken(self._run.oldest_version):
             self.drop_all(step, [group], self._stale(step, group.oldest_token))

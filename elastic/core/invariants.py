@@ -13,7 +13,7 @@ from elastic.core.ledger import DeviceBook
 from elastic.core.reward_manager import Scoring
 from elastic.core.run_state import Phase
 from elastic.core.scheduler import Scheduler
-from elastic.core.steps import Group
+from elastic.core.steps import CUT_OFF, Group
 from elastic.core.timers import Wait
 from elastic.core.trainer_device import TrainerMode
 from elastic.core.trainer_permit import HAD, PermitState
@@ -357,7 +357,13 @@ def _check_group(s: Scheduler, group: Group) -> None:
     scored = all(reward - reward == 0 for reward in group.members.values() if isinstance(reward, float))
     require(11, scored, lambda: f"rewards {group.finished}")
     size = len(group.members) - len(group.refills)
-    require(3, size == s.plan.group_size, lambda: f"is of {size} members, but for those in the place of others")
+    begun = max((one.members for one in s.plan.environments if one.name == group.environment), default=0)
+    begun = begun if group.wanted else s.plan.group_size
+    require(3, size == begun, lambda: f"is of {size} members, but for those in the place of others")
+    taken = len(group.finished)
+    require(3, not group.wanted or taken <= group.wanted, lambda: f"takes {taken} members, {group.wanted} are wanted")
+    cut_off = CUT_OFF in group.members.values()
+    require(3, not cut_off or taken == group.wanted, lambda: f"cuts members off, and takes {taken}")
     replaced = [refill.replaces for refill in group.refills.values()]
     require(3, len(set(replaced)) == len(replaced), lambda: f"one member is replaced twice: {replaced}")
     failed = all(isinstance(group.members[trajectory], str) for trajectory in replaced)

@@ -37,6 +37,9 @@ class Outcomes:
     refilled: dict[InfrastructureCause, int] = field(default_factory=dict[InfrastructureCause, int])
     """In whose place another trajectory came, in the whole run, by cause."""
 
+    cut_off: dict[str, int] = field(default_factory=dict[str, int])
+    """Members that ended since their groups had enough, in the whole run, by environment."""
+
     @property
     def now(self) -> StepOutcomes:
         return self.steps[-1]
@@ -48,6 +51,9 @@ class Outcomes:
 
     def note_refill(self, cause: InfrastructureCause) -> None:
         self.refilled[cause] = self.refilled.get(cause, 0) + 1
+
+    def note_cut_off(self, environment: str) -> None:
+        self.cut_off[environment] = self.cut_off.get(environment, 0) + 1
 
     def begin_step(self) -> None:
         self.steps = [*self.steps, StepOutcomes()][-JUDGED_STEPS:]

@@ -11,6 +11,7 @@ import msgspec
 
 from elastic.core.demand import Demand
 from elastic.core.profiles import BatchProfile
+from elastic.core.rows import Curriculum
 from elastic.core.types import Nanoseconds, Offer, TrajectoryId, TurnId, WorkerId, WorkerKind, WorkerRole
 
 
@@ -309,5 +310,7 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     """None: leases are held for the whole run."""
     replacement: ReplacementPolicy | None = None
     """None: no lease is replaced before its end."""
+    curricula: Mapping[str, Curriculum] = {}
+    """By environment, where the rows of its groups do not follow from the groups' places."""
     departure: DeparturePolicy | None = None
     """None: the workers of a lease drain as soon as the lease's end is known."""

@@ -22,6 +22,7 @@ from elastic.core.outcomes import Outcomes
 from elastic.core.patience import Patience
 from elastic.core.policy import Policies, StepRecord
 from elastic.core.profiles import BatchProfile
+from elastic.core.rows import RowProgress
 from elastic.core.steps import Step
 from elastic.core.timers import Timers
 from elastic.core.turns import Turns
@@ -103,6 +104,8 @@ class RunState:
         """In the whole run, dropped ones included: the number of the next group."""
         self.launched_of = [0] * len(plan.environments)
         """The same by environment: the place of its next group among its own."""
+        self.rows: dict[str, RowProgress] = {}
+        """By environment, of those whose rows a curriculum orders."""
         self.leases = LeaseTable()
         self.fleet = Fleet(limits.max_pending)
         self.turns = Turns()

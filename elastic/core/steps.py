@@ -13,6 +13,9 @@ from elastic.core.step_meter import StepMeter
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import GroupState, InfrastructureCause, Nanoseconds, TrajectoryId
 
+CUT_OFF = "cut off: its group has as many as are wanted"
+"""What becomes of a member that still runs as its group has enough: no failure, and no result."""
+
 
 class BatchRule(Enum):
     """Which of the groups in play make a step's batch."""
@@ -48,6 +51,10 @@ class Group:
     members: dict[TrajectoryId, float | str | None]
     version_floor: int = 0
     environment: str = ""
+    row: int | None = None
+    """Of its environment's data, where a curriculum has chosen it."""
+    wanted: int = 0
+    """So many of its members are taken, those that come to a reward first; 0 is all of them."""
     oldest_token: int | None = None
     slot: int | None = None
     state: GroupState = GroupState.RUNNING
@@ -84,7 +91,12 @@ class Group:
     @property
     def failures(self) -> list[str]:
         """Why members ended without a reward, each cause once."""
-        return sorted({outcome for outcome in self.members.values() if isinstance(outcome, str)})
+        return sorted({outcome for outcome in self.members.values() if isinstance(outcome, str)} - {CUT_OFF})
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether members that still run are more than are wanted."""
+        return bool(self.wanted) and len(self.finished) >= self.wanted
 
     def times_refilled(self, trajectory: TrajectoryId) -> int:
         """How often the place of this member has been refilled."""
@@ -141,11 +153,13 @@ class Step:
         for group in inherited:
             self._add(group)
 
-    def launch(self, group_size: int, version_floor: int, environment: str = "") -> Group:
-        """One more group, of `group_size` trajectories of this environment."""
+    def launch(
+        self, size: int, version_floor: int, environment: str = "", wanted: int = 0, row: int | None = None
+    ) -> Group:
+        """One more group of this environment. So many members begin, of which as many as are `wanted` are taken."""
         n, index = self.number, self.launched
-        members = dict[TrajectoryId, float | str | None].fromkeys(trajectory_id(n, index, m) for m in range(group_size))
-        group = Group(group_id(n, index), n, index, members, version_floor, environment)
+        members = dict[TrajectoryId, float | str | None].fromkeys(trajectory_id(n, index, m) for m in range(size))
+        group = Group(group_id(n, index), n, index, members, version_floor, environment, row, wanted)
         self.launched += 1
         self._add(group)
         return group

@@ -302,8 +302,19 @@ class LogLine(_Resource):
     line: str
 
 
+class EnvironmentMetrics(_Resource):
+    """What one of several environments came to during a step. `trajectories` were scored."""
+
+    trajectories: int
+    failed: int
+    success_rate: float | None
+    mean_reward: float | None
+    groups_trained: int
+    groups_dropped: int
+
+
 class StepMetrics(_Resource):
-    """One finished training step."""
+    """One finished training step; by `environments`, too, where the run has several."""
 
     step: int
     at_s: float
@@ -313,6 +324,7 @@ class StepMetrics(_Resource):
     groups_trained: int
     groups_dropped: int
     trainer: dict[str, float | None]
+    environments: dict[str, EnvironmentMetrics] = {}
 
 
 class Metrics(_Resource):

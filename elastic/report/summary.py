@@ -20,6 +20,7 @@ from elastic.report.agreement import WorkerAgreement, agreements_of
 from elastic.report.alone import AloneCost, alone_costs
 from elastic.report.batches import TRAINED, Batches, batches_of
 from elastic.report.coserving import CoServingHost, co_serving_of
+from elastic.report.environments import EnvironmentUsage, environments_of
 from elastic.report.functions import FunctionUsage, functions_of
 from elastic.report.history import History, Segment, history_of
 from elastic.report.lanes import WorkerLane, lanes, replacements
@@ -44,6 +45,7 @@ from elastic.runtime.agents import CHATS_NOTE, ChatTotals, chats_of
 from elastic.runtime.journal import (
     INTERRUPTED,
     TRACEBACK,
+    GroupRow,
     MoveRow,
     PullRow,
     StepRow,
@@ -52,7 +54,7 @@ from elastic.runtime.journal import (
     TurnRow,
 )
 from elastic.runtime.refusals import RefusalCount
-from elastic.runtime.status import CPU_SATURATED_SHARE, mean_reward, success_rate, tokens_at_risk
+from elastic.runtime.status import CPU_SATURATED_SHARE, EnvironmentStep, mean_reward, success_rate, tokens_at_risk
 
 TRAINER = "trainer"
 """`Plan.trainer_provider` unless set otherwise; it stands first."""
@@ -96,6 +98,8 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     mean_reward: float | None
     standard_error: float | None
     trainer: dict[str, float | None]
+    environments: dict[str, EnvironmentStep] = {}
+    """The same by environment, where there are several."""
     metrics: dict[str, float] = {}
     """What environments measure besides rewards: the means over the step's scored trajectories that have them."""
 
@@ -208,6 +212,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Of the first environment that raised."""
     policies: list[PolicyUsage]
     """Of a model that agents call by several names."""
+    environments: list[EnvironmentUsage]
     upstream: list[UpstreamUsage]
     """Calls of models elsewhere; their cost is among that of `functions`."""
     chats: ChatTotals
@@ -337,6 +342,9 @@ def _summary(history: History) -> Summary:
         mismatches=status.mismatches if status else [],
         traceback=next(filter(None, (meta.get(TRACEBACK, "") for meta in metas)), ""),
         policies=_policies(trajectories, config),
+        environments=environments_of(
+            trajectories, history.rows(GroupRow), status.environments if status is not None else {}
+        ),
         upstream=upstream_of(history) if _calls_upstream(metas) else [],
         chats=chats_of(meta.get(CHATS_NOTE, "{}") for meta in metas),
     )
@@ -433,6 +441,7 @@ def _step(row: StepRow, scored: Sequence[TrajectoryRow], *, learns: bool) -> Ste
         mean_reward=mean_reward(rewards) if learns else None,
         standard_error=None if rate is None else math.sqrt(rate * (1 - rate) / len(rewards)),
         trainer=row.trainer,
+        environments=row.environments if learns else {},
         metrics=mean_metrics(scored),
     )
 

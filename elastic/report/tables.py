@@ -218,6 +218,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _recovery(summary),
         _latency(summary),
         _trajectories(summary),
+        _environments(summary),
         traceback(summary),
         _lease_ends(summary),
         _lost_leases(summary),
@@ -232,6 +233,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _remarks(summary),
         _integrity(summary),
         _steps(summary),
+        _step_environments(summary),
         _metrics(summary),
     ]
     return [table for table in found if table.rows]
@@ -557,6 +559,32 @@ def _latency_row(name: str, q: Quantiles) -> list[str]:
     return [name, units.count(q.count), *map(units.duration, (q.p50, q.p95, q.p99, q.max))]
 
 
+def _environments(summary: Summary) -> Table:
+    """Of runs with several environments, and of those in which anything was played for nothing."""
+    found = summary.environments
+    shown = len(found) > 1 or any(one.cut_off or one.begun_again for one in found)
+    return Table(
+        title="Environments",
+        header=[
+            *("", "groups trained", "dropped", "trajectories", "failed", "success", "mean reward"),
+            *("cut off", "begun again", "tokens lost by that"),
+        ],
+        rows=[
+            [
+                one.environment,
+                *map(units.count, (one.groups_trained, one.groups_dropped, one.finished, one.failed)),
+                units.share(one.success_rate),
+                units.reward(one.mean_reward),
+                *(units.count(n or 0) for n in (one.cut_off, one.begun_again, one.lost_tokens)),
+            ]
+            for one in found
+            if shown
+        ],
+        note="Cut off: members that ran still as their groups had enough (redundancy). Begun again: trajectories whose "
+        "env workers were gone; what these had sampled is lost.",
+    )
+
+
 def _trajectories(summary: Summary) -> Table:
     counts = {
         "trajectories finished": summary.trajectories_finished,
@@ -826,6 +854,25 @@ def _steps(summary: Summary) -> Table:
         "the policy was being trained."
         if learns
         else "Rewards of a simulation are drawn, and are not shown: no policy learns.",
+    )
+
+
+def _step_environments(summary: Summary) -> Table:
+    return Table(
+        title="Training steps by environment",
+        header=["step", "environment", "success", "mean reward", "trained", "dropped", "trajectories", "failed"],
+        rows=[
+            [
+                str(step.step),
+                name,
+                units.share(one.success_rate),
+                units.reward(one.mean_reward),
+                *map(units.count, (one.groups_trained, one.groups_dropped, one.trajectories, one.failed)),
+            ]
+            for step in summary.steps
+            for name, one in step.environments.items()
+        ],
+        note="Of trajectories and groups that ended during the step.",
     )
 
 

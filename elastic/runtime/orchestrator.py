@@ -55,7 +55,7 @@ from elastic.runtime.run import Decided, Run
 from elastic.runtime.sampler import Sampler
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.snapshot import saturated
-from elastic.runtime.status import RunStatus, UpstreamStatus
+from elastic.runtime.status import LostPlays, RunStatus, UpstreamStatus
 from elastic.runtime.trainer import GatewayTrainer, kept_steps
 from elastic.runtime.validation import vocabulary
 from elastic.system.boot_clock import boottime_ns, suspended_ns
@@ -182,6 +182,7 @@ class Orchestrator:
             CpuSampler().share,
             self._load,
             upstream=self._upstream,
+            lost=self._lost,
         )
         self._run = Run(scheduler, self._connect, decided)
         self.command_manager = CommandManager(
@@ -203,6 +204,10 @@ class Orchestrator:
 
     def _upstream(self) -> UpstreamStatus | None:
         return None if self._driven is None else self._driven.upstream_status()
+
+    def _lost(self) -> Mapping[str, LostPlays]:
+        """What was played in vain, by environment."""
+        return {} if self._driven is None else self._driven.lost
 
     def now_ns(self) -> int:
         """Nanoseconds since the run began: the core's time."""

@@ -178,6 +178,7 @@ class Rollouts:
                 self.fail_turn(command.turn, command.cause)
             case c.CancelTrajectory():
                 self._leave(command.trajectory)
+                self._finished.forget((command.trajectory,))
             case c.RecordReward() if command.reward is None:
                 self._finished.forget((command.trajectory,))
             case c.TrainGroup() | c.DropGroup():
@@ -253,6 +254,7 @@ class Rollouts:
         if trajectory in self._to_begin:
             del self._to_begin[trajectory]
             self._leave(trajectory)
+        self._finished.forget((trajectory,))  # It may be over, and wait to be scored.
         task = self._tasks.get(trajectory)
         if task is not None:
             self._told_to_end.add(trajectory)

@@ -1,7 +1,7 @@
 """Samples of a run: how it stands, now and then, in its journal and for whoever watches."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 
@@ -11,7 +11,7 @@ from elastic.runtime.flushing import CoreLoad
 from elastic.runtime.journal import SampleRow, SqliteJournal
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.snapshot import run_status
-from elastic.runtime.status import RunStatus, UpstreamStatus, tokens_per_s, total_tokens
+from elastic.runtime.status import LostPlays, RunStatus, UpstreamStatus, tokens_per_s, total_tokens
 
 log = structlog.get_logger(__name__)
 
@@ -21,7 +21,7 @@ THROUGHPUT_WINDOW = 10
 
 class Sampler:
     """`cpu_share` says how busy the machine is on which the run's workers are, in [0, 1], `load` how busy the
-    orchestrator is, `upstream` what calls of models elsewhere have come to."""
+    orchestrator is, `upstream` what calls of models elsewhere have come to, and `lost` what was played in vain."""
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class Sampler:
         load: Callable[[], CoreLoad] = CoreLoad,
         window: int = THROUGHPUT_WINDOW,
         upstream: Callable[[], UpstreamStatus | None] = lambda: None,
+        lost: Callable[[], Mapping[str, LostPlays]] = dict[str, LostPlays],
     ) -> None:
         self._run = run
         self._scheduler = scheduler
@@ -43,6 +44,7 @@ class Sampler:
         self._cpu_share = cpu_share
         self._load = load
         self._upstream = upstream
+        self._lost = lost
         self._token_marks = deque[tuple[Nanoseconds, int]](maxlen=window)
         self.warned = 0
         """How many of the run's warnings have been in a sample."""
@@ -73,4 +75,5 @@ class Sampler:
             cpu_share=self._cpu_share(),
             load=self._load(),
             upstream=self._upstream(),
+            lost=self._lost(),
         )

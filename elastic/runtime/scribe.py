@@ -30,7 +30,7 @@ from elastic.runtime.journal import (
     event_row,
     frame_row,
 )
-from elastic.runtime.status import ProviderStatus, mean_reward, success_rate
+from elastic.runtime.status import EnvironmentStep, ProviderStatus, mean_reward, success_rate
 from functions.base import Call
 
 REMEMBERED = (
@@ -42,6 +42,7 @@ REMEMBERED = (
         "_granted",
         "_members",
         "_environments",
+        "_step_of",
         "_steps",
         "_trained",
         "_unpublished",
@@ -119,6 +120,26 @@ class _TurnProgress:
             self.counted = until
 
 
+@dataclass(slots=True)
+class _StepCounts:
+    """What a step came to in one environment."""
+
+    rewards: list[float] = field(default_factory=list[float])
+    failed: int = 0
+    groups_trained: int = 0
+    groups_dropped: int = 0
+
+    def step(self) -> EnvironmentStep:
+        return EnvironmentStep(
+            trajectories=len(self.rewards),
+            failed=self.failed,
+            success_rate=success_rate(self.rewards),
+            mean_reward=mean_reward(self.rewards),
+            groups_trained=self.groups_trained,
+            groups_dropped=self.groups_dropped,
+        )
+
+
 def at_once(_: "Future[None]", then: Callable[[], None]) -> None:
     """A run on virtual time does not wait for the disk."""
     then()
@@ -169,6 +190,8 @@ class Scribe:
         self._members: dict[str, tuple[TrajectoryId, ...]] = {}
         self._environments: dict[str, str] = {}
         """By group."""
+        self._step_of: dict[str, _StepCounts] = {}
+        """What this step came to so far, by environment; of runs that have several."""
         self._steps = len(scheduler.history)
         self._trained: dict[str, GroupRow] = {}
         """The groups that the trainer was told to train on, since the step before this one, as they were journaled."""
@@ -336,6 +359,7 @@ class Scribe:
     ) -> None:
         if reward is not None:
             self.rewards.append(reward)
+        self._count_end(trajectory, reward)
         if ended is not None:
             self._rows.append(self._row(trajectory, now_ns, ended, reward, cause))
 
@@ -353,7 +377,9 @@ class Scribe:
             record=record,
             success_rate=self.last_success_rate,
             trainer=dict(metrics),
+            environments={name: counts.step() for name, counts in self._step_of.items()},
         )
+        self._step_of = {}
         if not self._recalling:  # What the trainer said of the step then is in its row, and not known here.
             self._unpublished[version] = row
         self._trained = {name: group for name, group in self._trained.items() if group.step >= record.step}
@@ -454,6 +480,7 @@ class Scribe:
     def _record_reward(self, now_ns: Nanoseconds, command: c.RecordReward) -> None:
         if command.reward is not None:
             self.rewards.append(command.reward)
+        self._count_end(command.trajectory, command.reward)
         row = self._unscored.pop(command.trajectory, None)
         if row is None and self._stored is not None and not self._recalling:
             row = self._stored(command.trajectory)
@@ -487,12 +514,26 @@ class Scribe:
             masked_tokens=masked,
             environment=self._environments.pop(command.group, ""),
         )
+        if (counts := self._counts_of(row.environment)) is not None:
+            counts.groups_dropped += bool(dropped)
+            counts.groups_trained += not dropped
         self._rows.append(row)
         if not dropped:
             self._trained[row.group] = row
         for trajectory in self._members.pop(command.group, ()):
             self._unscored.pop(trajectory, None)
             self._turns.pop(self._trajectories.pop(trajectory).turn or "", None)
+
+    def _count_end(self, trajectory: TrajectoryId, reward: float | None) -> None:
+        if (counts := self._counts_of(self._environments.get(group_of(trajectory), ""))) is not None:
+            if reward is None:
+                counts.failed += 1
+            else:
+                counts.rewards.append(reward)
+
+    def _counts_of(self, environment: str) -> "_StepCounts | None":
+        several = len(self._scheduler.plan.environments) > 1
+        return self._step_of.setdefault(environment, _StepCounts()) if several and environment else None
 
     def _row(
         self, trajectory: TrajectoryId, now_ns: Nanoseconds, ended: Ended, reward: float | None, cause: str

@@ -12,6 +12,8 @@ from elastic.runtime.flushing import SATURATED_SHARE, UNKNOWN_LOAD, CoreLoad
 from elastic.runtime.status import (
     LATE_SHARE_MAX,
     PROVIDER_STOPPED,
+    EnvironmentStatus,
+    LostPlays,
     ProviderCounts,
     ProviderStatus,
     RunCondition,
@@ -37,6 +39,7 @@ def run_status(
     cpu_share: float = 0.0,
     load: CoreLoad = UNKNOWN_LOAD,
     upstream: UpstreamStatus | None = None,
+    lost: Mapping[str, LostPlays] | None = None,
 ) -> RunStatus:
     """The state of a run's core, with what its shell has counted. `rewards` are those of this step so far."""
     providers = _provider_statuses(scheduler, now_ns, counts)
@@ -69,8 +72,23 @@ def run_status(
         conditions=conditions(scheduler, now_ns, load),
         mismatches=list(scheduler.agreement.mismatches),
         upstream=upstream,
+        environments=_environment_statuses(scheduler, lost or {}),
         refilled={str(cause): count for cause, count in scheduler.pieces[0].outcomes.refilled.items()},
     )
+
+
+def _environment_statuses(scheduler: Scheduler, lost: Mapping[str, LostPlays]) -> dict[str, EnvironmentStatus]:
+    run = scheduler.pieces[0]
+    return {
+        one.name: EnvironmentStatus(
+            groups=groups,
+            cut_off=run.outcomes.cut_off.get(one.name, 0),
+            begun_again=lost[one.name].times if one.name in lost else 0,
+            lost_tokens=lost[one.name].tokens if one.name in lost else 0,
+        )
+        for one, groups in zip(run.plan.environments, run.launched_of, strict=True)
+        if one.name
+    }
 
 
 def conditions(scheduler: Scheduler, now_ns: Nanoseconds, load: CoreLoad = UNKNOWN_LOAD) -> list[RunCondition]:

@@ -34,6 +34,34 @@ class ProviderStatus(msgspec.Struct, kw_only=True):
     usd_per_hour: float = 0.0
 
 
+class LostPlays(msgspec.Struct, kw_only=True):
+    """How often trajectories of an environment were begun again, and the tokens that these had sampled."""
+
+    times: int = 0
+    tokens: int = 0
+
+
+class EnvironmentStatus(msgspec.Struct, kw_only=True):
+    """One environment of a run since it began. `groups` have begun; `cut_off` members ran still as their groups had
+    enough. Trajectories were `begun_again` whose env workers were gone, and what these had sampled is lost."""
+
+    groups: int = 0
+    cut_off: int = 0
+    begun_again: int = 0
+    lost_tokens: int = 0
+
+
+class EnvironmentStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What one environment came to during a step, as the run's own figures are. `trajectories` were scored."""
+
+    trajectories: int = 0
+    failed: int = 0
+    success_rate: float | None = None
+    mean_reward: float | None = None
+    groups_trained: int = 0
+    groups_dropped: int = 0
+
+
 class RunCondition(msgspec.Struct, frozen=True, kw_only=True):
     """Something that keeps the run from working at full speed now: its kind, a reason of one word, and a message."""
 
@@ -107,6 +135,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     """Those since the sample before."""
     upstream: UpstreamStatus | None = None
     """None where agents can call no models elsewhere."""
+    environments: dict[str, EnvironmentStatus] = {}
     refilled: dict[str, int] = {}
     """Trajectories in whose place another one came, in the whole run, by what had failed them."""
 

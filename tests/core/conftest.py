@@ -1,6 +1,6 @@
 """A scheduler at one's fingertips: say what happens, look at what is ordered. Checked after every event."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,6 +10,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.invariants import check
 from elastic.core.policy import ProvisioningPolicy, RoutingPolicy, SeedingPolicy
+from elastic.core.rows import Curriculum
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import (
     NS_PER_S,
@@ -49,6 +50,7 @@ class CoreHarness:
         seeding: SeedingPolicy | None = None,
         provisioning: ProvisioningPolicy | None = None,
         routing: RoutingPolicy | None = None,
+        curricula: Mapping[str, Curriculum] | None = None,
         **plan: Any,
     ) -> None:
         told: dict[str, Any] = {"steps": 1, "groups": 1, "group_size": 2} | plan
@@ -61,6 +63,7 @@ class CoreHarness:
         chosen = chosen if seeding is None else msgspec.structs.replace(chosen, seeding=seeding)
         chosen = chosen if provisioning is None else msgspec.structs.replace(chosen, provisioning=provisioning)
         chosen = chosen if routing is None else msgspec.structs.replace(chosen, routing=routing)
+        chosen = chosen if curricula is None else msgspec.structs.replace(chosen, curricula=curricula)
         self.scheduler = Scheduler(settings.plan, SMALL_LIMITS, chosen, 0)
         self.now_s = 0.0
         self.out: list[c.Command] = []

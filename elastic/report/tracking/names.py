@@ -70,6 +70,11 @@ def of_environment(metric: str) -> str:
     return f"{metric}/mean" if metric.startswith("rewards/") else f"metrics/{metric}/mean"
 
 
+def in_environment(name: str, environment: str) -> str:
+    """The name of a figure of one environment, where a run has several."""
+    return f"{name}/{environment}"
+
+
 def of_provider(provider: str, figure: str) -> str:
     """The name of a figure of one provider."""
     return f"elastic/{figure}/{provider}"

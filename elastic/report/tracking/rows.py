@@ -17,7 +17,7 @@ from statistics import fmean, pstdev
 from elastic.core.types import NS_PER_S
 from elastic.report.metrics import mean_metrics
 from elastic.report.tracking.delivery import TrackedRow, TrackedSample
-from elastic.report.tracking.names import named, of_environment, of_provider
+from elastic.report.tracking.names import in_environment, named, of_environment, of_provider
 from elastic.report.tracking.samples import SampleBounds, ToText, chosen, sample_of
 from elastic.runtime.journal import (
     CONTINUES,
@@ -119,6 +119,7 @@ class StepSource:
         ended = list(trajectories.values())
         figures = named(figures_of(row, ended, list(groups.values())))
         figures |= {of_environment(name): value for name, value in mean_metrics(ended).items()}
+        figures |= figures_by_environment(row)
         if status is not None:
             figures |= costs_of(status.status, before)
         return TrackedRow(
@@ -215,6 +216,23 @@ def figures_of(row: StepRow, trajectories: Sequence[TrajectoryRow], groups: Sequ
         "weights_changed_share": None if row.weights is None else _mean(list(row.weights.changed.values())),
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def figures_by_environment(row: StepRow) -> dict[str, float]:
+    """A step's figures in each of several environments, under loggers' names."""
+    found: dict[str, float] = {}
+    for environment, one in row.environments.items():
+        ended = one.trajectories + one.failed
+        figures: dict[str, float | None] = {
+            "reward_mean": one.mean_reward,
+            "success_rate": one.success_rate,
+            "failed_share": one.failed / ended if ended else None,
+            "groups_trained": float(one.groups_trained),
+            "groups_dropped": float(one.groups_dropped),
+        }
+        known = named({name: value for name, value in figures.items() if value is not None})
+        found |= {in_environment(name, environment): value for name, value in known.items()}
+    return found
 
 
 def costs_of(status: RunStatus, before: Sequence[RunStatus]) -> dict[str, float]:

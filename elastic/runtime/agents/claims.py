@@ -9,6 +9,7 @@ from elastic.protocol.front_messages import AgentCaller, TrajectoryStanding
 from elastic.runtime.agents import notes
 from elastic.runtime.agents.refusals import CallRefused
 from elastic.runtime.agents.trajectory import AgentTrajectory
+from elastic.runtime.status import LostPlays
 
 ENDED_KEPT = 4096
 """Trajectories that are over and still answered for, the latest ones."""
@@ -78,6 +79,8 @@ class AgentClaims:
     """By driver and idempotency key."""
     former: dict[TrajectoryId, FormerPlays] = field(default_factory=dict[TrajectoryId, FormerPlays])
     """Of trajectories that were begun again."""
+    lost: dict[str, LostPlays] = field(default_factory=dict[str, LostPlays])
+    """In the whole run, by environment."""
 
     def group(self, driver: str, name: str, played: Collection[str] = ()) -> AgentGroup:
         """The driver's group of this name, or one that nobody has named yet, of no environment that is `played` by env
@@ -122,13 +125,16 @@ class AgentClaims:
         """How often it has been begun again."""
         return self.former.get(trajectory, NEVER_PLAYED).restart
 
-    def begin_again(self, trajectory: TrajectoryId) -> None:
-        """Nobody plays it, and it may be given out once more. What was said of it so far is void."""
+    def begin_again(self, trajectory: TrajectoryId, tokens: int) -> None:
+        """Nobody plays it, and it may be given out once more. What was said of it so far is void, and so many tokens
+        were sampled for nothing."""
         left = self.trajectories.pop(trajectory)
         self.former[trajectory] = FormerPlays(self.restart(trajectory) + 1, left.asked)
         self.sessions = {key: of for key, of in self.sessions.items() if of != trajectory}
         if (group := self.groups.get(group_of(trajectory))) is not None:
             group.members.insert(0, trajectory)
+            lost = self.lost.setdefault(group.environment, LostPlays())
+            lost.times, lost.tokens = lost.times + 1, lost.tokens + tokens
 
     def is_free(self, driver: str, session: str, trajectory: TrajectoryId = "") -> bool:
         """Whether the session is bound to no other trajectory. Raises `CallRefused` if it is, or names a trajectory."""

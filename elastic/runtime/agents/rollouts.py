@@ -43,7 +43,7 @@ from elastic.runtime.agents.upstream import UpstreamAccount, call_of
 from elastic.runtime.episodes import FinishedEpisodes, OpenTurn, RolloutTrajectory, ScoringSettings, stable_hash
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.ports import Feed
-from elastic.runtime.status import UpstreamStatus
+from elastic.runtime.status import LostPlays, UpstreamStatus
 from functions.base import Call
 from functions.rewards import FinishedTrajectory
 
@@ -108,6 +108,11 @@ class AgentRollouts:
         self._upstream = UpstreamAccount()
         self._turns: dict[TurnId, AgentTurn] = {}
         """Those that are not settled."""
+
+    @property
+    def lost(self) -> Mapping[str, LostPlays]:
+        """What env workers that are gone had played, by environment."""
+        return self._claims.lost
 
     # What drivers ask
 
@@ -519,7 +524,8 @@ class AgentRollouts:
         self._claims.groups[group_of(member.trajectory)].offer(member.trajectory, now_ns)
 
     def cancel(self, trajectory: TrajectoryId) -> None:
-        self._drop(trajectory, "the run has dropped its group")
+        self._finished.forget((trajectory,))  # It may be over, and wait to be scored.
+        self._drop(trajectory, "the run has no use for it any more")
 
     def prompt(self, turn: TurnId) -> OpenTurn | None:
         found = self._turns.get(turn)
@@ -680,7 +686,7 @@ class AgentRollouts:
             case notes.Truncated():
                 trajectories[note.trajectory].truncated = True
             case notes.BegunAgain():
-                self._claims.begin_again(note.trajectory)
+                self._claims.begin_again(note.trajectory, note.tokens)
             case notes.UpstreamAsked() | notes.UpstreamTold() | notes.UpstreamCarried():
                 self._upstream.apply(note)
             case notes.TurnAsked():

@@ -10,7 +10,7 @@ from elastic.core.policy import StepRecord
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, WorkerId
 from elastic.protocol import wire
 from elastic.runtime.journal.tables import FLOAT_MAX, JournalRecord, JournalTable
-from elastic.runtime.status import RunStatus
+from elastic.runtime.status import EnvironmentStep, RunStatus
 from functions.base import Call, CallOutcome
 
 CONTINUES = "continues"
@@ -199,6 +199,8 @@ class StepRow(JournalRecord, frozen=True):
     success_rate: float | None
     trainer: dict[str, float | None]
     weights: StepWeights | None = None
+    environments: dict[str, EnvironmentStep] = msgspec.field(default_factory=dict[str, EnvironmentStep])
+    """By name, where there are several."""
 
 
 class SampleRow(JournalRecord, frozen=True):

@@ -18,6 +18,7 @@ from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
 from elastic.core.types import NS_PER_S
 from elastic.protocol.api import (
     Checkpoint,
+    EnvironmentMetrics,
     HostedLease,
     HostedWorker,
     Metrics,
@@ -158,6 +159,9 @@ def _step(row: StepRow, mean_reward: float | None) -> StepMetrics:
         groups_trained=row.record.groups_trained,
         groups_dropped=row.record.groups_dropped,
         trainer=row.trainer,
+        environments={
+            name: EnvironmentMetrics.model_validate(msgspec.to_builtins(one)) for name, one in row.environments.items()
+        },
     )
 
 

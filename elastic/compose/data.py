@@ -1,0 +1,67 @@
+"""The rows that environments' episodes are about: where they are, and who says in which order they come."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastic.config import CHAT, Config, ConfigError, ConfigProblem, EnvironmentConfig
+from elastic.core.rows import Curriculum
+from elastic.environments.hub_rows import HUB, HubSource
+from elastic.environments.rows import BadData, DataSource, read_rows
+from elastic.system.installed import installed
+from policies.curriculum import CURRICULA, OrderedPasses
+
+PLUG_INS = "elastic.curricula"
+"""Entry points: functions that order a pass over the data."""
+
+
+def data_source(environment: EnvironmentConfig, seed: int) -> DataSource | None:
+    """The rows that an environment's episodes are about, if they are about any."""
+    data = environment.data
+    if data is None:
+        return None
+    named = data.source
+    return DataSource(
+        source=named if isinstance(named, Path) else HubSource(named.removeprefix(HUB), data.subset, data.split),
+        prompt=data.prompt,
+        answer=data.answer,
+        order=data.order,
+        seed=seed,
+        columns=data.columns,
+        texts=environment.kind == CHAT,
+    )
+
+
+def counted(config: Config, where: str) -> Config:
+    """The configuration with the numbers of rows that curricula have to know. Raises `ConfigError` for data that cannot
+    be read, and for a curriculum that is not installed."""
+    mixture = [_counted(config, number, where) for number in range(len(config.mixture))]
+    if config.environments:
+        return config.model_copy(update={"environments": tuple(mixture)})
+    return config.model_copy(update={"environment": mixture[0]})
+
+
+def _counted(config: Config, number: int, where: str) -> EnvironmentConfig:
+    environment, section = config.mixture[number], (*config.environment_section(number), "data")
+    data, source = environment.data, data_source(environment, config.run.seed)
+    if data is None or source is None or data.order in CURRICULA:
+        return environment
+    if data.order not in installed(PLUG_INS):
+        allowed = ", ".join(map(repr, (*CURRICULA, *sorted(installed(PLUG_INS)))))
+        problem = f"found {data.order!r}; allowed: {allowed}, or another that is installed ({PLUG_INS})"
+        raise ConfigError(ConfigProblem(problem, (*section, "order"), where))
+    if data.rows is not None:
+        return environment
+    try:
+        rows = len(read_rows(source).rows)
+    except BadData as error:
+        raise ConfigError(ConfigProblem(str(error), section, where)) from error
+    return environment.model_copy(update={"data": data.model_copy(update={"rows": rows})})
+
+
+def curricula(config: Config) -> Mapping[str, Curriculum]:
+    """Who orders the rows of an environment, by its name, where that does not follow from its groups' places."""
+    return {
+        one.name: OrderedPasses(one.data.rows, config.run.seed, installed(PLUG_INS)[one.data.order].load())
+        for one in config.mixture
+        if one.data is not None and one.data.rows is not None and one.data.order not in CURRICULA
+    }
