@@ -28,8 +28,7 @@ CONFIG = """
 name = "agents"
 [model]
 checkpoint = "{checkpoint}"
-[environment]
-name = "outside"
+{environments}
 [rollout]
 max_tokens_per_turn = 24
 [trainer]
@@ -47,6 +46,10 @@ decode_step_s = {{ 1 = 0.04 }}
 processes = 2
 [providers.reserved]
 max_workers = 1
+"""
+ELSEWHERE = """
+[environment]
+name = "outside"
 """
 
 
@@ -75,11 +78,14 @@ def write_policy(directory: Path) -> Path:
 
 
 class AgentsRun(CrashingRun):
-    """A run below `directory` with these settings besides `CONFIG`: dedicated workers, and the trainer's device."""
+    """A run below `directory` with these settings besides `CONFIG`: dedicated workers, and the trainer's device.
+    `environments` are its sections of environments."""
 
-    def __init__(self, directory: Path, *settings: str, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, directory: Path, *settings: str, options: Sequence[str] = (), environments: str = ELSEWHERE
+    ) -> None:
         config = directory / "agents.toml"
-        config.write_text(CONFIG.format(checkpoint=write_policy(directory / MODEL)))
+        config.write_text(CONFIG.format(checkpoint=write_policy(directory / MODEL), environments=environments))
         super().__init__(directory / "runs", [str(config), "--providers", "reserved", *options, *sets(settings)])
 
     def url(self) -> str:

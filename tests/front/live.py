@@ -5,7 +5,7 @@ import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +27,10 @@ def benchmark(name: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def agents_run(directory: Path, *settings: str, options: Sequence[str] = ()) -> Iterator[Any]:
+def agents_run(directory: Path, *settings: str, **others: Any) -> Iterator[Any]:
     """A run under way (`benchmarks/_agents.py`); whatever is left of it is ended afterwards."""
     with benchmark("_agents") as module:
-        run = module.AgentsRun(directory, *settings, options=options)
+        run = module.AgentsRun(directory, *settings, **others)
         try:
             yield run
         finally:
