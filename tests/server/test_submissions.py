@@ -257,3 +257,14 @@ def test_code_is_of_the_projects_files_and_never_runs_as_the_server(shared_site:
     settings = replace(shared_site.settings, shared_trust=False)
     apart = replace(shared_site, settings=settings, app=create_app(shared_site.store, settings))
     assert "as the server's own user" in pointers(apart, body)["#/config/trainer/other/loss"]
+
+
+def test_what_is_the_servers_to_choose_is_refused_of_each_of_several_environments(
+    shared_site: Site, submission: Submission
+) -> None:
+    for key, value in (("python", "/bin/sh"), ("container", "image"), ("network", "host")):
+        body = submission()
+        body["config"].pop("environment", None)
+        body["config"]["environments"] = [{"name": "frozenlake"}, {"name": "b", "kind": "frozenlake", key: value}]
+        refused = pointers(shared_site, body)
+        assert "the server's to choose" in refused[f"#/config/environments/1/{key}"]
