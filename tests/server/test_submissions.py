@@ -262,7 +262,7 @@ def test_code_is_of_the_projects_files_and_never_runs_as_the_server(shared_site:
 def test_what_is_the_servers_to_choose_is_refused_of_each_of_several_environments(
     shared_site: Site, submission: Submission
 ) -> None:
-    for key, value in (("python", "/bin/sh"), ("container", "image"), ("network", "host")):
+    for key, value in (("container", "image"), ("network", "host")):
         body = submission()
         body["config"].pop("environment", None)
         body["config"]["environments"] = [{"name": "frozenlake"}, {"name": "b", "kind": "frozenlake", key: value}]
