@@ -119,7 +119,8 @@ TRAINERS := .cache/trainers/bin
 
 test-trainer: setup chat-model .cache/trainers/installed .cache/vllm-venv/installed
 	$(TRAINERS)/python -m pytest -m trainers tests/trainer tests/cli
-	.cache/vllm-venv/bin/python -m pytest -p no:cacheprovider -m trainers tests/trainer/test_real_model.py
+	.cache/vllm-venv/bin/python -m pytest -p no:cacheprovider -m trainers tests/trainer/test_real_model.py \
+		tests/trainer/test_seeding.py
 
 .cache/trainers/installed: requirements-trainers.txt
 	$(PYTHON) -m venv .cache/trainers

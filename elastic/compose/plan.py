@@ -29,7 +29,7 @@ from elastic.system.cores import cores
 from elastic.system.given import read_json
 from elastic.system.installed import installed
 from elastic.system.named_code import missing
-from elastic.worker.trainer import resolve_trainer, trainer_device
+from elastic.worker.trainer import resolve_trainer, seeding_engines, trainer_device
 from elastic.worker.trainer.base import TrainerKind, TrainerSettings
 from providers.base import Provider, ProviderSettings
 
@@ -210,7 +210,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
     _check_pool(config.rewards, where)
     resolve_engine(config.engine, where)
     resolve_trainer(config.trainer, where)
-    if has_ranks(config) and config.seeding.policy == "auto":
+    if has_ranks(config) and config.seeding.policy == "auto" and not seeding_engines(config):
         config = config.model_copy(update={"seeding": config.seeding.model_copy(update={"policy": "none"})})
     _check_engine(config, config.trainer.engine, where, "trainer", "engine")
     for name, chosen in settings.items():
@@ -353,6 +353,9 @@ def check_live(
             raise ConfigError(str(error)) from error
         if membership is None:
             raise ConfigError(ConfigProblem(NOT_A_JOB, where=f"{PROVIDERS_OPTION} {name}"))
+        if seeding_engines(plan.config):
+            problem = f"found 'vllm' with {PROVIDERS_OPTION} {name}, where other jobs have the device; allowed: 'auto'"
+            raise ConfigError(ConfigProblem(problem, ("trainer", plan.config.trainer.kind, "seeding")))
     _check_ranks(plan, for_pool=for_pool)
     if gone := list(missing(plan.config.model_dump(mode="json"))):
         raise ConfigError(*(ConfigProblem(f"found {str(code)!r}, but no such file", key) for key, code in gone))
@@ -372,6 +375,8 @@ def _check_ranks(plan: RunPlan, *, for_pool: bool) -> None:
             "'transformers'"
         )
         raise ConfigError(ConfigProblem(problem, ("trainer", "gpus")))
+    if seeding_engines(config):
+        return
     if config.seeding.policy != "none":
         problem = (
             f"found {config.seeding.policy!r} with trainer.gpus = {gpus}, whose devices do not generate; "
@@ -454,8 +459,8 @@ def _check_engines(
 ) -> None:
     """Every engine of the run can serve the model, and what is trained of it; kinds of third parties need not say."""
     unserved = getattr(trainer, "unserved", None)
-    # The devices of a trainer of several ranks have no engine.
-    providers = (*(() if has_ranks(plan.config) else (TRAINER_PROVIDER,)), *plan.providers)
+    generates = not has_ranks(plan.config) or seeding_engines(plan.config) > 0
+    providers = (*(() if not generates else (TRAINER_PROVIDER,)), *plan.providers)
     places = [("trainer",) if provider == TRAINER_PROVIDER else ("providers", provider) for provider in providers]
     engines = [(config, *resolve_engine(config, "")) for config in map(plan.engine, providers)]
     for place, (config, kind, own) in zip(places, engines, strict=True):

@@ -15,6 +15,7 @@ from elastic.core.policy import (
     SelectionPolicy,
 )
 from elastic.core.types import NS_PER_S, Limits, Plan, PlannedEnvironment, StalenessDrop
+from elastic.worker.trainer import seeding_engines
 from policies.balancing import ContinuousBalancing
 from policies.departure import UseNotice
 from policies.provisioning import HoldForRollouts, MarginalValue, TakeWhatIsOffered
@@ -145,7 +146,10 @@ def _seeding(config: Config) -> SeedingPolicy:
 
 
 def _reserved_engines(config: Config) -> int:
-    """N_resv: the trainer's GPUs in workers of the smallest size that any provider has (RLBoost §4.1)."""
+    """N_resv: the engines on the trainer's GPUs, or these in workers of the smallest size that any provider has
+    (RLBoost §4.1)."""
+    if engines := seeding_engines(config):
+        return engines
     sizes = [int(settings.get("gpus_per_worker", 1)) for settings in config.providers.values()]
     return max(1, config.trainer.gpus // min(sizes, default=1))
 

@@ -1,6 +1,6 @@
 """Rollout engines behind one protocol. An engine's own imports (torch, vLLM) happen only when it is created."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic.config import ConfigError, ConfigProblem, EngineConfig, validate
@@ -11,15 +11,20 @@ ENTRY_POINTS = "elastic.engines"
 
 
 def create_engine(
-    model_config: Mapping[str, Any], config: EngineConfig, share: DeviceShare | None = None
+    model_config: Mapping[str, Any],
+    config: EngineConfig,
+    share: DeviceShare | None = None,
+    devices: Sequence[int] = (),
 ) -> RolloutEngine:
-    """The engine that `config.kind` names, for the model whose `config.json` this is.
+    """The engine that `config.kind` names, for the model whose `config.json` this is, on so many of this process's
+    `devices`; on all that it sees where none are named.
 
     Raises `ConfigError` for a kind that is not installed and settings that are not its own, else what its `create`
     raises.
     """
     kind, settings = resolve_engine(config, "the engine's settings")
-    return kind.create(model_config, config, settings, share)
+    own: Mapping[str, Any] = {"devices": devices} if devices else {}
+    return kind.create(model_config, config, settings, share, **own)
 
 
 def resolve_engine(

@@ -44,8 +44,11 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bounds_of(engine: Mapping[str, Any], model: Mapping[str, Any], *, trains: bool) -> Bounds:
-    """`engine` and `model` as in `wire.Welcome`; what they leave open is not bounded."""
+    """`engine` and `model` as in `wire.Welcome`; what they leave open is not bounded. Nor is the credit of the
+    trainer's worker: it is the run's own, and may be several such engines."""
     max_batch, max_pending = engine.get("max_batch"), engine.get("max_pending")
+    if trains:
+        max_batch = None
     return Bounds(
         vocab_size=vocabulary(model, IDS_MAX),
         capacity_turns=INTEGER_MAX if max_batch is None or max_pending is None else max_batch + max_pending,

@@ -351,8 +351,10 @@ class Service:
         self._send(wire.Slept())
 
     async def _wake(self) -> None:
-        wake = self._engine.wake if self._trainer is None else self._trainer.wake
-        await self._device.run(SLEEP_TIMEOUT_S, wake)
+        if self._trainer is None:
+            await self._device.run(SLEEP_TIMEOUT_S, self._engine.wake)
+        else:
+            await self._device.run(self._trainer.timeout_s, self._trainer.wake)
         self._heartbeat()
         self._send(wire.Awoke())
 

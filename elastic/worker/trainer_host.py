@@ -36,10 +36,12 @@ from elastic.worker.publication import (
     WholeVersions,
     tensors_of,
 )
-from elastic.worker.trainer import checkpoint, create_trainer
+from elastic.worker.seeding_engines import several_engines
+from elastic.worker.trainer import checkpoint, create_trainer, seeding_engines
 from elastic.worker.trainer.base import PolicyTrainer, checkpoint_path, saved
 from elastic.worker.trainer.layers import changed_shares
 from elastic.worker.training import Standing, TrainerOrder, TrainerReply
+from elastic.worker.weights import source_of
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +59,7 @@ async def run_trainer_host(
     permit: DevicePermit | None = None,
     make_trainer: MakeTrainer = create_trainer,
     open_relay: OpenRelay = open_relay,
+    make_engine: BuildEngine | None = None,
 ) -> AgentExit:
     """Be the trainer's worker until drained (code 0), or refused, cut off or failed (code 1).
 
@@ -68,7 +71,8 @@ async def run_trainer_host(
     A `permit` says when it has the device, which other jobs use in between.
     """
     shares_device = permit is not None and permit.shared
-    host = TrainerHost(config, run_dir, resume, make_trainer, shares_device=shares_device, open_relay=open_relay)
+    parts = config, run_dir, resume, make_trainer, make_engine
+    host = TrainerHost(*parts, shares_device=shares_device, open_relay=open_relay)
     with kept_in_memory(run_dir / "weights"):
         return await run_agent(ticket, host.build_engine, trainer=host, permit=permit)
 
@@ -94,7 +98,10 @@ class TrainerHost:
         self.timeout_s = config.trainer.order_timeout_s + config.run.orchestrator_timeout_s
         self._config = config
         self._make_trainer = make_trainer
-        self._make_engine = make_engine or (build_engine if config.trainer.gpus == 1 else idle_engine)
+        engines = seeding_engines(config)
+        self._makes_way = engines > 0
+        """Whether it is parked while its engines generate, which then pull its weights as other workers do."""
+        self._make_engine = make_engine or _maker(config.trainer.gpus, engines)
         self._open_relay = open_relay
         self._run = run_dir.name
         self._paces = PaceLog("training")
@@ -129,11 +136,17 @@ class TrainerHost:
         terms = PublishingTerms(self._run, model, RelayPlace.of(welcome), patience_s, self._key.secret)
         self._versions.begin_publishing(terms)
         self._publication.set_result(self._publish(self._trainer.version, ()))
+        self._welcome = welcome
+        if self._makes_way:
+            self._trainer.park()
         return self._make_engine(welcome)
 
     def load_policy(self, engine: RolloutEngine) -> None:
         """Load the trainer's weights into its engine, before the worker is ready."""
         self._engine = engine
+        if self._makes_way:
+            self._pull()
+            return
         if not self._shares_device:
             self._apply(tensors_of(self._trainer, in_host_memory=False))
             return
@@ -144,8 +157,12 @@ class TrainerHost:
         self._seeding.resume()
 
     def wake(self) -> None:
-        """Wake the engine. A parked engine comes to the device when the device is resumed."""
-        if self._seeding is not None and not self._parked:
+        """Wake the engine, with the trainer's weights. A parked engine comes to the device when the device is
+        resumed."""
+        if self._makes_way:
+            self._trainer.park()
+            self._pull()
+        elif self._seeding is not None and not self._parked:
             self._seeding.resume()
         self._engine.wake()
 
@@ -162,6 +179,7 @@ class TrainerHost:
 
     def follow(self, welcome: wire.Welcome) -> None:
         """Use the relay of an orchestrator that has come back."""
+        self._welcome = welcome
         self._versions.follow(RelayPlace.of(welcome))
 
     def standing(self) -> Standing:
@@ -183,6 +201,8 @@ class TrainerHost:
     def carry_out(self, order: TrainerOrder) -> TrainerReply:
         """Carry out the order. The engine sleeps meanwhile, except during a `SkipGroup`."""
         began_s = here().monotonic()
+        if self._makes_way and not isinstance(order, wire.SkipGroup) and not self.has(order):
+            self._trainer.resume()
         match order:
             case wire.TrainGroupFrame():
                 if not self.has(order):
@@ -227,7 +247,8 @@ class TrainerHost:
         self._standing = Standing(order.version, proof=wire.sound_proof(self._trainer.proof()))
         self._checks.clear()
         began_s = here().monotonic()
-        self._apply(tensors)
+        if not self._makes_way:
+            self._apply(tensors)
         applied_s = here().monotonic()
         if self._checkpoint_due():
             self._save()
@@ -266,13 +287,23 @@ class TrainerHost:
         changed = changed_shares(published.changed, published.patterns)
         return wire.PublishedFrame(version, wire.finite(figures), changed)
 
+    def _pull(self) -> None:
+        """Have the engine serve the trainer's version, as it is on the relay, if it does not yet."""
+        version = self._trainer.version
+        if self._engine.statistics().weights_version == version:
+            return
+        self._publication.result()
+        source = source_of(self._welcome, wire.PullWeights(version, WeightMode.FINISH, self.publisher))
+        self._engine.prefetch(source, self._config.weights.pull_timeout_s)
+        self._engine.load_version(source, WeightMode.FINISH)
+
     def _apply(self, tensors: dict[str, torch.Tensor]) -> None:
         self._engine.load_version(TensorSource(self._trainer.version, tensors), WeightMode.FINISH)
 
     def _hold(self) -> dict[str, torch.Tensor]:
         """Have the weights kept for publication, in host memory if the device may have to be left meanwhile. Returns
         them where this process has them whole: only then an engine is here."""
-        return self._versions.hold(in_host_memory=self._shares_device)
+        return self._versions.hold(in_host_memory=self._shares_device or self._makes_way)
 
     def _versions_of(self, trainer: PolicyTrainer) -> PublishesVersions:
         if isinstance(trainer, PublishesVersions):
@@ -300,6 +331,13 @@ class TrainerHost:
             proof = wire.sound_proof(self._trainer.proof())
             self._stepped = wire.Stepped(self._trainer.version, wire.finite(self._trainer.metrics), proof=proof)
         log.info("resuming", version=self._trainer.version, checkpoint=str(found[-1]) if found else "none")
+
+
+def _maker(gpus: int, engines: int) -> BuildEngine:
+    """How the trainer's engine is built."""
+    if engines > 1:
+        return several_engines(engines)
+    return build_engine if gpus == 1 or engines == 1 else idle_engine
 
 
 def _tokens_s(pacing: TrainerPacingConfig | None, group: wire.TrainGroupFrame) -> float:

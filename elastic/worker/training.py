@@ -131,7 +131,7 @@ class Training:
         finally:
             self._accounts.leave_to_engine()
             if awake:
-                self._engine.wake()
+                self._trainer.wake()
 
     def _tell_of_publication(self) -> None:
         """Report the last version's publication, also if that was reported before."""

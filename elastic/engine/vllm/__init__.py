@@ -1,6 +1,6 @@
 """vLLM as a rollout engine, in a process of its own that nobody else can reach."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -81,15 +81,17 @@ class Vllm:
         config: EngineConfig,
         settings: VllmSettings,
         share: DeviceShare | None = None,
+        devices: Sequence[int] = (),
     ) -> "VllmEngine":
-        """Raises `ValueError` where vLLM is missing, of another version, or does not start with these settings."""
+        """On these of the GPUs that this process sees, or on the first ones. Raises `ValueError` where vLLM is missing,
+        of another version, or does not start with these settings."""
         if share is not None:
             raise ValueError("engine.kind: 'vllm' needs a device of its own; on a borrowed one: 'torch'")
         Vllm.check(model_config, config, settings)
         _require_vllm()
         from elastic.engine.vllm.engine import VllmEngine
 
-        return VllmEngine(model_config, config, settings)
+        return VllmEngine(model_config, config, settings, devices=devices)
 
 
 def _require_context(model_config: Mapping[str, Any], tokens: int) -> None:

@@ -50,6 +50,7 @@ from elastic.weights.errors import VersionSuperseded, WeightsCorrupted, WeightsE
 from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
 
 MEMORY_DIRECTORY = "/dev/shm"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 ANSWER_S = 10.0
 """For the process to say that a time limit is over which it was given."""
 RELOAD_TIMEOUT_S = 120.0
@@ -86,7 +87,7 @@ class VllmEngine:
 
     Requests wait until the first `load_version`, and while the engine sleeps. Noise is that of the turn, but logits
     depend on what else is in a batch, so it is not replayable. Raises `ValueError` where vLLM does not start.
-    Its process is one of this interpreter, `python`.
+    Its process is one of this interpreter, `python`, and sees these of this process's `devices`, or all of them.
     """
 
     def __init__(
@@ -95,11 +96,13 @@ class VllmEngine:
         config: EngineConfig,
         settings: VllmSettings,
         python: str = sys.executable,
+        devices: Sequence[int] = (),
     ) -> None:
         self._model_config = dict(model_config)
         self._config = config
         self._settings = settings
         self._python = python
+        self._seen_devices = _visible(devices)
         self._vocab_size = _vocab_size(model_config)
         self._changed = threading.Condition()
         self._sink: ChunkSink | None = None
@@ -282,6 +285,7 @@ class VllmEngine:
             **_DEFAULTS,
             **os.environ,
             **_ENVIRONMENT,
+            **self._seen_devices,
             "OMP_NUM_THREADS": str(self._config.threads),
             "ELASTIC_VLLM_SOCKET": str(theirs.fileno()),
         }
@@ -616,6 +620,15 @@ def _vocab_size(model_config: Mapping[str, Any]) -> int:
     if not isinstance(found, int):
         raise ValueError("model.checkpoint: its config.json names no vocab_size")
     return found
+
+
+def _visible(devices: Sequence[int]) -> dict[str, str]:
+    """The variable by which a process sees these GPUs alone, of those that this one sees."""
+    if not devices:
+        return {}
+    named = os.environ.get(VISIBLE_DEVICES, "")
+    ours = named.split(",") if named else []
+    return {VISIBLE_DEVICES: ",".join(ours[one] if one < len(ours) else str(one) for one in devices)}
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

@@ -17,9 +17,22 @@ def create_trainer(config: Config) -> PolicyTrainer:
     return kind.create(config, settings, trainer_device(config))
 
 
+def trainer_engine(config: Config) -> EngineConfig:
+    """The settings of the engine that seeds on the trainer's device."""
+    return EngineConfig.model_validate(config.engine.overlaid(config.trainer.engine))
+
+
 def trainer_device(config: Config) -> str:
     """The name of the device that the trainer shares with the engine that seeds there."""
-    return EngineConfig.model_validate(config.engine.overlaid(config.trainer.engine)).device
+    return trainer_engine(config).device
+
+
+def seeding_engines(config: Config) -> int:
+    """How many engines the trainer makes way for (`TrainerKind.seeding_engines`); kinds of third parties need not say.
+    Raises `ConfigError`."""
+    kind, settings = resolve_trainer(config.trainer, "the run's configuration")
+    number = getattr(kind, "seeding_engines", None)
+    return 0 if number is None else number(config, settings)
 
 
 def resolve_trainer(trainer: TrainerConfig, where: str) -> tuple[type[TrainerKind], TrainerSettings]:

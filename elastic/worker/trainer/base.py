@@ -121,6 +121,15 @@ class TrainerKind(Protocol):
     """Whether `trainer.gpus` may be more than one: then its device does not generate."""
 
     @staticmethod
+    def seeding_engines(config: Config, settings: Any) -> int:
+        """N_resv (RLBoost §4.1): how many engines generate on its devices, for which it is parked meanwhile; they pull
+        what it publishes. 0 where it makes way for none: then an engine shares one device with it.
+
+        Raises `ConfigError` for settings with which they cannot.
+        """
+        ...
+
+    @staticmethod
     def examine(config: Config, settings: Any) -> StoredPolicy:
         """Read how the base policy is stored, before a process starts. `settings` are of `Settings`.
 

@@ -22,6 +22,10 @@ class Embedded:
     ranks: ClassVar = False
 
     @staticmethod
+    def seeding_engines(config: Config, settings: TrainerSettings) -> int:
+        return 0
+
+    @staticmethod
     def examine(config: Config, settings: TrainerSettings) -> StoredPolicy:
         from elastic.engine.model.stored import CheckpointError, check_stored, count_float32, stored_tensors
 

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from elastic.config import Config, EngineConfig
+from elastic.engine import resolve_engine
 from elastic.engine.base import PROOF_TOKENS
+from elastic.worker.trainer import trainer_engine
 from elastic.worker.trainer.base import PolicyTrainer, StoredPolicy
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 
@@ -28,6 +30,15 @@ class Transformers:
         if config.trainer.gpus > 1:
             settings.check_ranks(config.trainer.gpus)
         return examine(config.model.checkpoint, settings)
+
+    @staticmethod
+    def seeding_engines(config: Config, settings: TransformersSettings) -> int:
+        if settings.seeding == "auto":
+            return 0
+        engine = trainer_engine(config)
+        _, own = resolve_engine(engine, "", ("trainer", "engine"))
+        settings.check_seeding(config.trainer.gpus, engine, own)
+        return config.trainer.gpus // own.ranks
 
     @staticmethod
     def unserved(config: Config, settings: TransformersSettings, engine: EngineConfig, own: Any) -> str:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from elastic.config import ConfigError
+from elastic.config import ConfigError, EngineConfig
+from elastic.engine.base import EngineSettings
 from elastic.worker.trainer.base import TrainerSettings
 
 if TYPE_CHECKING:
@@ -90,9 +91,40 @@ class TransformersSettings(TrainerSettings):
         description="in which a mini-batch's groups are computed. launch: whichever come early wait, and the weights "
         "do not depend on that; arrival: as they come, so that sums round as that chances to be",
     )
+    seeding: Literal["auto", "vllm"] = Field(
+        "auto",
+        description="what generates on the trainer's GPUs while it does not train. auto: on one GPU the trainer's "
+        "engine, beside the trainer, on several nothing; vllm: engines of tensor_parallel GPUs each, to which the "
+        "trainer leaves all of them, with offload = 'all'",
+    )
     lora: LoraSettings | None = Field(
         None, description="train low-rank adapters to the base policy, which alone travel and are kept"
     )
+
+    def check_seeding(self, gpus: int, engine: EngineConfig, own: EngineSettings) -> None:
+        """Raises `ConfigError` where engines with these settings, their `own` among them, cannot seed on so many
+        GPUs."""
+        if engine.kind != "vllm":
+            raise ConfigError(
+                f"trainer.transformers.seeding: found 'vllm', but the trainer's engine is {engine.kind!r}; allowed: "
+                "with engine.kind = 'vllm', or trainer.engine.kind"
+            )
+        if self.offload != "all":
+            raise ConfigError(
+                f"trainer.transformers.offload: found {self.offload!r} with seeding = 'vllm', for which the trainer "
+                "leaves its devices; allowed: 'all'"
+            )
+        if gpus % own.ranks:
+            raise ConfigError(
+                f"trainer.gpus: found {gpus} with trainer.transformers.seeding = 'vllm', whose engines take "
+                f"{own.ranks} each (engine.vllm.tensor_parallel); allowed: multiples of that"
+            )
+        if engine.device != "cpu" and not getattr(own, "sleep_level", 0):
+            raise ConfigError(
+                "trainer.engine.vllm.sleep_level: found 0 with trainer.transformers.seeding = 'vllm': asleep, its "
+                "weights would stay where the trainer computes; allowed: 1, 2, or any with trainer.engine.device = "
+                "'cpu'"
+            )
 
     def check_ranks(self, gpus: int) -> None:
         """Raises `ConfigError` for what a trainer of so many GPUs, several ones, does not do."""
