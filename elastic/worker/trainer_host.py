@@ -293,7 +293,8 @@ class TrainerHost:
         if self._engine.statistics().weights_version == version:
             return
         self._publication.result()
-        source = source_of(self._welcome, wire.PullWeights(version, WeightMode.FINISH, self.publisher))
+        order = wire.PullWeights(version, WeightMode.FINISH, self.publisher)
+        source = replace(source_of(self._welcome, order), run=self._run)
         self._engine.prefetch(source, self._config.weights.pull_timeout_s)
         self._engine.load_version(source, WeightMode.FINISH)
 
