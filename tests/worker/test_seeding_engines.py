@@ -196,6 +196,6 @@ async def test_the_trainer_makes_way_for_engines_that_pull_what_it_publishes(bas
         await house.finished("second")
         assert {chunk.weights_version for chunk in house.chunks("second")} == {1}
         said.clear()
-        house.send(*step_of(1))  # Once more, as after a lost connection: nothing is done twice.
+        house.send(step_of(1)[-1])  # Once more, as after a lost connection: nothing is done twice.
         await house.until(lambda: len(house.of(wire.Stepped)) == 2)
         assert said == []
