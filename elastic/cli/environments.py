@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from elastic.cli.options import group
-from elastic.environments.container import dockerfile_lines
+from elastic.compose.containers import dockerfile_lines
 
 environments = group(
     "environments", "What environments of a run need.\n\nExample: elastic environments dockerfile calculator"

@@ -18,6 +18,7 @@ from elastic.environments.container import (
     check_image,
     code_folders,
     container_command,
+    dockerfile_lines,
     find_engine,
     remove,
 )
@@ -30,6 +31,8 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import AGENTS, JournalError, RunDirectory
 from elastic.system.processes import inherited
 from elastic.system.signals import TERMINATION, act_on
+
+__all__ = ["check_containers", "container_order", "container_words", "dockerfile_lines", "keep_container"]
 
 DOORS = "doors"
 """In the run's directory: a folder for each container."""
