@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from itertools import islice
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
@@ -24,7 +25,7 @@ from pydantic import BaseModel, Field
 from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
 from elastic.environments.kinds import KindMeans, KindSettings, generation, package, unusable
 from elastic.environments.outside import Outside
-from elastic.system.named_code import CodeUnusable
+from elastic.system.named_code import CodeUnusable, in_file
 from elastic.system.plain_values import number, shown
 from policies.curriculum import CURRICULA
 
@@ -42,7 +43,10 @@ RETRIES = 10
 
 
 class VerifiersSettings(KindSettings):
-    id: str = Field(min_length=1, description="the package: a taskset's of verifiers 0.4, an environment's of before")
+    id: str = Field(
+        min_length=1,
+        description="the package: a taskset's of verifiers 0.4, an environment's of before; or FILE.py:NAME",
+    )
     config: dict[str, Any] = Field(
         default_factory=dict,
         description="further keys of verifiers' `EnvConfig` (0.4), or arguments of `load_environment` (before)",
@@ -71,6 +75,7 @@ async def load_verifiers(settings: VerifiersSettings, means: KindMeans) -> Rollo
     if found and found < OLD_LEAST:
         raise CodeUnusable(f"verifiers {_version(found)} is installed for {sys.executable}; allowed: 0.1 and later")
     package("verifiers", "verifiers", "pip install verifiers")
+    settings = settings.model_copy(update={"id": _found(settings.id)})
     if found >= NEW:
         return await _load_new(settings, means)
     return _load_old(settings, means)
@@ -208,6 +213,15 @@ def _task(settings: VerifiersSettings, means: KindMeans, tasks: Sequence[Any], p
 def _check_tasks(settings: VerifiersSettings, tasks: Sequence[Any]) -> None:
     if not tasks:
         raise CodeUnusable(f"environment.settings.id: {settings.id} has no tasks; allowed: at least one")
+
+
+def _found(id: str) -> str:
+    """The package's name. A file of one's own is a module of its name, which verifiers then finds."""
+    if (code := in_file(id)) is None:
+        return id
+    file = Path(code.place).absolute()
+    sys.path.append(str(file.parent))  # Last: no file beside it stands in for an installed package.
+    return file.stem
 
 
 def _module_name(id: str) -> str:
