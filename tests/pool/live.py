@@ -67,7 +67,7 @@ usd_per_gpu_hour = 0.5
 trace = "rlboost-b"
 [job]
 slo = 4.0
-plan = {{ rollout_s = 10, train_s = 10, sync_s = 1, rollout_switch_s = 0.5, train_switch_s = 0.5 }}
+plan = {{ rollout_s = 10, train_s = {train_s}, sync_s = 1, rollout_switch_s = 0.5, train_switch_s = 0.5 }}
 """
 
 
@@ -91,15 +91,17 @@ class LivePool:
         file.write_text(POOL.format(directory=self._tmp_path, train_gpus=train_gpus, start_s=start_s))
         self.elastic("pool", "start", file)
 
-    def write_job(self, name: str, seed: int, beside: str = "") -> Path:
-        """The job's configuration, with what is `beside` the sections that all have."""
+    def write_job(self, name: str, seed: int, beside: str = "", train_s: float = 10) -> Path:
+        """The job's configuration, with what is `beside` the sections that all have. A step is planned to train for
+        `train_s`."""
         file = self._tmp_path / f"{name}.toml"
-        job = JOB.format(name=name, seed=seed, steps=STEPS, directory=self._tmp_path, checkpoint=self._checkpoint)
+        known = {"name": name, "seed": seed, "steps": STEPS, "train_s": train_s}
+        job = JOB.format(**known, directory=self._tmp_path, checkpoint=self._checkpoint)
         file.write_text(job + beside)
         return file
 
-    def submit(self, name: str, seed: int, *options: str, beside: str = "") -> None:
-        file = self.write_job(name, seed, beside)
+    def submit(self, name: str, seed: int, *options: str, beside: str = "", train_s: float = 10) -> None:
+        file = self.write_job(name, seed, beside, train_s)
         self.elastic("jobs", "submit", file, "--name", name, "--pool", self.path, *options)
 
     def jobs(self) -> dict[str, dict[str, Any]]:
