@@ -158,9 +158,11 @@ class AgentRollouts:
                 self._end(trajectory, f"it was begun {times + 1} times: {cause}")
                 continue
             turns = list(trajectory.turns)
+            tokens = trajectory.branches.tokens
             for turn in [turn for turn in trajectory.turns.values() if turn.kept is None]:
+                tokens += turn.tokens
                 self._give_up(turn)
-            self._note(notes.BegunAgain(name, cause, trajectory.branches.tokens))
+            self._note(notes.BegunAgain(name, cause, tokens))
             if self.watcher is not None:
                 self.watcher.left(turns)
         if self.watcher is not None:
