@@ -156,7 +156,9 @@ HubName = Annotated[str, Field(pattern=r"^hf:[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z
 class DataConfig(_Section):
     """Rows that episodes of kinds `agent` and `chat` are about: one for each group, by its number in the whole run."""
 
-    source: HubName | GivenPath = Field(description="rows: FILE.jsonl, FILE.parquet, or hf:NAME of Hugging Face's hub")
+    source: HubName | GivenPath = Field(
+        union_mode="left_to_right", description="rows: FILE.jsonl, FILE.parquet, or hf:NAME of Hugging Face's hub"
+    )
     subset: str = Field("", description="of a data set of the hub: which of its configurations")
     split: str = Field("train", min_length=1, description="of a data set of the hub: which of its splits")
     prompt: str = Field("prompt", min_length=1, description="column with the prompt; may be dotted")

@@ -85,8 +85,7 @@ class EnvRunLink:
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, REDIAL_MAX_S)
                 continue
-            wait_s = REDIAL_S
-            self._connection = connection
+            self._connection, welcome_s = connection, here().monotonic()
             for number, (request, _) in list(self._asked.items()):
                 connection.send(request(number))
             beats = asyncio.create_task(self._beat(connection), name="beats")
@@ -98,6 +97,10 @@ class EnvRunLink:
                 beats.cancel()
                 self._connection, lost_s = None, here().monotonic()
                 connection.abort()
+            if lost_s - welcome_s > REDIAL_MAX_S:
+                wait_s = REDIAL_S
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, REDIAL_MAX_S)
 
     async def _beat(self, connection: Connection[FromFront, FromRun]) -> None:
         while True:
