@@ -469,8 +469,16 @@ class Scribe:
             self._trajectories[trajectory] = _Trajectory()
 
     def _refill(self, _: Nanoseconds, command: c.RefillMember) -> None:
-        self._members[group_of(command.trajectory)] += (command.trajectory,)
+        """The replaced member is its group's no more, whose lengths are those of as many as it was launched with."""
+        group = group_of(command.trajectory)
+        stayed = (trajectory for trajectory in self._members[group] if trajectory != command.replaces)
+        self._members[group] = (*stayed, command.trajectory)
+        self._forget_member(command.replaces)
         self._trajectories[command.trajectory] = _Trajectory()
+
+    def _forget_member(self, trajectory: TrajectoryId) -> None:
+        self._unscored.pop(trajectory, None)
+        self._turns.pop(self._trajectories.pop(trajectory).turn or "", None)
 
     def _cancel(self, _: Nanoseconds, command: c.CancelTrajectory) -> None:
         trajectory = self._trajectories.get(command.trajectory)
@@ -521,8 +529,7 @@ class Scribe:
         if not dropped:
             self._trained[row.group] = row
         for trajectory in self._members.pop(command.group, ()):
-            self._unscored.pop(trajectory, None)
-            self._turns.pop(self._trajectories.pop(trajectory).turn or "", None)
+            self._forget_member(trajectory)
 
     def _count_end(self, trajectory: TrajectoryId, reward: float | None) -> None:
         if (counts := self._counts_of(self._environments.get(group_of(trajectory), ""))) is not None:

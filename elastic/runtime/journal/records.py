@@ -159,8 +159,9 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
 class GroupRow(JournalRecord, frozen=True):
     """The end of a group in `step`, with the trainer at `version`: why it was `dropped`, or "" if it was trained.
 
-    `lengths` has the policy tokens of each member so far; ages are in versions. Of a group that was trained,
-    `masked_tokens` are those that were left out since they were too old; none of these is in `tokens_by_age`.
+    `lengths` has the policy tokens of each member so far, and not those of members that were replaced; ages are in
+    versions. Of a group that was trained, `masked_tokens` are those that were left out since they were too old; none
+    of these is in `tokens_by_age`.
     """
 
     TABLE: ClassVar[str] = "groups"
