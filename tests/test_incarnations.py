@@ -9,7 +9,7 @@ import random
 import shutil
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from elastic.compose.incarnations import (
 )
 from elastic.compose.plan import resolve
 from elastic.compose.runs import claimed, load_run_config
-from elastic.config import Config, ConfigError, load_config
+from elastic.config import Config, ConfigError, load_config, validate
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.digest import digest
@@ -415,6 +415,22 @@ def test_what_is_sampled_and_trained_hangs_on_stays_as_it_was(config: Config, se
     was = config.model_dump(mode="json")[section][key]
     for words in (f"{section}.{key}: found 'another'", f"began with {was!r}", *MAY_DIFFER):
         assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("now", [["lake"], ["pond", "lake"]])
+def test_none_of_several_environments_goes_or_moves(config: Config, now: list[str]) -> None:
+    lake = {"name": "lake", "kind": "frozenlake"}
+    of = {"lake": lake, "pond": {**lake, "name": "pond"}}
+
+    def having(names: Sequence[str]) -> Config:
+        sections = {**config.model_dump(mode="json"), "environments": [of[name] for name in names]}
+        del sections["environment"]
+        return validate(Config, sections, "test")
+
+    former = having(["lake", "pond"])
+    check_same(having(["lake", "pond"]), former)
+    with pytest.raises(ConfigError, match=r"environments\..*but the run began with \['lake', 'pond'\]"):
+        check_same(having(now), former)
 
 
 def test_nothing_may_differ_that_is_not_there() -> None:

@@ -462,11 +462,13 @@ def check_same(config: Config, former: Config) -> None:
 
 
 def _sections(config: Config) -> dict[str, Any]:
-    """The sections of a configuration, and what there is of each environment but for what may differ."""
+    """The sections of a configuration, and what there is of each environment but for what may differ. Their order is
+    part of it: the groups of each are counted by its place."""
     sections = config.model_dump(mode="json")
     listed = sections.pop("environments")
     if listed:
-        sections["environments"] = {one["name"]: {k: v for k, v in one.items() if k not in PROCESSES} for one in listed}
+        of_each = {one["name"]: {k: v for k, v in one.items() if k not in PROCESSES} for one in listed}
+        sections["environments"] = of_each | {"*.name": [*of_each]}
     return sections
 
 
