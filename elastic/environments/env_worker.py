@@ -102,7 +102,8 @@ async def serve_env_worker(work: EnvWork) -> None:
 
 
 async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
-    key = os.environ.pop(KEY_VARIABLE, "")
+    # Before any code of users' is loaded: what that starts inherits neither.
+    key, chat_key = (os.environ.pop(variable, "") for variable in (KEY_VARIABLE, CHAT_KEY_VARIABLE))
     link = EnvRunLink(work.run_dir, key, work.away_s)
     http = async_client(timeout=None, limits=httpx.Limits(max_connections=None))
     lasting.push_async_callback(http.aclose)
@@ -123,7 +124,6 @@ async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
     rows = None if work.data is None else read_rows(work.data)
     ended = asyncio.Event()
     heed_no_more = act_on(TERMINATION, ended.set)
-    chat_key = os.environ.pop(CHAT_KEY_VARIABLE, "")
     player = FunctionPlayer(link, rollout, make_client, work, rows, chat_key, base_url)
     linking = asyncio.create_task(link.run(), name="run")
     bounding = asyncio.create_task(bound_output(), name="output")

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from elastic.environments.agent import AgentSettings, BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, outcome_of
-from elastic.environments.env_worker import EnvWork, FunctionPlayer, load_client, load_rollout
+from elastic.environments.env_worker import (
+    CHAT_KEY_VARIABLE,
+    KEY_VARIABLE,
+    EnvWork,
+    FunctionPlayer,
+    load_client,
+    load_rollout,
+    serve_env_worker,
+)
 from elastic.environments.rows import DataSource, Rows, read_rows
 from elastic.protocol import front_messages as m
 from elastic.system.named_code import CodeUnusable
@@ -51,6 +59,18 @@ async def played(rollout: Any, rows: Rows | None = None) -> list[m.FromFront]:
     with contextlib.suppress(asyncio.CancelledError):
         await playing
     return link.said
+
+
+async def test_code_that_is_loaded_inherits_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (KEY_VARIABLE, CHAT_KEY_VARIABLE):
+        monkeypatch.setenv(variable, "secret")
+    (tmp_path / "mine.py").write_text(
+        "import os\nraise ValueError([n for n, v in os.environ.items() if v == 'secret'])\n"
+    )
+    settings = AgentSettings.model_validate({"rollout": f"{tmp_path}/mine.py:rollout", "client": "none"})
+    work = EnvWork(run_dir=tmp_path, settings=settings, model="tiny", seed=7, away_s=1.0)
+    with pytest.raises(CodeUnusable, match=r"ValueError: \[\]"):
+        await serve_env_worker(work)
 
 
 async def test_a_function_gets_its_task_and_its_reward_is_told() -> None:
