@@ -18,7 +18,7 @@ from elastic.environments.asking import LimitReached, PolicyAnswer, ask
 from elastic.environments.kinds import KindMeans, KindSettings, as_text, package, unusable
 from elastic.environments.outside import Outside
 from elastic.environments.rows import column
-from elastic.system.named_code import CodeUnusable
+from elastic.system.named_code import NAMES_CODE, CodeUnusable
 from elastic.system.plain_values import number, shown
 
 INSTALL = "pip install openenv"
@@ -32,8 +32,14 @@ RETRIES = 2
 
 class OpenEnvSettings(KindSettings):
     url: str = Field("", description="of a server that runs")
-    image: str = Field("", description="of a server that docker is to start; one for each env worker")
-    project: str = Field("", description="directory of a server that uv is to start; one for each env worker")
+    image: str = Field(
+        "", description="of a server that docker is to start; one for each env worker", json_schema_extra=NAMES_CODE
+    )
+    project: str = Field(
+        "",
+        description="directory of a server that uv is to start; one for each env worker",
+        json_schema_extra=NAMES_CODE,
+    )
     app: str = Field("server.app:app", description="of a project: MODULE:NAME of the server's application")
     start_s: float = Field(90.0, gt=0, description="for a server to start")
     reset: dict[str, Any] = Field(default_factory=dict, description="further arguments of an episode's reset")
@@ -190,7 +196,7 @@ class Server:
     async def url(self) -> str:
         async with self._lock:
             if not self._url:
-                self._url = await asyncio.to_thread(self._start)
+                self._url = await asyncio.to_thread(self._started)
                 self.starts += 1
             return self._url
 
@@ -204,6 +210,14 @@ class Server:
     async def stop(self) -> None:
         async with self._lock:
             await asyncio.to_thread(self._end)
+
+    def _started(self) -> str:
+        """Its URL. One that does not become ready is ended: nobody else would."""
+        try:
+            return self._start()
+        except BaseException:
+            self._end()
+            raise
 
     def _start(self) -> str:
         runtime: Any = package("openenv.core.containers.runtime", "openenv", INSTALL)

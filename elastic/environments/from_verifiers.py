@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
 from elastic.environments.kinds import KindMeans, KindSettings, generation, package, unusable
 from elastic.environments.outside import Outside
-from elastic.system.named_code import CodeUnusable, in_file
+from elastic.system.named_code import NAMES_CODE, CodeUnusable, in_file
 from elastic.system.plain_values import number, shown
 from policies.curriculum import CURRICULA
 
@@ -46,6 +46,7 @@ class VerifiersSettings(KindSettings):
     id: str = Field(
         min_length=1,
         description="the package: a taskset's of verifiers 0.4, an environment's of before; or FILE.py:NAME",
+        json_schema_extra=NAMES_CODE,
     )
     config: dict[str, Any] = Field(
         default_factory=dict,

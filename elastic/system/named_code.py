@@ -70,6 +70,8 @@ def _checked(text: str) -> str:
 
 GivenCode = Annotated[str, AfterValidator(_checked), WithJsonSchema({"type": "string", "format": FORMAT})]
 """The type of a key that names code."""
+NAMES_CODE: dict[str, Any] = {"format": FORMAT}
+"""In the JSON schema of a key that names code in words of its own, such as an image's."""
 
 
 def placed(value: Any, folder: Path) -> Any:

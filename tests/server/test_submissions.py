@@ -257,6 +257,10 @@ def test_code_is_of_the_projects_files_and_never_runs_as_the_server(shared_site:
     settings = replace(shared_site.settings, shared_trust=False)
     apart = replace(shared_site, settings=settings, app=create_app(shared_site.store, settings))
     assert "as the server's own user" in pointers(apart, body)["#/config/trainer/other/loss"]
+    for kind, key in (("openenv", "image"), ("openenv", "project"), ("verifiers", "id")):
+        body = submission()
+        body["config"]["environment"] = {"name": kind, "settings": {key: "anybodys"}}
+        assert "as the server's own user" in pointers(apart, body)[f"#/config/environment/settings/{key}"]
 
 
 def test_what_is_the_servers_to_choose_is_refused_of_each_of_several_environments(
