@@ -154,7 +154,8 @@ HubName = Annotated[str, Field(pattern=r"^hf:[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z
 
 
 class DataConfig(_Section):
-    """Rows that episodes of kinds `agent` and `chat` are about: one for each group, by its number in the whole run."""
+    """Rows that episodes of kinds `agent` and `chat` are about: one for each group, by its place among those of its
+    environment, or as a curriculum chooses."""
 
     source: HubName | GivenPath = Field(
         union_mode="left_to_right", description="rows: FILE.jsonl, FILE.parquet, or hf:NAME of Hugging Face's hub"

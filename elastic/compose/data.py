@@ -28,6 +28,7 @@ def data_source(environment: EnvironmentConfig, seed: int) -> DataSource | None:
         seed=seed,
         columns=data.columns,
         texts=environment.kind == CHAT,
+        counted=0 if data.order in CURRICULA or data.rows is None else data.rows,
     )
 
 

@@ -33,6 +33,8 @@ class DataSource:
     """Others that rows keep; all where none is named."""
     texts: bool = False
     """Whether prompts have to be texts, or lists of messages."""
+    counted: int = 0
+    """Rows that a curriculum chooses from; 0 where none chooses."""
 
     @property
     def named(self) -> list[str]:
@@ -65,6 +67,9 @@ def read_rows(source: DataSource) -> Rows:
     rows = list(_checked(source))
     if not rows:
         raise BadData(f"{source.source}: has no rows; allowed: at least one")
+    if len(rows) < source.counted:
+        allowed = f"at least the {source.counted} that its order counts on (data.rows)"
+        raise BadData(f"{source.source}: has {len(rows)} rows; allowed: {allowed}")
     return Rows(source, rows)
 
 

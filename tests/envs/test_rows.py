@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.compose.data import data_source
+from elastic.config import EnvironmentConfig, validate
 from elastic.environments.rows import BadData, DataSource, check_first_row, column, read_rows
 from policies.curriculum import CURRICULA, in_order, shuffled
 
@@ -76,6 +78,20 @@ def test_a_later_row_is_told_as_all_are_read(tmp_path: Path) -> None:
         read_rows(source(file))
     with pytest.raises(BadData, match="cannot be read"):
         check_first_row(source(tmp_path / "none.jsonl"))
+
+
+def test_a_file_has_the_rows_that_its_order_counts_on(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": 1}\n{"prompt": 2}\n')
+    for order, rows, fits in (("by_difficulty", 2, True), ("by_difficulty", 3, False), ("shuffled", 3, True)):
+        data = {"source": str(file), "order": order, "rows": rows}
+        of = data_source(validate(EnvironmentConfig, {"name": "agent", "data": data}, ""), 0)
+        assert of is not None
+        if fits:
+            assert len(read_rows(of).rows) == 2
+            continue
+        with pytest.raises(BadData, match="has 2 rows; allowed: at least the 3 that its order counts on"):
+            read_rows(of)
 
 
 def test_a_row_keeps_the_columns_that_are_named_and_a_prompt_is_a_text_or_messages(tmp_path: Path) -> None:
