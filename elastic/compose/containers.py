@@ -70,6 +70,13 @@ def check_containers(plan: RunPlan) -> None:
         if config.front is not None and not is_loopback(config.front.host):
             problem = f"found {config.front.host}; allowed with environments in containers: an address of loopback"
             raise ConfigError(ConfigProblem(problem, ("front", "host")))
+        runs = config.run.directory.resolve()
+        if seen := [one for one in _files(config, environment) if runs.is_relative_to(one.resolve())]:
+            problem = (
+                f"found {config.run.directory}, in {seen[0]}, which containers of environment {environment.name!r} see "
+                "with all that is in it, keys of runs included; allowed: a directory elsewhere"
+            )
+            raise ConfigError(ConfigProblem(problem, ("run", "directory")))
         try:
             check_image(find_engine(), environment.container, _python(environment))
         except ContainerUnusable as error:

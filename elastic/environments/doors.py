@@ -31,7 +31,7 @@ async def doors(folder: Path, to_run: Dial, to_fronts: Dial) -> AsyncIterator[No
         for name, dial in ((SOCKET, to_run), (CALLS, to_fronts)):
             bound = private_socket(folder, name)
             server = await asyncio.start_unix_server(_passing(dial), sock=bound, backlog=WAITING_MAX)
-            await open_doors.enter_async_context(server)
+            open_doors.callback(server.close)  # From Python 3.12 on its own context waits for every connection's end.
         yield
 
 
@@ -41,8 +41,10 @@ async def loopback(folder: Path) -> AsyncIterator[int]:
     server = await asyncio.start_server(
         _passing(lambda: dial_socket(folder, CALLS)), "127.0.0.1", 0, backlog=WAITING_MAX
     )
-    async with server:
+    try:
         yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()  # As in `doors`.
 
 
 async def dial_socket(folder: Path, name: str) -> Streams:

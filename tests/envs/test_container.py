@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.config import ConfigError, EnvironmentConfig, validate
+from elastic.compose.containers import check_containers
+from elastic.compose.plan import resolve
+from elastic.config import Config, ConfigError, EnvironmentConfig, validate
 from elastic.environments.container import (
     ContainerOrder,
     ContainerUnusable,
@@ -72,6 +74,22 @@ def test_an_image_that_is_not_there_or_has_no_elastic_is_told(tmp_path: Path) ->
 def test_the_folders_of_code_are_seen() -> None:
     settings = {"rewards": ["/a/b/mine.py:right", "package:right"], "nested": {"tools": ("/a/c/tools.py:add",)}}
     assert list(code_folders(settings)) == [Path("/a/b"), Path("/a/c")]
+
+
+def test_no_container_sees_the_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    sections = {
+        "run": {"directory": str(tmp_path / "runs")},
+        "model": {"checkpoint": str(tmp_path)},
+        "environment": {
+            "name": "agent",
+            "container": "mine:1",
+            "settings": {"rollout": f"{tmp_path}/mine.py:rollout"},
+        },
+    }
+    plan = resolve(validate(Config, sections, ""), [], "")
+    with pytest.raises(ConfigError, match=rf"^run\.directory: found .*/runs, in {tmp_path}, which containers of"):
+        check_containers(plan)
 
 
 def test_a_network_is_of_containers() -> None:
