@@ -71,6 +71,8 @@ class Toolbox:
         content = await self._content(asked["name"], asked["arguments"])
         if (more := len(content) - self._characters) > 0:
             content = f"{content[: self._characters]}… ({more} characters more)"
+        # Half of a surrogate pair, as JSON may name one, is in no request.
+        content = content.encode("utf-8", "replace").decode()
         return {"role": "tool", "tool_call_id": call["id"], "content": content}
 
     async def _content(self, name: str, arguments: str) -> str:
@@ -103,18 +105,17 @@ def load_tool(named: str) -> PythonTool:
 
 
 def documented(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says: of the function, and of each parameter."""
+    """What a docstring says: of the function, before any section, and of each parameter."""
     about, parameters = list[str](), dict[str, str]()
-    lines, name, within, indent = iter(text.splitlines()), "", False, 0
-    for line in lines:
+    section, name, indent = "", "", 0
+    for line in text.splitlines():
         if _ARGUMENTS.match(line):
-            within, name = True, ""
+            section, name = "arguments", ""
         elif _SECTION.match(line):
-            within = False
-            break
-        elif not within:
+            section = "another"
+        elif not section:
             about.append(line)
-        elif line.strip():
+        elif section == "arguments" and line.strip():
             here, found = len(line) - len(line.lstrip()), _ARGUMENT.match(line.strip())
             if found and (not name or here <= indent):
                 name, indent = found[1], here

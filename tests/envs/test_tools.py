@@ -111,6 +111,13 @@ def test_a_function_is_told_by_its_signature_and_its_docstring(file: Path) -> No
 def test_a_docstring_without_sections_is_all_description() -> None:
     assert documented("Adds.\n\nNote: both.") == ("Adds.\n\nNote: both.", {})
     assert documented("") == ("", {})
+    assert documented("Adds.\n\nExample:\n    a: 1\n\nArgs:\n    a: One.\n") == ("Adds.", {"a": "One."})
+
+
+async def test_an_answer_can_be_sent_whatever_is_in_it(file: Path) -> None:
+    assert await answered(file, "mirror", {"point": {"x": 1}, "title": "\ud800"}) == (
+        '{"point": {"x": -1, "y": 0}, "title": "?", "é": "{1}"}'
+    )
 
 
 async def test_arguments_are_made_what_the_function_takes(file: Path) -> None:
