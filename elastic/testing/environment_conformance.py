@@ -101,7 +101,8 @@ async def test_what_never_returns_is_no_reward_and_holds_up_nobody_unnoticed(pla
         worker = start()
         await over(run.play("good"), worker)
         hanging = run.play("hang")
-        await hanging.asked.wait()
+        async with asyncio.timeout(WITHIN_S):
+            await hanging.asked.wait()
         await asyncio.sleep(1.0)  # For its answer to come, and to be heard.
         other = run.play("good")
         with contextlib.suppress(TimeoutError):

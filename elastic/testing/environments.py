@@ -89,6 +89,7 @@ class StandInRun:
         self._sessions: dict[str, str] = {}
         self._url = ""
         self._waiting: set[asyncio.Task[None]] = set()
+        self._errors: list[BaseException] = []
         directory.mkdir(parents=True)
         sections = {
             "run": {"name": "stand-in", "seed": 7},
@@ -115,6 +116,7 @@ class StandInRun:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
+        """A context. Raises `AssertionError` at its end for what no env worker may say."""
         door = private_socket(self.directory, m.SOCKET)
         door.listen(8)
         door.setblocking(False)
@@ -132,11 +134,18 @@ class StandInRun:
                     task.cancel()
                 await asyncio.gather(*self._waiting, return_exceptions=True)
                 door.close()
+            if self._errors:
+                raise self._errors[0]
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._waiting.add(task)
-        task.add_done_callback(self._waiting.discard)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._waiting.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._errors.append(error)
 
     async def _accept(self, door: Any) -> None:
         while True:
@@ -147,7 +156,9 @@ class StandInRun:
 
     async def _talk(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
         self.connections += 1
-        with contextlib.suppress(ConnectionLost):
+        with contextlib.ExitStack() as over:
+            over.callback(connection.abort)
+            over.enter_context(contextlib.suppress(ConnectionLost))
             hello = await connection.receive()
             assert isinstance(hello, m.DriverHello)
             assert hello.key == DRIVER_KEY

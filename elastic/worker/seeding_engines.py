@@ -31,7 +31,6 @@ class SeveralEngines:
         self._looking = here().lock()
         self._places: dict[str, int] = {}
         """The engine of each turn that is alive."""
-        self._threads = here().executor(len(engines), "seeding")
         self._meter = AccountMeter(here().monotonic_ns(), Account.IDLE)
         began = [engine.statistics() for engine in engines]
         self._seen_ns = [one.accounts_ns for one in began]
@@ -153,10 +152,10 @@ class SeveralEngines:
             self._rounds += 1
 
     def _all(self, work: Callable[[RolloutEngine], T]) -> list[T]:
-        """Done by all engines at the same time. Raises the first error once all are through."""
-        under_way = [self._threads.submit(work, engine) for engine in self._engines]
-        for one in under_way:
-            one.exception()
+        """Done by all engines at the same time, beside whatever else is: an audit or a pull takes long. Raises the
+        first error once all are through."""
+        with here().executor(len(self._engines), "seeding") as threads:
+            under_way = [threads.submit(work, engine) for engine in self._engines]
         return [one.result() for one in under_way]
 
 

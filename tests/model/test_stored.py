@@ -19,6 +19,7 @@ from elastic.engine.model.stored import (
     check_stored,
     count_float32,
     float32_names,
+    misfit,
     parameter_shapes,
     read_config,
     stored_tensors,
@@ -141,7 +142,15 @@ def test_no_model_is_made_of_more_layers_than_there_are_tensors(make_model, tmp_
         check_stored(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", "..", "a\0b", "x" * 256])
+def test_a_layers_number_may_be_any_in_the_files():
+    """More digits than Python makes numbers of."""
+    strange = f"layers.{'9' * 5000}.x"
+    assert misfit({"layers.0.x": (1,), strange: (1,)}, {"layers.0.x": (1,)}) == (
+        f"{strange}: not a parameter of this model (found shape [1])"
+    )
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", "..", "a\0b", "x" * 256, "\ud800"])
 def test_an_index_names_files_beside_it(make_model, tmp_path, name):
     stored(tmp_path, make_model(), _whole)
     (tmp_path / "model.safetensors").rename(tmp_path / "whole.safetensors")

@@ -284,6 +284,13 @@ class TestPoliciesThatCannotBeTrained:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
         self.refused(directory, "model-00001-of-00002.safetensors")
 
+    def test_by_whatever_ends_who_looks_at_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After something was printed, which is no answer."""
+        directory = write_model(tmp_path / "llama", "llama")
+        (tmp_path / "sitecustomize.py").write_text("import os\nprint('loading', flush=True)\nos._exit(9)\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        self.refused(directory, "did not get through with it (exit status 9)")
+
     @pytest.mark.trainers
     def test_by_what_they_say(self, tmp_path: Path) -> None:
         """Not by their headers: as they are loaded."""

@@ -1,7 +1,9 @@
 """Engines that share a trainer's devices: their turns, accounts and progress, and the trainer that makes way."""
 
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,23 @@ class TestSeveralEngines:
         together.finish("t1")
         together.until(lambda: together.engine.statistics().progress > stands)
         together.close()
+
+    def test_no_audit_holds_up_a_sleep(self, together: Recorder, engines: list[ScriptedEngine]) -> None:
+        """It takes as long as a small share of a core takes for all weights."""
+        looking, asleep = threading.Barrier(len(engines) + 1), threading.Event()
+
+        def sound() -> bool:
+            looking.wait(10)
+            return asleep.wait(10)
+
+        for engine in engines:
+            engine.sound = sound
+        with ThreadPoolExecutor(1) as auditing:
+            audit = auditing.submit(together.engine.audit)
+            looking.wait(10)
+            together.engine.sleep()
+            asleep.set()
+            assert audit.result()
 
     def test_what_one_engine_fails_with_is_raised_when_all_are_through(
         self, together: Recorder, engines: list[ScriptedEngine]

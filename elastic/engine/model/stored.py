@@ -32,7 +32,7 @@ NAME_BYTES = 255
 COMPARED_BYTES = 16 * 1024 * 1024
 _LENGTH_BYTES = 8
 """Of the header's length, before the header of a safetensors file."""
-_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(\d{1,9})\.")
 """The number of a tensor's layer, in its name."""
 
 
@@ -267,7 +267,11 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _is_beside(name: str) -> bool:
     """Whether it names a file of a directory, and nothing outside of it."""
-    return name not in ("", ".", "..") and not {"/", "\0"}.intersection(name) and len(name.encode()) <= NAME_BYTES
+    try:
+        size_bytes = len(name.encode())
+    except UnicodeEncodeError:  # Half of a character, which JSON can say.
+        return False
+    return name not in ("", ".", "..") and not {"/", "\0"}.intersection(name) and size_bytes <= NAME_BYTES
 
 
 def check_links(*paths: Path) -> None:

@@ -78,12 +78,20 @@ def _aside(directory: Path, settings: TransformersSettings, checkpoint: Path | N
     try:
         # Nobody is asked whether a checkpoint's own code may run: it never does.
         ended = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
         )
-        said = ended.stdout.splitlines()
-        answer = json.loads(said[-1]) if said else {"error": _last_words(directory, ended)}
     except subprocess.TimeoutExpired as error:
         raise CheckpointError(f"{directory}: looking at it took longer than {TIMEOUT_S:g} s") from error
+    try:
+        answer = json.loads(ended.stdout.splitlines()[-1])
+    except (IndexError, ValueError):  # It has not come to an answer, whatever models have printed before.
+        raise CheckpointError(_last_words(directory, ended)) from None
     if "setting" in answer:
         raise ConfigError(answer["setting"])
     if "error" in answer:
