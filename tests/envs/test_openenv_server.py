@@ -29,7 +29,7 @@ async def test_a_server_that_does_not_become_ready_is_ended(tmp_path: Path, monk
     package.mkdir(parents=True)
     (package / "runtime.py").write_text(RUNTIME)
     monkeypatch.syspath_prepend(tmp_path)
-    server = Server(OpenEnvSettings(image="mine:1"))
+    server = Server(OpenEnvSettings.model_validate({"image": "mine:1"}))
     for _ in range(2):
         with pytest.raises(TimeoutError):
             await server.url()
