@@ -4,9 +4,6 @@ The first says what to do, and the others do it, one order after the other: each
 training goes on has a pair of its own.
 """
 
-import contextlib
-import os
-import socket
 import threading
 from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
@@ -152,7 +149,3 @@ class RankLine:
 
     def receive(self) -> Any:
         return self._decoder.decode(self._connection.recv_bytes())
-
-    def hang_up(self) -> None:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
