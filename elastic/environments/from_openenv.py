@@ -140,17 +140,17 @@ class _Episode:
             messages.append({"role": "user", "content": self.observed(result)})
             return bool(result.done)
         calls: list[dict[str, Any]] = said.message.get("tool_calls") or []
-        is_over = not calls
         for call in calls:
             content, done = await self._called(call["function"])
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-            is_over = is_over or done
-        return is_over
+            if done:
+                return True  # Further calls would be steps of an episode that is over.
+        return not calls
 
     async def _called(self, function: Mapping[str, Any]) -> tuple[str, bool]:
         try:
             arguments = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"{ERROR}the arguments are no JSON: {error}", False
         if not isinstance(arguments, dict):
             return f"{ERROR}the arguments are {shown(arguments)}; allowed: a JSON object", False
