@@ -122,6 +122,23 @@ def test_a_row_that_mlflow_and_trackio_are_given_twice_is_there_once(
     assert trace["metadata"]["reward"] == 0.5
 
 
+def test_settings_that_a_kill_kept_from_mlflow_come_with_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client = MlflowClient()
+    number = client.create_experiment("elastic-tests")
+    made = client.create_run(number, run_name="run-one", tags={"elastic.run": "run-one"}).info.run_id
+    for _ in range(2):
+        logger = logger_named("mlflow", tracked(tmp_path))
+        assert logger.open() == set()
+        logger.close()
+        assert client.get_run(made).data.params == {"seed": "3"}
+
+
 @pytest.mark.parametrize("lost_bytes", [1, 4, 40])
 def test_a_torn_row_of_tensorboard_is_none(lost_bytes: int, tmp_path: Path) -> None:
     logger = logger_named("tensorboard", tracked(tmp_path))

@@ -164,8 +164,21 @@ def test_adapters_that_do_not_travel_exactly_are_refused(lora: dict[str, object]
 
 def test_modules_that_a_model_does_not_have_are_named(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "llama", "llama")
-    with pytest.raises(ConfigError, match=r"target_modules: found \['c_attn'\].*allowed: ends of .*q_proj"):
+    with pytest.raises(ConfigError, match=r"target_modules: found \['c_attn'\].*allowed: ends of .*q_proj") as caught:
         examine(directory, settings_of({"target_modules": ["c_attn"]}))
+    assert "lm_head" not in str(caught.value)
+
+
+def test_an_engine_for_adapters_is_refused_where_the_trainer_makes_none(tmp_path: Path) -> None:
+    from elastic.engine.vllm import VllmSettings
+    from elastic.worker.trainer.base import TrainerSettings
+    from elastic.worker.trainer.embedded import Embedded
+
+    config = Config.model_validate({"model": {"checkpoint": str(tmp_path)}, "environment": {"name": "frozenlake"}})
+    engines = [VllmSettings(), VllmSettings(base=tmp_path)]
+    plain, based = (Embedded.unserved(config, TrainerSettings(), config.engine, own) for own in engines)
+    assert plain == ""
+    assert "trainer.kind = 'transformers' with trainer.transformers.lora" in based
 
 
 def test_every_engine_serves_the_base_with_adapters_of_that_rank(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric
+from mlflow.entities import Metric, Param
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy import make_url
 
@@ -33,6 +33,7 @@ class MlflowLogger:
     def __init__(self, run: TrackedRun) -> None:
         self._tracked = run
         self._run_id = ""
+        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # With the password that is in it.
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
         self._own_artifacts: str | None = None
@@ -55,9 +56,9 @@ class MlflowLogger:
         found = client.search_runs([number], filter_string=f"tags.`{RUN_TAG}` = '{run.name}'", max_results=1)
         made = found[0] if found else client.create_run(number, run_name=run.name, tags={RUN_TAG: run.name})
         self._run_id = made.info.run_id
-        if not found:
-            for key, value in run.settings.items():
-                client.log_param(self._run_id, key, value)
+        there = made.data.params  # Whoever died behind the run's first moment may have left some of them out.
+        if lacking := [Param(key, str(value)) for key, value in run.settings.items() if key not in there]:
+            client.log_batch(self._run_id, params=lacking, synchronous=True)
         if made.info.status != "RUNNING":
             client.update_run(self._run_id, status="RUNNING")
         return {metric.step for metric in client.get_metric_history(self._run_id, MARK)}

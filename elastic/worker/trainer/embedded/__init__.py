@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from elastic.config import Config, ConfigError
+from elastic.config import Config, ConfigError, EngineConfig
 from elastic.worker.trainer.base import StoredPolicy, TrainerSettings
 
 if TYPE_CHECKING:
@@ -24,6 +24,16 @@ class Embedded:
     @staticmethod
     def seeding_engines(config: Config, settings: TrainerSettings) -> int:
         return 0
+
+    @staticmethod
+    def unserved(config: Config, settings: TrainerSettings, engine: EngineConfig, own: Any) -> str:
+        """Why an engine with its `own` settings cannot serve what is trained; empty where it can."""
+        if (base := getattr(own, "base", None)) is None:
+            return ""
+        return (
+            f"base = '{base}': trainer.kind = 'embedded' trains no adapters; allowed: trainer.kind = 'transformers' "
+            "with trainer.transformers.lora, or no base"
+        )
 
     @staticmethod
     def examine(config: Config, settings: TrainerSettings) -> StoredPolicy:

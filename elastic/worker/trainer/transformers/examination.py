@@ -158,9 +158,9 @@ def _adapters(model: Any, lora: LoraSettings) -> dict[str, Any]:
     try:
         adapt(model, lora, empty=True)
     except ValueError as error:
-        linear = sorted(
-            {name.rpartition(".")[2] for name, one in model.named_modules() if type(one).__name__ == "Linear"}
-        )
+        head = model.get_output_embeddings()
+        layers = ((name, one) for name, one in model.named_modules() if one is not head)
+        linear = sorted({name.rpartition(".")[2] for name, one in layers if type(one).__name__ == "Linear"})
         raise ConfigError(
             f"trainer.transformers.lora.target_modules: found {lora.target_modules!r}: {str(error).splitlines()[0]}; "
             f"allowed: ends of {', '.join(linear)}"
