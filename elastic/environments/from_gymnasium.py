@@ -17,7 +17,7 @@ from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedT
 from elastic.environments.asking import LimitReached, ask
 from elastic.environments.kinds import KindMeans, KindSettings, as_text, package, unusable
 from elastic.environments.outside import Outside
-from elastic.system.named_code import CodeUnusable, in_file, load
+from elastic.system.named_code import NAMES_CODE, CodeUnusable, in_file, load
 from elastic.system.plain_values import number, shown
 
 SEEDS = 2**31
@@ -29,7 +29,9 @@ _NUMBER = r"-?\d+(?:\.\d+)?"
 
 class GymnasiumSettings(KindSettings):
     id: str = Field(
-        min_length=1, description="of the environment, as `gymnasium.make` takes it; or FILE.py:NAME of one's own"
+        min_length=1,
+        description="of the environment, as `gymnasium.make` takes it; or FILE.py:NAME of one's own",
+        json_schema_extra=NAMES_CODE,
     )
     options: dict[str, Any] = Field(default_factory=dict, description="further arguments of `gymnasium.make`")
     system: str = Field("", description="system prompt; else one that says which actions there are")

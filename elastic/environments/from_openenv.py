@@ -31,7 +31,7 @@ RETRIES = 2
 
 
 class OpenEnvSettings(KindSettings):
-    url: str = Field("", description="of a server that runs")
+    url: str = Field("", description="of a server that runs", json_schema_extra=NAMES_CODE)
     image: str = Field(
         "", description="of a server that docker is to start; one for each env worker", json_schema_extra=NAMES_CODE
     )

@@ -257,7 +257,13 @@ def test_code_is_of_the_projects_files_and_never_runs_as_the_server(shared_site:
     settings = replace(shared_site.settings, shared_trust=False)
     apart = replace(shared_site, settings=settings, app=create_app(shared_site.store, settings))
     assert "as the server's own user" in pointers(apart, body)["#/config/trainer/other/loss"]
-    for kind, key in (("openenv", "image"), ("openenv", "project"), ("verifiers", "id")):
+    for kind, key in (
+        ("openenv", "url"),
+        ("openenv", "image"),
+        ("openenv", "project"),
+        ("verifiers", "id"),
+        ("gymnasium", "id"),
+    ):
         body = submission()
         body["config"]["environment"] = {"name": kind, "settings": {key: "anybodys"}}
         assert "as the server's own user" in pointers(apart, body)[f"#/config/environment/settings/{key}"]
