@@ -13,7 +13,7 @@ import structlog
 from pydantic import BaseModel
 
 from elastic.compose.execution import RunOutcome, execute
-from elastic.compose.plan import RunPlan
+from elastic.compose.plan import ChosenEnvironment, RunPlan
 from elastic.compose.processes import run_loop
 from elastic.compose.scheduling import limits, policies
 from elastic.config import Config
@@ -128,8 +128,7 @@ async def live_run(
         config=config,
         providers={name: settings for name, (_, settings) in providers.items()},
         provider_types={name: kind for name, (kind, _) in providers.items()},
-        environment=environment,
-        environment_settings=environment_settings,
+        environments=(ChosenEnvironment(config=config.mixture[0], kind=environment, settings=environment_settings),),
     )
     run_dir.mkdir()  # noqa: ASYNC240 - nothing else runs yet
     (run_dir / "config.json").write_text(config.model_dump_json())

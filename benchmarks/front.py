@@ -73,6 +73,7 @@ from _streaming import (
 )
 
 from elastic.compose.agents import agents_wiring
+from elastic.compose.plan import resolve
 from elastic.compose.processes import run_loop
 from elastic.config import OUTSIDE, Config
 from elastic.front.tiny import PLAIN, SPECIAL, VOCABULARY, write_tokenizer
@@ -179,11 +180,12 @@ async def fronted_run(
     served: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     with tempfile.TemporaryDirectory() as checkpoint, contextlib.ExitStack() as ending:
         config = fronted_config(write_checkpoint(Path(checkpoint) / "tiny"), workers, trajectories)
+        plan = resolve(config, (), "front.py")
 
         def agents(kept: RunDirectory) -> AgentsWiring | None:
             (kept.path / "logs").mkdir()
             (kept.path / CONFIG).write_text(config.model_dump_json())
-            return agents_wiring(config, kept.path, {}, served.set_result)
+            return agents_wiring(plan, kept.path, {}, served.set_result)
 
         fleet = StandInFleet(1, STREAMS_PER_WORKER, pace=pace)
         chatters = ChatterProcess()

@@ -58,7 +58,7 @@ def written(run_dir: Path, journals: list[tuple[bool, list[tuple[int, int, float
             segment += 1
         journal = directory.begin_journal(JournalConfig(commit_interval_s=0.001), notes=notes)  # type: ignore[call-arg]
         for name, step, reward in trajectories:
-            journal.append(row(f"{segment}.{name}", step, reward))
+            journal.append(row(f"{step}/{segment}/{name}", step, reward))
         if number:
             record = StepRecord(step=2, duration_ns=1, seeding_ns=0, rollout_ns=1, groups_trained=0, groups_dropped=0)
             journal.append(StepRow(step=2, t_ns=1, record=record, success_rate=None, trainer={}))

@@ -148,10 +148,9 @@ class OtherRanks:
         if self._closed:
             return
         rank = died[0][0].data
-        status = self._processes[rank - 1].poll()
+        status = self._processes[rank - 1].wait()
         # Whoever has killed a rank has killed the trainer: that is no failure of its own.
-        killed = status is not None and status < 0
-        self._end(f"rank {rank} {how_ended(status)}", SIGNALLED - status if killed else 1)
+        self._end(f"rank {rank} {how_ended(status)}", SIGNALLED - status if status < 0 else 1)
 
     def _broken(self, error: Exception) -> NoReturn:
         time.sleep(DEATH_SHOWS_S)  # Whoever sees it dead, or has ended them all, says why.
