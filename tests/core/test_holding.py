@@ -191,7 +191,8 @@ def test_what_a_run_remembers_does_not_grow_with_the_leases_that_have_ended() ->
     core = CoreHarness()
     alone(core)
     core.request("0/0/0", max_new_tokens=10**9)
-    sizes: dict[int, int] = {}
+    early: list[int] = []
+    late: list[int] = []
     (turn,) = core.scheduler.turns.live.values()
     most = 2 * CLOSED_KEPT + 8
     for number in range(2, most + 2):
@@ -209,14 +210,16 @@ def test_what_a_run_remembers_does_not_grow_with_the_leases_that_have_ended() ->
             ),
             1,
         )
-        if number in (most // 2, most + 1):
-            sizes[number] = len(saved_state.save(core.scheduler))
+        # Sizes go up and down by a thirtieth every thirty leases or so, with what objects share.
+        for sizes, begin in ((early, most // 2), (late, most - 39)):
+            if begin <= number < begin + 40:
+                sizes.append(len(saved_state.save(core.scheduler)))
     ledger = core.scheduler.ledger
     assert len(ledger.books) <= CLOSED_KEPT + 3
     assert ledger.folded["spot"].books == most - CLOSED_KEPT
     assert ledger.folded["spot"].nano_usd > 0
     assert ledger.imbalance_ns() == 0
-    assert sizes[most + 1] <= 1.02 * sizes[most // 2]
+    assert max(late) <= 1.02 * max(early)
     assert turn.accepted == most
     whole_nano_usd = round(core.scheduler.now_ns * 2.0 / 3600)
     assert 0.5 < ledger.bill_nano_usd(core.scheduler.now_ns)["spot"] / whole_nano_usd <= 1.0
