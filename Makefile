@@ -49,7 +49,7 @@ test: setup
 # What many of these processes decode weights with is compiled before they begin.
 test-shared: setup
 	$(BIN)/python -c "from elastic.weights.codecs import warm_up; warm_up()"
-	$(BIN)/python -m pytest -n 4 --dist worksteal $(FOLDERS_ELSEWHERE) -m "not alone and $(ELSEWHERE)"
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(FOLDERS_ELSEWHERE) -m "not alone and $(ELSEWHERE)"
 
 # As root: a run and its worker in two network namespaces, with a bad link between them.
 test-netns: setup

@@ -95,7 +95,7 @@ async def test_it_serves_the_checkpoint_under_its_name_and_outlives_processes_of
     await front.start()
     (listed,) = (await front.client.get("/v1/models")).json()["data"]
     assert (listed["id"], listed["max_model_len"]) == ("small-chat", 448)
-    assert front.run.fds == 1
+    await front.run.until(lambda: front.run.fds == 1)
     front.run.answer = begins(front, "Hello")
     body = {"messages": HELLO, "stream": True}
     async with front.client.stream("POST", "/v1/chat/completions", json=body) as answer:

@@ -1,6 +1,7 @@
 """Two jobs of ours take turns on one set of devices, live, while processes of theirs are killed."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,12 @@ def pool(tmp_path: Path, checkpoint: Path) -> Iterator[LivePool]:
 
 @pytest.mark.timeout(200)
 def test_two_jobs_take_turns_and_survive_kills_of_each_others_processes(pool: LivePool) -> None:
-    pool.submit("one", 1)
-    pool.submit("two", 2, "--providers", "spot")
+    with ThreadPoolExecutor() as both:  # One after the other, the first may be over before the second is there.
+        for submitted in (
+            both.submit(pool.submit, "one", 1),
+            both.submit(pool.submit, "two", 2, "--providers", "spot"),
+        ):
+            submitted.result()
     one, two = str(pool.run_dir("one")), str(pool.run_dir("two"))
     pool.until(lambda jobs: jobs["one"]["steps_done"] >= 1)
     pool.kill("run", "--resume", one)
