@@ -18,7 +18,7 @@ import uvloop
 from pydantic import BaseModel
 
 from elastic.compose.execution import RunOutcome, execute
-from elastic.compose.plan import resolve
+from elastic.compose.plan import ChosenEnvironment, resolve
 from elastic.compose.runs import new_run_dir
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
@@ -212,7 +212,8 @@ async def live(live_config: Callable[..., Config]) -> AsyncIterator[Callable[...
         killer = hunter(run_dir, kills)
         if kills:
             environment = gated(environment, killer.gate)
-        plan = msgspec.structs.replace(plan, environment=environment, environment_settings=NoSettings())
+        played = ChosenEnvironment(config=config.mixture[0], kind=environment, settings=NoSettings())
+        plan = msgspec.structs.replace(plan, environments=(played,))
         ready: asyncio.Future[Orchestrator] = asyncio.get_running_loop().create_future()
         running = asyncio.create_task(execute(plan, run_dir, on_ready=ready.set_result))
         async with asyncio.timeout(240):

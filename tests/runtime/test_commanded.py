@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from elastic.compose.execution import RunOutcome, execute
-from elastic.compose.plan import resolve
+from elastic.compose.plan import ChosenEnvironment, resolve
 from elastic.compose.runs import new_run_dir
 from elastic.config import Config
 from elastic.core.controls import BUDGET_EXHAUSTED
@@ -30,7 +30,8 @@ async def process(
 ) -> AsyncIterator[tuple[Scheduler, "asyncio.Task[RunOutcome]"]]:
     """One process of the run, from when it takes commands on."""
     plan = resolve(config, ("spot",), "test")
-    plan = msgspec.structs.replace(plan, environment=Parity, environment_settings=NoSettings())
+    played = ChosenEnvironment(config=config.mixture[0], kind=Parity, settings=NoSettings())
+    plan = msgspec.structs.replace(plan, environments=(played,))
     ready: asyncio.Future[Orchestrator] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(execute(plan, run_dir, resume=resume, on_ready=ready.set_result))
     async with asyncio.timeout(130):
