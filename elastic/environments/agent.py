@@ -6,7 +6,7 @@ It runs in env workers, processes of the run (`elastic.environments.env_worker`)
 """
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, ClassVar, Literal, NoReturn, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from pydantic import BaseModel, Field
@@ -93,6 +93,13 @@ class BadOutcome(Exception):
     """A function has returned what is no outcome. The message has what was found and what is allowed."""
 
 
+def finite(what: str, value: Any) -> float:
+    """A reward, or another number that a message calls `what`, as a float. Raises `BadOutcome`."""
+    if (found := number(value)) is None:
+        raise BadOutcome(f"{what}: found {shown(value)}; allowed: a finite number")
+    return found
+
+
 def outcome_of(answer: Any) -> Outcome:
     """Return what a function's answer means. Raises `BadOutcome`."""
     if isinstance(answer, Outcome):
@@ -115,17 +122,11 @@ def _metrics(given: Mapping[str, Any]) -> dict[str, float]:
     for name, value in given.items():
         if not (isinstance(name, str) and 0 < len(name) <= METRIC_CHARACTERS and name.isprintable()):
             raise BadOutcome(f"found a metric {shown(name)}; allowed: a name of 1 to {METRIC_CHARACTERS} characters")
-        if (found := number(value)) is None:
-            raise BadOutcome(f"metric {name!r}: found {shown(value)}; allowed: a finite number")
-        metrics[name] = found
+        metrics[name] = finite(f"metric {name!r}", value)
     return metrics
 
 
 def _reward(answer: Any) -> float:
     if (found := number(answer)) is None:
-        _refuse(answer)
+        raise BadOutcome(f"found {shown(answer)}; allowed: a finite number, or an Outcome")
     return found
-
-
-def _refuse(answer: Any) -> NoReturn:
-    raise BadOutcome(f"found {shown(answer)}; allowed: a finite number, or an Outcome")

@@ -27,7 +27,7 @@ class PolicyAnswer(NamedTuple):
         return self.message.get("content") or ""
 
 
-class LimitReached(Exception):
+class _LimitReached(Exception):
     """The episode has come to a limit of the run's: of turns, or of tokens."""
 
 
@@ -37,7 +37,36 @@ async def ask(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> PolicyAnswer:
-    """What the policy says; a call that breaks is made again, which joins it. Raises `LimitReached`, `BadOutcome`."""
+    """What the policy says to a prompt. Raises `BadOutcome`, for a prompt that is beyond the run's limits, too."""
+    try:
+        return await _ask(http, trajectory, messages, tools)
+    except _LimitReached as full:
+        raise BadOutcome(f"the prompt was refused: {full}") from full
+
+
+async def ask_in_turn(
+    turn: int,
+    http: httpx.AsyncClient,
+    trajectory: PlayedTrajectory,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> PolicyAnswer | None:
+    """As `ask` in turn 0; later None where the episode has come to a limit of the run's."""
+    if not turn:
+        return await ask(http, trajectory, messages, tools)
+    try:
+        return await _ask(http, trajectory, messages, tools)
+    except _LimitReached:
+        return None
+
+
+async def _ask(
+    http: httpx.AsyncClient,
+    trajectory: PlayedTrajectory,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+) -> PolicyAnswer:
+    """A call that breaks is made again, which joins it. Raises `_LimitReached`, `BadOutcome`."""
     headers = {"authorization": f"Bearer {trajectory.key}"}
     body = {"model": trajectory.model, "messages": messages} | ({"tools": tools} if tools else {})
     while True:
@@ -62,7 +91,7 @@ def _refusal(answer: httpx.Response) -> Exception:
         code, message = "", answer.text
     message = message[:REFUSED_CHARACTERS]
     return (
-        LimitReached(message)
+        _LimitReached(message)
         if code in NO_ROOM
         else BadOutcome(f"a call was refused ({answer.status_code}): {message}")
     )

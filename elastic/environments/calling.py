@@ -34,6 +34,12 @@ async def called(function: Callable[..., Any], given: Mapping[str, Any], limit_s
     return answer
 
 
+def ends_caller(error: BaseException) -> bool:
+    """Whether an error is the cancellation of the task that makes a call, and of none that the call has made."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
 _Answer: TypeAlias = tuple[Any, BaseException | None]
 
 

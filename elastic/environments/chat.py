@@ -10,7 +10,7 @@ import httpx
 from pydantic import BaseModel, Field, model_validator
 
 from elastic.environments.agent import BadOutcome, DemonstratedSettings, EpisodeTask, Outcome, PlayedTrajectory, Rollout
-from elastic.environments.asking import LimitReached, ask
+from elastic.environments.asking import ask_in_turn
 from elastic.environments.outside import Outside
 from elastic.environments.rows import is_prompt
 from elastic.environments.scoring import PlayedChat, load_reward
@@ -110,11 +110,8 @@ async def _converse(
 ) -> bool:
     """Add what is said to the messages; returns whether a limit has ended it."""
     for turn in range(turns_most):
-        try:
-            said = await ask(http, trajectory, messages, tools.told)
-        except LimitReached as full:
-            if not turn:
-                raise BadOutcome(f"the prompt was refused: {full}") from full
+        said = await ask_in_turn(turn, http, trajectory, messages, tools.told)
+        if said is None:
             return True
         messages.append(said.message)
         calls = said.message.get("tool_calls")

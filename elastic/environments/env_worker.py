@@ -31,6 +31,7 @@ from elastic.environments.agent import (
     Rollout,
     outcome_of,
 )
+from elastic.environments.calling import ends_caller
 from elastic.environments.chat import RowChatSettings, load_chat
 from elastic.environments.doors import loopback
 from elastic.environments.from_gymnasium import GymnasiumSettings, load_gymnasium
@@ -254,8 +255,8 @@ class FunctionPlayer:
         except BadOutcome as error:
             return Outcome(failed=f"the environment is at fault: {error}")
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and (own := asyncio.current_task()) and own.cancelling():
-                raise  # This process ends; any other is of a task that the function has cancelled itself.
+            if ends_caller(error):
+                raise
             trace = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]  # Without values: a key may be one.
             log.warning("the environment raised", trajectory=trajectory.id, trace=trace)
             return Outcome(failed=f"the environment raised {told(error)}")

@@ -13,15 +13,13 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
-from elastic.environments.asking import LimitReached, ask
-from elastic.environments.kinds import KindMeans, KindSettings, as_text, package, unusable
+from elastic.environments.agent import EpisodeTask, Outcome, PlayedTrajectory, Rollout, finite
+from elastic.environments.asking import ask_in_turn
+from elastic.environments.kinds import SEEDS, KindMeans, KindSettings, as_text, package, unusable
 from elastic.environments.outside import Outside
 from elastic.system.named_code import NAMES_CODE, CodeUnusable, in_file, load
-from elastic.system.plain_values import number, shown
+from elastic.system.plain_values import shown
 
-SEEDS = 2**31
-"""Seeds that every environment takes are below it."""
 _HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 _LIST = re.compile(r"\[[^\[\]]*\]")
 _NUMBER = r"-?\d+(?:\.\d+)?"
@@ -66,20 +64,15 @@ async def load_gymnasium(settings: GymnasiumSettings, means: KindMeans) -> Rollo
         messages, total = [system, told(observation)], 0.0
         outcome = Outcome(reward=total, truncated=True)
         for turn in range(settings.turns_most):
-            try:
-                said = await ask(means.http, trajectory, messages)
-            except LimitReached as full:
-                if not turn:
-                    raise BadOutcome(f"the prompt was refused: {full}") from full
+            said = await ask_in_turn(turn, means.http, trajectory, messages)
+            if said is None:
                 break
             messages.append(said.message)
             if (action := actions.read(said.text)) is None:
                 messages.append(told(observation, f"There is no action in this answer. {actions.told}\n"))
                 continue
             observation, reward, terminated, truncated, _ = environment.step(action)
-            if (found := number(reward)) is None:
-                raise BadOutcome(f"the environment's reward: found {shown(reward)}; allowed: a finite number")
-            total += found
+            total += finite("the environment's reward", reward)
             outcome = Outcome(reward=total, truncated=not terminated)
             if terminated or truncated:
                 break

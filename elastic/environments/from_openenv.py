@@ -7,25 +7,20 @@
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel, Field, model_validator
 
-from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
-from elastic.environments.asking import LimitReached, PolicyAnswer, ask
-from elastic.environments.kinds import KindMeans, KindSettings, as_text, package, unusable
+from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout, finite
+from elastic.environments.asking import PolicyAnswer, ask_in_turn
+from elastic.environments.kinds import SEEDS, KindMeans, KindSettings, as_text, package, unusable
 from elastic.environments.outside import Outside
 from elastic.environments.rows import column
+from elastic.environments.tools import ERROR, call_arguments
 from elastic.system.named_code import NAMES_CODE, CodeUnusable
-from elastic.system.plain_values import number, shown
 
 INSTALL = "pip install openenv"
-SEEDS = 2**31
-"""Seeds that every environment takes are below it."""
-ERROR = "Error: "
-"""How the answer begins of a call of a tool that came to nothing."""
 RETRIES = 2
 """Times that a server is started again for an episode which does not reach it."""
 
@@ -110,12 +105,9 @@ async def load_openenv(settings: OpenEnvSettings, means: KindMeans) -> Rollout:
             episode = _Episode(settings, opened)
             messages = [*opening, {"role": "user", "content": episode.observed(result)}]
             for turn in range(settings.turns_most):
-                try:
-                    said = await ask(means.http, trajectory, messages, tools)
-                except LimitReached as full:
-                    if not turn:
-                        raise BadOutcome(f"the prompt was refused: {full}") from full
-                    return episode.outcome(truncated=True)
+                said = await ask_in_turn(turn, means.http, trajectory, messages, tools)
+                if said is None:
+                    break
                 messages.append(said.message)
                 if await episode.act(said, messages):
                     return episode.outcome(truncated=said.cut)
@@ -149,11 +141,9 @@ class _Episode:
 
     async def _called(self, function: Mapping[str, Any]) -> tuple[str, bool]:
         try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError) as error:
-            return f"{ERROR}the arguments are no JSON: {error}", False
-        if not isinstance(arguments, dict):
-            return f"{ERROR}the arguments are {shown(arguments)}; allowed: a JSON object", False
+            arguments = call_arguments(function["arguments"])
+        except ValueError as error:
+            return f"{ERROR}{error}", False
         result = await self._step({"type": "call_tool", "tool_name": function["name"], "arguments": arguments})
         return _tool_answer(result.observation), bool(result.done)
 
@@ -161,9 +151,7 @@ class _Episode:
         """Raises `BadOutcome` for a reward that is no number."""
         result = await self._session.step(action)
         if result.reward is not None:
-            if (reward := number(result.reward)) is None:
-                raise BadOutcome(f"the server's reward: found {shown(result.reward)}; allowed: a finite number")
-            self._rewards.append(reward)
+            self._rewards.append(finite("the server's reward", result.reward))
         return result
 
     def observed(self, result: Any) -> str:

@@ -9,12 +9,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
-from elastic.environments.asking import LimitReached, ask
+from elastic.environments.agent import EpisodeTask, Outcome, PlayedTrajectory, Rollout, finite
+from elastic.environments.asking import ask
 from elastic.environments.kinds import KindMeans, KindSettings, package, unusable
 from elastic.environments.outside import Outside
 from elastic.system.named_code import in_file, load
-from elastic.system.plain_values import number, shown
 
 INSTALL = "pip install reasoning-gym"
 
@@ -59,14 +58,9 @@ async def load_reasoning_gym(settings: ReasoningGymSettings, means: KindMeans) -
         question = questions[task.place % settings.size]
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question["question"]})
-        try:
-            said = await ask(means.http, trajectory, messages)
-        except LimitReached as full:
-            raise BadOutcome(f"the question was refused: {full}") from full
+        said = await ask(means.http, trajectory, messages)
         answer = utils.extract_answer(said.text, "answer") if settings.answer == "tag" else said.text
         scored = questions.score_answer(answer=answer, entry=question)
-        if (reward := number(scored)) is None:
-            raise BadOutcome(f"the data set's scorer: found {shown(scored)}; allowed: a finite number")
-        return Outcome(reward=reward, truncated=said.cut)
+        return Outcome(reward=finite("the data set's scorer", scored), truncated=said.cut)
 
     return play

@@ -22,11 +22,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout
+from elastic.environments.agent import EpisodeTask, Outcome, PlayedTrajectory, Rollout, finite
 from elastic.environments.kinds import KindMeans, KindSettings, generation, package, unusable
 from elastic.environments.outside import Outside
 from elastic.system.named_code import NAMES_CODE, CodeUnusable, in_file
-from elastic.system.plain_values import number, shown
+from elastic.system.plain_values import shown
 from policies.curriculum import CURRICULA
 
 NEW = (0, 4)
@@ -140,13 +140,9 @@ def _outcome(episode: Any) -> Outcome:
         errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
         said = "; ".join(dict.fromkeys(f"{error.type}: {error.message}" for error in errors))
         return Outcome(failed=f"verifiers: {said or 'the episode is not ok'}")
-    total = 0.0
-    for trace in traces:
-        if (reward := number(trace.reward)) is None:
-            raise BadOutcome(f"a trace's reward: found {shown(trace.reward)}; allowed: a finite number")
-        total += reward
+    rewards = [finite("a trace's reward", trace.reward) for trace in traces]
     truncated = any(trace.is_truncated or trace.is_timeout for trace in traces)
-    return Outcome(reward=total / len(traces), truncated=truncated)
+    return Outcome(reward=sum(rewards) / len(rewards), truncated=truncated)
 
 
 def _load_old(settings: VerifiersSettings, means: KindMeans) -> Rollout:
@@ -201,8 +197,7 @@ def _old_outcome(output: Mapping[str, Any]) -> Outcome:
     too_long = output.get("stop_condition") == TOO_LONG
     if too_long and not output.get("completion"):
         return Outcome(failed="verifiers: the task's prompt does not fit in the context")  # It is scored 0 there.
-    if (reward := number(output["reward"])) is None:
-        raise BadOutcome(f"the reward: found {shown(output['reward'])}; allowed: a finite number")
+    reward = finite("the reward", output["reward"])
     return Outcome(reward=reward, truncated=too_long or bool(output.get("is_truncated")))
 
 

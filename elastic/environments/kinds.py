@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from elastic.environments.agent import PlayedTrajectory
 from elastic.environments.outside import OutsideSettings
@@ -24,6 +24,8 @@ from elastic.system.named_code import CodeUnusable, where
 from elastic.system.plain_values import plain, told
 
 NAMES_SHOWN = 8
+SEEDS = 2**31
+"""Seeds that every environment takes are below it."""
 
 
 class KindSettings(OutsideSettings):
@@ -86,6 +88,8 @@ def as_text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
     if isinstance(value, Mapping):
         return dict(cast("Mapping[str, Any]", value))
     if callable(as_list := getattr(value, "tolist", None)):

@@ -38,7 +38,7 @@ class ProcessLimits(NamedTuple):
 
 
 def _bound(what: int, most: int, grace: int = 0) -> None:
-    """Lower a limit; one that is lower already stays."""
+    """Set a limit, not above the one that cannot be raised."""
     _, hard = resource.getrlimit(what)
     highest = most + grace if hard == resource.RLIM_INFINITY else min(most + grace, hard)
     resource.setrlimit(what, (min(most, highest), highest))

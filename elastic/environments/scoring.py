@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from elastic.environments.agent import BadOutcome, EpisodeTask, PlayedTrajectory
+from elastic.environments.agent import BadOutcome, EpisodeTask, PlayedTrajectory, finite
 from elastic.environments.calling import TooSlow, called
 from elastic.system.named_code import CodeUnusable, load, parsed
-from elastic.system.plain_values import number, shown
+from elastic.system.plain_values import shown
 
 OWN = ("task", "messages", "trajectory")
 
@@ -69,9 +69,7 @@ class RewardFunction:
             answer = cast("Mapping[str, Any]", answer).get("score")
         if answer is None:
             return None
-        if (found := number(answer)) is None:
-            raise BadOutcome(f"reward function {self.name!r}: found {shown(answer)}; allowed: a finite number")
-        return found
+        return finite(f"reward function {self.name!r}", answer)
 
 
 def load_reward(named: str) -> RewardFunction:

@@ -17,9 +17,10 @@ from typing import Any, cast
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema
 
-from elastic.environments.calling import called
+from elastic.environments.calling import called, ends_caller
+from elastic.environments.kinds import as_text
 from elastic.system.named_code import CodeUnusable, load, parsed
-from elastic.system.plain_values import plain, shown, told
+from elastic.system.plain_values import shown, told
 
 ERROR = "Error: "
 """How the answer begins of a call that came to nothing."""
@@ -42,18 +43,23 @@ class PythonTool:
     def given(self, arguments: str) -> dict[str, Any]:
         """The arguments of a call, by parameter. Raises `ValueError`."""
         try:
-            found = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise ValueError(f"the arguments are no JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise ValueError(f"the arguments are {shown(found)}; allowed: a JSON object")
-        try:
-            valid = self.arguments.model_validate(found)
+            valid = self.arguments.model_validate(call_arguments(arguments))
         except ValidationError as error:
             said = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
             raise ValueError("; ".join(said)) from None
         fields = self.arguments.model_fields
         return {cast("str", fields[name].alias): getattr(valid, name) for name in valid.model_fields_set}
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call of the policy's, as it has written them. Raises `ValueError`."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments are no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"the arguments are {shown(found)}; allowed: a JSON object")
+    return cast("dict[str, Any]", found)
 
 
 class Toolbox:
@@ -80,10 +86,10 @@ class Toolbox:
         if tool is None:
             return f"{ERROR}there is no tool {name!r}; there are: {', '.join(self._tools)}"
         try:
-            return _as_text(await called(tool.function, tool.given(arguments), self._limit_s))
+            return as_text(await called(tool.function, tool.given(arguments), self._limit_s))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and (own := asyncio.current_task()) and own.cancelling():
-                raise  # The episode ends; any other is of a task that the function has cancelled itself.
+            if ends_caller(error):
+                raise
             return f"{ERROR}{told(error)}"
 
 
@@ -158,17 +164,3 @@ def _untitled(schema: Any) -> Any:
             if key != "title" or not isinstance(value, str)
         }
     return [_untitled(one) for one in cast("list[Any]", schema)] if isinstance(schema, list) else schema
-
-
-def _as_text(answer: Any) -> str:
-    """Texts as they are, and else JSON."""
-    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    try:
-        return plain(value)
-    except TypeError:
-        return str(value)
