@@ -6,7 +6,7 @@ from torch import Tensor
 
 from elastic.config import Config
 from elastic.weights.publisher import PublishReport
-from elastic.worker.publication import PublishingTerms, RelayPlace, VersionPublisher, shares
+from elastic.worker.publication import PublishingTerms, RelayPlace, VersionPublisher, shares, tensors_of
 from elastic.worker.trainer.transformers.trainer import TransformersTrainer
 
 
@@ -21,8 +21,7 @@ class OwnPart:
 
     def hold(self, *, in_host_memory: bool) -> None:
         """Keep what is published of the weights as they are. All ranks call this at the same time."""
-        own = self._trainer.tensors()
-        self._held = {name: tensor.cpu() for name, tensor in own.items()} if in_host_memory else own
+        self._held = tensors_of(self._trainer, in_host_memory=in_host_memory)
 
     def begin(self, terms: PublishingTerms) -> None:
         """Publish on these terms from now on."""
