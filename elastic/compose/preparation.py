@@ -88,8 +88,8 @@ def _demonstrations(plan: RunPlan) -> tuple[str, int] | None:
 def _chat_model(
     shown: tuple[str, int] | None, progress: Callable[[int, int, float], None]
 ) -> tuple[str, Callable[[Path], None]]:
-    """The recipe of a chat model that has learned nothing, or what a function demonstrates, and what makes it in a
-    directory."""
+    """A small chat model: its recipe, and what makes it in a directory. It has random weights, or has been warmed up on
+    what a function demonstrates."""
 
     def make(checkpoint: Path) -> None:
         import torch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 def next_of(ratios: Sequence[float], counts: Sequence[int]) -> int:
     """The environment of the next group, where each has had `counts` groups: the one that lacks most of its share.
 
-    Of those that lack the same it is the first. None that has a ratio of 0 is ever chosen while another has more.
+    Of those that lack the same, the first is chosen. One with a ratio of 0 is never chosen while another's is above 0.
     """
     whole, number = sum(ratios), sum(counts) + 1
     return max(range(len(ratios)), key=lambda one: (ratios[one] * number / whole - counts[one], -one))

@@ -96,7 +96,7 @@ class RowProgress:
         self.first, self.last, self.set_apart = first, last, seen
 
     def note(self, row: int, reward: float) -> None:
-        """A group about the row has come to this mean reward."""
+        """Remember the mean reward of the last group about this row."""
         self.rewards.pop(row, None)
         self.rewards[row] = reward
         if len(self.rewards) > KNOWN_MAX:

@@ -54,7 +54,7 @@ class Group:
     row: int | None = None
     """Of its environment's data, where a curriculum has chosen it."""
     wanted: int = 0
-    """So many of its members are taken, those that come to a reward first; 0 is all of them."""
+    """How many members are trained on: those that come to a reward first. 0 means all."""
     oldest_token: int | None = None
     slot: int | None = None
     state: GroupState = GroupState.RUNNING

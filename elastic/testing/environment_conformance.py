@@ -96,7 +96,7 @@ async def test_each_trajectory_has_an_end_and_only_a_good_one_a_reward(playing):
 
 
 async def test_what_never_returns_is_no_reward_and_holds_up_nobody_unnoticed(playing):
-    """Either the run hears nothing more of its process, or the others go on."""
+    """Either the env worker falls silent, so that the run ends it, or its other episodes go on."""
     async with playing() as (run, start):
         worker = start()
         await over(run.play("good"), worker)

@@ -92,7 +92,7 @@ class PublishesVersions(Protocol):
         ...
 
     def follow(self, place: RelayPlace) -> None:
-        """The relay is there from now on."""
+        """Publish to the relay at this place from now on."""
         ...
 
 
@@ -166,7 +166,7 @@ class VersionPublisher:
         return report
 
     def follow(self, place: RelayPlace) -> None:
-        """The relay is there from now on; a put that is under way is tried again there."""
+        """Publish to the relay at this place from now on; a put that is under way is tried again there."""
         if place != self._place:
             self._place = place
             self._relay.follow(self._opened())

@@ -134,7 +134,7 @@ class SeveralEngines:
         return given
 
     def _booked(self, accounts_ns: Sequence[Mapping[Account, Nanoseconds]]) -> dict[Account, Nanoseconds]:
-        """The time of this worker, shared out as its engines have spent theirs since the last look."""
+        """This worker's time by account: what passed since the last look is divided as its engines' time was."""
         spent: Counter[Account] = Counter()
         for now, before in zip(accounts_ns, self._seen_ns, strict=True):
             spent.update({account: ns - before.get(account, 0) for account, ns in now.items()})

@@ -99,7 +99,7 @@ def _make(database: Path) -> None:
 
 
 def _let_go(database: Path) -> None:
-    """Open MLflow's store, which makes what is not there, and have no connection to it."""
+    """Open MLflow's store and close it again: MLflow makes the tables that are missing."""
     artifacts = (database.parent / "artifacts").as_uri()
     SqlAlchemyStore(_uri(database), artifacts).engine.dispose()
 
