@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elastic.config import CHAT, Config, ConfigError, ConfigProblem, EnvironmentConfig
-from elastic.core.rows import Curriculum
+from elastic.core.rows import Curriculum, PassView
 from elastic.environments.hub_rows import HUB, HubSource
 from elastic.environments.rows import BadData, DataSource, read_rows
-from elastic.system.installed import installed
-from policies.curriculum import CURRICULA, OrderedPasses
+from elastic.system.installed import installed, load_point
+from elastic.system.named_code import CodeUnusable
+from elastic.system.plain_values import shown
+from policies.curriculum import CURRICULA, OrderedPasses, PassCurriculum
 
 PLUG_INS = "elastic.curricula"
 """Entry points: functions that order a pass over the data."""
@@ -34,7 +36,7 @@ def data_source(environment: EnvironmentConfig, seed: int) -> DataSource | None:
 
 def counted(config: Config, where: str) -> Config:
     """The configuration with the numbers of rows that curricula have to know. Raises `ConfigError` for data that cannot
-    be read, and for a curriculum that is not installed."""
+    be read, and for a curriculum that is not installed or cannot be loaded."""
     mixture = [_counted(config, number, where) for number in range(len(config.mixture))]
     if config.environments:
         return config.model_copy(update={"environments": tuple(mixture)})
@@ -46,10 +48,10 @@ def _counted(config: Config, number: int, where: str) -> EnvironmentConfig:
     data, source = environment.data, data_source(environment, config.run.seed)
     if data is None or source is None or data.order in CURRICULA:
         return environment
-    if data.order not in installed(PLUG_INS):
-        allowed = ", ".join(map(repr, (*CURRICULA, *sorted(installed(PLUG_INS)))))
-        problem = f"found {data.order!r}; allowed: {allowed}, or another that is installed ({PLUG_INS})"
-        raise ConfigError(ConfigProblem(problem, (*section, "order"), where))
+    try:
+        _curriculum(data.order)
+    except CodeUnusable as error:
+        raise ConfigError(ConfigProblem(str(error), (*section, "order"), where)) from error
     if data.rows is not None:
         return environment
     try:
@@ -62,7 +64,23 @@ def _counted(config: Config, number: int, where: str) -> EnvironmentConfig:
 def curricula(config: Config) -> Mapping[str, Curriculum]:
     """Who orders the rows of an environment, by its name, where that does not follow from its groups' places."""
     return {
-        one.name: OrderedPasses(one.data.rows, config.run.seed, installed(PLUG_INS)[one.data.order].load())
+        one.name: OrderedPasses(one.data.rows, config.run.seed, _curriculum(one.data.order))
         for one in config.mixture
         if one.data is not None and one.data.rows is not None and one.data.order not in CURRICULA
     }
+
+
+def _curriculum(name: str) -> PassCurriculum:
+    """Raises `CodeUnusable`."""
+    points = installed(PLUG_INS)
+    if name not in points:
+        allowed = ", ".join(map(repr, (*CURRICULA, *sorted(points))))
+        raise CodeUnusable(f"found {name!r}; allowed: {allowed}, or another that is installed ({PLUG_INS})")
+    allowed = f"a function of a {PassView.__name__} ({PLUG_INS})"
+    try:
+        found = load_point(points[name])
+    except CodeUnusable as error:
+        raise CodeUnusable(f"{error}; allowed: {allowed}") from error
+    if not callable(found):
+        raise CodeUnusable(f"found {name!r}, whose {points[name].value} is {shown(found)}; allowed: {allowed}")
+    return found

@@ -27,8 +27,8 @@ from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
 from elastic.protocol.endpoint import is_loopback
 from elastic.system.cores import cores
 from elastic.system.given import read_json
-from elastic.system.installed import installed
-from elastic.system.named_code import missing
+from elastic.system.installed import installed, load_point
+from elastic.system.named_code import CodeUnusable, missing
 from elastic.worker.trainer import resolve_trainer, seeding_engines, trainer_device
 from elastic.worker.trainer.base import TrainerKind, TrainerSettings
 from providers.base import Provider, ProviderSettings
@@ -151,6 +151,14 @@ def _pick(kind: str, name: str, where: str, *key: str) -> importlib.metadata.Ent
     return points[name]
 
 
+def _picked(kind: str, name: str, where: str, *key: str) -> Any:
+    """What is installed under the name. Raises `ConfigError`."""
+    try:
+        return load_point(_pick(kind, name, where, *key))
+    except CodeUnusable as error:
+        raise ConfigError(ConfigProblem(str(error), key, where)) from error
+
+
 def _in_turns(config: Config) -> Config:
     """Fill in open settings as they are best for a job that shares its devices."""
     provisioning, seeding = config.provisioning, config.seeding
@@ -193,7 +201,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
     for name in (*names, *config.providers):
         source = (where, "providers", name) if name in config.providers else (PROVIDERS_OPTION,)
         kind = kind_of(config.providers, name)
-        found = types.setdefault(name, _pick("provider", kind, *source).load())
+        found = types.setdefault(name, _picked("provider", kind, *source))
         section = config.providers.get(name, {}) | {"kind": kind}
         checked = validate(found.Settings, section, where, "providers", name)
         if name in names:
@@ -228,7 +236,7 @@ def _chosen(config: Config, number: int, where: str) -> ChosenEnvironment:
     """The environment with this number. Raises `ConfigError`."""
     environment, section = config.mixture[number], config.environment_section(number)
     key = "name" if environment.kind == environment.name else "kind"
-    kind = _pick("environment", environment.kind, where, *section, key).load()
+    kind = _picked("environment", environment.kind, where, *section, key)
     if not ENVIRONMENT_NAME.fullmatch(environment.name):
         problem = f"found {environment.name!r}; allowed: up to 63 letters, digits, _ and -"
         raise ConfigError(ConfigProblem(problem, (*section, "name"), where))
@@ -237,7 +245,7 @@ def _chosen(config: Config, number: int, where: str) -> ChosenEnvironment:
 
 
 def _check_pool(rewards: RewardsConfig, where: str) -> None:
-    pool, key = _pick("function_pool", rewards.pool, where, "rewards", "pool").load(), ("rewards", "pool_settings")
+    pool, key = _picked("function_pool", rewards.pool, where, "rewards", "pool"), ("rewards", "pool_settings")
     settings = getattr(pool, "Settings", None)
     if settings is not None:
         validate(settings, rewards.pool_settings, where, *key)

@@ -7,9 +7,11 @@ those between them come shuffled. What it is told of rows is what groups about t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 ROUNDS = 4
+SHOWN_CHARACTERS = 60
 KNOWN_MAX = 65_536
 """Rows whose rewards are remembered: those of which was heard last."""
 
@@ -82,13 +84,18 @@ class RowProgress:
         number, rows = self.number + 1, curriculum.rows
         try:
             order = curriculum.order(PassView(number, rows, dict(self.rewards)))
-            first, last = list(order.first), list(order.last)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BadCurriculum(f"it raised {type(error).__name__}: {error}") from error
+        try:
+            first, last = (list(islice(of_pass, rows + 1)) for of_pass in (order.first, order.last))
+        except Exception as error:
+            found = f"{order!r:.{SHOWN_CHARACTERS}} ({type(order).__name__})"
+            raise BadCurriculum(f"it returned {found}; allowed: a PassOrder, of lists of rows") from error
         seen = set[int]()
         for row in (*first, *last):
             if type(row) is not int or not 0 <= row < rows:
-                raise BadCurriculum(f"it returned {row!r}, which is no row; allowed: 0 to {rows - 1}")
+                found = f"{row!r:.{SHOWN_CHARACTERS}} ({type(row).__name__})"
+                raise BadCurriculum(f"it returned {found}, which is no row; allowed: an int from 0 to {rows - 1}")
             if row in seen:
                 raise BadCurriculum(f"it returned row {row} twice; allowed: each row once in a pass")
             seen.add(row)

@@ -5,7 +5,8 @@ from typing import Any
 
 from elastic.config import ConfigError, ConfigProblem, EngineConfig, validate
 from elastic.engine.base import DeviceShare, EngineKind, EngineSettings, RolloutEngine
-from elastic.system.installed import installed
+from elastic.system.installed import installed, load_point
+from elastic.system.named_code import CodeUnusable
 
 ENTRY_POINTS = "elastic.engines"
 
@@ -33,7 +34,8 @@ def resolve_engine(
     """What an engine is made by, and its own settings; the sections of all others are looked at as well.
 
     Kinds come from the entry-point group "elastic.engines"; each names an `EngineKind`.
-    Raises `ConfigError` for a kind or a section that is not installed, and for settings that are not its own.
+    Raises `ConfigError` for a kind or a section that is not installed or cannot be loaded, and for settings that are
+    not its own.
     """
     known = installed(ENTRY_POINTS)
     names = ", ".join(sorted(known)) or "none"
@@ -45,7 +47,13 @@ def resolve_engine(
             keys = ", ".join(sorted(EngineConfig.model_fields))
             unknown = f"unknown key; allowed: {keys}, and sections of: {names}"
             raise ConfigError(ConfigProblem(unknown, (*section, name), where))
-    kinds: dict[str, type[EngineKind]] = {name: known[name].load() for name in {config.kind, *config.sections}}
+    kinds: dict[str, type[EngineKind]] = {}
+    for name in {config.kind, *config.sections}:
+        try:
+            kinds[name] = load_point(known[name])
+        except CodeUnusable as error:
+            key = (*section, "kind" if name == config.kind else name)
+            raise ConfigError(ConfigProblem(str(error), key, where)) from error
     settings = {
         name: validate(kind.Settings, config.sections.get(name, {}), where, *section, name)
         for name, kind in kinds.items()

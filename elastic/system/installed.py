@@ -7,6 +7,10 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+from elastic.system.named_code import CodeUnusable, where
+from elastic.system.plain_values import told
 
 CHECKOUT = Path(__file__).parents[2] / "pyproject.toml"
 """Ours, where this package is used from a checkout."""
@@ -18,6 +22,17 @@ def installed(group: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     A checkout names its own entry points itself: what was noted as it was installed may be older.
     """
     return _read(group, tuple(sys.path))
+
+
+def load_point(point: importlib.metadata.EntryPoint) -> Any:
+    """Import what an entry point names. Raises `CodeUnusable`."""
+    try:
+        return point.load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        problem = f"found {point.name!r}, whose {point.value} cannot be loaded by {sys.executable}"
+        raise CodeUnusable(f"{problem}: {told(error)}{where(error, __file__)}") from error
 
 
 @functools.lru_cache(64)

@@ -113,6 +113,36 @@ def test_agents_without_a_tokenizer(refused, elastic, config: Path) -> None:
     refused(ended, "model.checkpoint: ", "tokenizer.json: cannot be read", "agents need the policy's tokenizer")
 
 
+def test_what_is_installed_and_cannot_be_loaded(
+    refused, elastic, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "site" / "broken-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    orders = "missing = nosuch.module:order\nraising = raising:Order\nnumber = number:order\n"
+    kinds = "[elastic.environments]\nworld = raising:World\n[elastic.engines]\nwarp = raising:Warp\n"
+    (about / "entry_points.txt").write_text(f"[elastic.curricula]\n{orders}{kinds}[elastic.trainers]\nodd = odd:Kind\n")
+    (tmp_path / "site" / "raising.py").write_text("class Order:\n    table = [][0]\n")
+    (tmp_path / "site" / "number.py").write_text("order = 3\n")
+    (tmp_path / "site" / "odd.py").write_text("raise SystemExit('not today')\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Say."}\n')
+    chat = f"environment={{name = 'chat', settings = {{rewards = ['mine:worth']}}, data = {{source = '{tmp_path}/rows.jsonl'"
+    allowed = "allowed: a function of a PassView (elastic.curricula)"
+    for name, words in {
+        "missing": ("whose nosuch.module:order cannot be loaded by", "No module named 'nosuch'"),
+        "raising": ("IndexError: list index out of range", "raising.py, line 2"),
+        "number": ("whose number:order is 3 (int)",),
+    }.items():
+        ended = elastic("run", config, "--set", f"{chat}, order = '{name}'}}}}")
+        refused(ended, f"environment.data.order: found {name!r}, ", *words, allowed)
+    ended = elastic("run", config, "--set", "environment={name = 'world'}")
+    refused(ended, "environment.name: found 'world', whose raising:World cannot be loaded by", "raising.py, line 2")
+    refused(elastic("run", config, "--set", "engine.kind=warp"), "engine.kind: found 'warp'", "raising.py, line 2")
+    refused(elastic("run", config, "--set", "trainer.kind=odd"), "trainer.kind: found 'odd'", "SystemExit: not today")
+    assert not (config.parent / "runs").exists()
+
+
 def test_a_dry_run_promises_nothing_that_a_run_refuses(refused, elastic, config: Path) -> None:
     refused(elastic("run", config, "--dry-run", "--set", "trainer.gpus=8"), "trainer.gpus", "found 8")
 

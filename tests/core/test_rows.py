@@ -1,5 +1,6 @@
 """Rows that a curriculum orders: every pass has each once, whatever dies, and what is no row ends the run in words."""
 
+import itertools
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -74,13 +75,21 @@ def raises(_: PassView) -> PassOrder:
     raise KeyError("nowhere")
 
 
+def leaves(_: PassView) -> PassOrder:
+    raise SystemExit(3)
+
+
 @pytest.mark.parametrize(
     ("order", "told"),
     [
-        (orders(10), "returned 10, which is no row; allowed: 0 to 9"),
-        (orders(-1), "returned -1, which is no row"),
-        (orders("a"), "returned 'a', which is no row"),
-        (orders(True), "returned True, which is no row"),
+        (orders(10), "returned 10 (int), which is no row; allowed: an int from 0 to 9"),
+        (orders(-1), "returned -1 (int), which is no row"),
+        (orders("a"), "returned 'a' (str), which is no row"),
+        (orders("a" * 1000), "aaa (str), which is no row"),
+        (orders(True), "returned True (bool), which is no row"),
+        (lambda _: [3, 4], "returned [3, 4] (list); allowed: a PassOrder"),
+        (lambda _: PassOrder(first=itertools.count()), "returned 10 (int), which is no row"),
+        (leaves, "raised SystemExit: 3"),
         (orders(3, 3), "returned row 3 twice"),
         (raises, "raised KeyError: 'nowhere'"),
     ],
@@ -91,12 +100,13 @@ def test_a_curriculum_that_returns_what_is_no_row_is_told_in_words(
     with pytest.raises(BadCurriculum) as bad:
         RowProgress().next_row(OrderedPasses(10, 0, order))
     assert told in str(bad.value)
+    assert len(str(bad.value)) < 200
 
 
 def test_a_run_with_a_bad_curriculum_fails_for_it(make_core: MakeCore) -> None:
     core = make_core(curricula={"": OrderedPasses(10, 0, orders(10))}, groups=2)
     core.trainer(capacity=8)
-    assert "the curriculum of environment '' cannot be followed: it returned 10" in core.scheduler.failed
+    assert "the curriculum of environment '' cannot be followed: it returned 10 (int), which" in core.scheduler.failed
 
 
 def test_a_group_has_the_row_that_the_core_chose_also_in_the_next_process(make_core: MakeCore) -> None:

@@ -1,7 +1,8 @@
 """Kinds of trainers behind one contract (`base`). A kind's own imports (torch) happen only when it is created."""
 
 from elastic.config import Config, ConfigError, ConfigProblem, EngineConfig, TrainerConfig, validate
-from elastic.system.installed import installed
+from elastic.system.installed import installed, load_point
+from elastic.system.named_code import CodeUnusable
 from elastic.worker.trainer.base import PolicyTrainer, TrainerKind, TrainerSettings
 
 ENTRY_POINTS = "elastic.trainers"
@@ -39,7 +40,8 @@ def resolve_trainer(trainer: TrainerConfig, where: str) -> tuple[type[TrainerKin
     """What a trainer is made by, and its own settings; the sections of all other kinds are looked at as well.
 
     Kinds come from the entry-point group "elastic.trainers"; each names a `TrainerKind`.
-    Raises `ConfigError` for a kind or a section that is not installed, and for settings that are not its own.
+    Raises `ConfigError` for a kind or a section that is not installed or cannot be loaded, and for settings that are
+    not its own.
     """
     known = installed(ENTRY_POINTS)
     names = ", ".join(sorted(known)) or "none"
@@ -52,7 +54,13 @@ def resolve_trainer(trainer: TrainerConfig, where: str) -> tuple[type[TrainerKin
             keys = ", ".join(sorted(TrainerConfig.model_fields))
             unknown = f"unknown key; allowed: {keys}, and sections of: {names}"
             raise ConfigError(ConfigProblem(unknown, ("trainer", name), where))
-    kinds: dict[str, type[TrainerKind]] = {name: known[name].load() for name in {trainer.kind, *trainer.sections}}
+    kinds: dict[str, type[TrainerKind]] = {}
+    for name in {trainer.kind, *trainer.sections}:
+        try:
+            kinds[name] = load_point(known[name])
+        except CodeUnusable as error:
+            key = ("trainer", "kind" if name == trainer.kind else name)
+            raise ConfigError(ConfigProblem(str(error), key, where)) from error
     settings = {
         name: validate(kind.Settings, trainer.sections.get(name, {}), where, "trainer", name)
         for name, kind in kinds.items()
