@@ -127,14 +127,15 @@ def test_what_is_installed_and_cannot_be_loaded(
     (tmp_path / "site" / "odd.py").write_text("raise SystemExit('not today')\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Say."}\n')
-    chat = f"environment={{name = 'chat', settings = {{rewards = ['mine:worth']}}, data = {{source = '{tmp_path}/rows.jsonl'"
+    data = f"data = {{source = '{tmp_path}/rows.jsonl', order = "
+    chat = f"environment={{name = 'chat', settings = {{rewards = ['mine:worth']}}, {data}"
     allowed = "allowed: a function of a PassView (elastic.curricula)"
     for name, words in {
         "missing": ("whose nosuch.module:order cannot be loaded by", "No module named 'nosuch'"),
         "raising": ("IndexError: list index out of range", "raising.py, line 2"),
         "number": ("whose number:order is 3 (int)",),
     }.items():
-        ended = elastic("run", config, "--set", f"{chat}, order = '{name}'}}}}")
+        ended = elastic("run", config, "--set", f"{chat}'{name}'}}}}")
         refused(ended, f"environment.data.order: found {name!r}, ", *words, allowed)
     ended = elastic("run", config, "--set", "environment={name = 'world'}")
     refused(ended, "environment.name: found 'world', whose raising:World cannot be loaded by", "raising.py, line 2")
