@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from elastic.config import CHAT, Config, ConfigError, ConfigProblem, EnvironmentConfig
 from elastic.core.rows import Curriculum, PassView
@@ -83,4 +84,4 @@ def _curriculum(name: str) -> PassCurriculum:
         raise CodeUnusable(f"{error}; allowed: {allowed}") from error
     if not callable(found):
         raise CodeUnusable(f"found {name!r}, whose {points[name].value} is {shown(found)}; allowed: {allowed}")
-    return found
+    return cast("PassCurriculum", found)

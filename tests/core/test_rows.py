@@ -75,6 +75,10 @@ def raises(_: PassView) -> PassOrder:
     raise KeyError("nowhere")
 
 
+def never_ends(_: PassView) -> PassOrder:
+    return PassOrder(first=itertools.count())  # type: ignore[arg-type]
+
+
 def leaves(_: PassView) -> PassOrder:
     raise SystemExit(3)
 
@@ -88,7 +92,7 @@ def leaves(_: PassView) -> PassOrder:
         (orders("a" * 1000), "aaa (str), which is no row"),
         (orders(True), "returned True (bool), which is no row"),
         (lambda _: [3, 4], "returned [3, 4] (list); allowed: a PassOrder"),
-        (lambda _: PassOrder(first=itertools.count()), "returned 10 (int), which is no row"),
+        (never_ends, "returned 10 (int), which is no row"),
         (leaves, "raised SystemExit: 3"),
         (orders(3, 3), "returned row 3 twice"),
         (raises, "raised KeyError: 'nowhere'"),
