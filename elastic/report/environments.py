@@ -10,8 +10,8 @@ from elastic.runtime.status import EnvironmentStatus, mean_reward, success_rate
 
 class EnvironmentUsage(msgspec.Struct, frozen=True, kw_only=True):
     """`groups` were begun. `finished` trajectories have a reward. Members that were `cut_off` ran still as their groups
-    had enough. Env workers that died began trajectories again, and what those had sampled until then, `lost_tokens`,
-    was generated for nothing. None where that is not known.
+    had enough. Trajectories were `begun_again` whose env workers had died. What these and those that were cut off had
+    sampled, `lost_tokens`, was generated for nothing. None where that is not known.
     """
 
     environment: str
@@ -55,7 +55,7 @@ def _usage(
         groups_dropped=sum(bool(row.dropped) for row in of),
         finished=len(scored),
         truncated=sum(row.truncated for row in scored),
-        failed=len(own) - len(scored),
+        failed=len(own) - len(scored) - sum(row.is_cut_off for row in own),
         cut_off=None if status is None else status.cut_off,
         begun_again=None if status is None else status.begun_again,
         lost_tokens=None if status is None else status.lost_tokens,

@@ -293,7 +293,7 @@ def _summary(history: History) -> Summary:
         mean_reward_last=means[-1] if means else None,
         trajectories_finished=sum(_scored(row) for row in trajectories),
         trajectories_truncated=sum(_scored(row) and row.truncated for row in trajectories),
-        trajectories_failed=_counts(row.cause or "no finite reward" for row in trajectories if not _scored(row)),
+        trajectories_failed=_counts(row.cause or "no finite reward" for row in trajectories if _failed(row)),
         refilled=status.refilled if status else {},
         groups_trained=groups.pop(TRAINED, 0) if groups else len(trained),
         groups_dropped=groups,
@@ -415,6 +415,10 @@ def _scored(trajectory: TrajectoryRow) -> bool:
     """Whether it counts: an infrastructure failure is never a result (invariant 11)."""
     reward = trajectory.reward
     return not trajectory.cause and reward is not None and math.isfinite(reward)
+
+
+def _failed(trajectory: TrajectoryRow) -> bool:
+    return not _scored(trajectory) and not trajectory.is_cut_off
 
 
 def _steps(steps: Sequence[StepRow], trajectories: Sequence[TrajectoryRow], *, learns: bool) -> list[StepSummary]:

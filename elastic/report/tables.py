@@ -567,7 +567,7 @@ def _environments(summary: Summary) -> Table:
         title="Environments",
         header=[
             *("", "groups trained", "dropped", "trajectories", "failed", "success", "mean reward"),
-            *("cut off", "begun again", "tokens lost by that"),
+            *("cut off", "begun again", "tokens lost by these"),
         ],
         rows=[
             [
@@ -581,7 +581,7 @@ def _environments(summary: Summary) -> Table:
             if shown
         ],
         note="Cut off: members that ran still as their groups had enough (redundancy). Begun again: trajectories whose "
-        "env workers were gone; what these had sampled is lost.",
+        "env workers were gone. What either had sampled is lost.",
     )
 
 

@@ -76,4 +76,5 @@ class Sampler:
             load=self._load(),
             upstream=self._upstream(),
             lost=self._lost(),
+            cut_tokens=scribe.cut_tokens,
         )

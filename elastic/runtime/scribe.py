@@ -12,8 +12,10 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import group_of, lease_of, parse_trajectory, provider_of
 from elastic.core.scheduler import Scheduler
+from elastic.core.steps import CUT_OFF
 from elastic.core.types import DEATHS, EndCause, LeaseId, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
 from elastic.protocol.sampled import Packed, Sampled, SampledBranch
+from elastic.runtime.agents.notes import begun_again
 from elastic.runtime.engine_meters import EngineMeters
 from elastic.runtime.journal import (
     BookRow,
@@ -39,6 +41,7 @@ REMEMBERED = (
         "_trajectories",
         "_turns",
         "_unscored",
+        "cut_tokens",
         "_granted",
         "_members",
         "_environments",
@@ -170,6 +173,8 @@ class Scribe:
         self.function_usd = 0.0
         self.events = 0
         """That the core has been told."""
+        self.cut_tokens = Counter[str]()
+        """Of members that were cut off, by environment."""
         self.meters: EngineMeters | None = None
         """Told of turns and workers, where somebody asks for their metrics."""
         self._scheduler = scheduler
@@ -182,8 +187,8 @@ class Scribe:
         self._recalling = False
         self._trajectories: dict[TrajectoryId, _Trajectory] = {}
         self._turns: dict[TurnId, _TurnProgress] = {}
-        self._unscored: dict[TrajectoryId, TrajectoryRow] = {}
-        """As they were written when they ended."""
+        self._unscored: dict[TrajectoryId, TrajectoryRow | None] = {}
+        """As they were written when they ended; None for those that are in the journal alone."""
         self._granted: set[LeaseId] = set()
         self._paced: dict[WorkerId, tuple[int, int]] = {}
         """How many of a worker's iterations were paced, and how many of these were late, when it reported last."""
@@ -205,6 +210,7 @@ class Scribe:
             e.WeightsApplied: self._weights_reported,
             e.WeightsFailed: self._weights_reported,
             e.RewardRequested: self._reward_requested,
+            e.AgentNoted: self._noted,
             e.TrajectoryFinished: lambda t, k, ended: self._trajectory_ended(t, k.trajectory, ended, k.reward),
             e.TrajectoryFailed: lambda t, k, ended: self._trajectory_ended(t, k.trajectory, ended, None, k.cause),
         }
@@ -348,10 +354,19 @@ class Scribe:
                 )
             )
 
+    def _noted(self, _: Nanoseconds, event: e.AgentNoted, __: Any) -> None:
+        """What a trajectory that begins again had sampled is none of what it comes to."""
+        if (name := begun_again(event.note)) is not None and (trajectory := self._trajectories.get(name)) is not None:
+            self._turns.pop(trajectory.turn or "", None)
+            self._trajectories[name] = _Trajectory()
+
     def _reward_requested(self, now_ns: Nanoseconds, event: e.RewardRequested, ended: Ended | None) -> None:
         """Keep the trajectory before it is scored, so that a later incarnation can have it scored."""
-        if ended is not None and event.trajectory in self._trajectories:
-            row = self._unscored[event.trajectory] = self._row(event.trajectory, now_ns, ended, None, NOT_SCORED)
+        if event.trajectory not in self._trajectories:
+            return
+        row = None if ended is None else self._row(event.trajectory, now_ns, ended, None, NOT_SCORED)
+        self._unscored[event.trajectory] = row
+        if row is not None:
             self._rows.append(row)
 
     def _trajectory_ended(
@@ -480,20 +495,31 @@ class Scribe:
         self._unscored.pop(trajectory, None)
         self._turns.pop(self._trajectories.pop(trajectory).turn or "", None)
 
-    def _cancel(self, _: Nanoseconds, command: c.CancelTrajectory) -> None:
+    def _cancel(self, now_ns: Nanoseconds, command: c.CancelTrajectory) -> None:
         trajectory = self._trajectories.get(command.trajectory)
-        if trajectory is not None and trajectory.turn is not None:
+        if trajectory is None:
+            return
+        if trajectory.turn is not None:
             self._forget_turn(trajectory.turn)
+        if command.cause == CUT_OFF:
+            self.cut_tokens[self._environments.get(group_of(command.trajectory), "")] += trajectory.accepted.total()
+            row = self._take_unscored(command.trajectory) if command.trajectory in self._unscored else None
+            if row is not None:
+                self._rows.append(msgspec.structs.replace(row, ended_ns=now_ns, cause=command.cause))
 
     def _record_reward(self, now_ns: Nanoseconds, command: c.RecordReward) -> None:
         if command.reward is not None:
             self.rewards.append(command.reward)
         self._count_end(command.trajectory, command.reward)
-        row = self._unscored.pop(command.trajectory, None)
-        if row is None and self._stored is not None and not self._recalling:
-            row = self._stored(command.trajectory)
-        if row is not None:
+        if (row := self._take_unscored(command.trajectory)) is not None:
             self._rows.append(msgspec.structs.replace(row, ended_ns=now_ns, reward=command.reward, cause=command.cause))
+
+    def _take_unscored(self, trajectory: TrajectoryId) -> TrajectoryRow | None:
+        """The row of a trajectory that waits for its score no more."""
+        row = self._unscored.pop(trajectory, None)
+        if row is None and self._stored is not None and not self._recalling:
+            return self._stored(trajectory)
+        return row
 
     def _group_over(self, now_ns: Nanoseconds, command: c.TrainGroup | c.DropGroup, dropped: str) -> None:
         """Record the end of a group, with the length of each member so far and the age of its tokens."""

@@ -40,6 +40,7 @@ def run_status(
     load: CoreLoad = UNKNOWN_LOAD,
     upstream: UpstreamStatus | None = None,
     lost: Mapping[str, LostPlays] | None = None,
+    cut_tokens: Mapping[str, int] | None = None,
 ) -> RunStatus:
     """The state of a run's core, with what its shell has counted. `rewards` are those of this step so far."""
     providers = _provider_statuses(scheduler, now_ns, counts)
@@ -72,19 +73,21 @@ def run_status(
         conditions=conditions(scheduler, now_ns, load),
         mismatches=list(scheduler.agreement.mismatches),
         upstream=upstream,
-        environments=_environment_statuses(scheduler, lost or {}),
+        environments=_environment_statuses(scheduler, lost or {}, cut_tokens or {}),
         refilled={str(cause): count for cause, count in scheduler.pieces[0].outcomes.refilled.items()},
     )
 
 
-def _environment_statuses(scheduler: Scheduler, lost: Mapping[str, LostPlays]) -> dict[str, EnvironmentStatus]:
+def _environment_statuses(
+    scheduler: Scheduler, lost: Mapping[str, LostPlays], cut_tokens: Mapping[str, int]
+) -> dict[str, EnvironmentStatus]:
     run = scheduler.pieces[0]
     return {
         one.name: EnvironmentStatus(
             groups=groups,
             cut_off=run.outcomes.cut_off.get(one.name, 0),
             begun_again=lost[one.name].times if one.name in lost else 0,
-            lost_tokens=lost[one.name].tokens if one.name in lost else 0,
+            lost_tokens=(lost[one.name].tokens if one.name in lost else 0) + cut_tokens.get(one.name, 0),
         )
         for one, groups in zip(run.plan.environments, run.launched_of, strict=True)
         if one.name

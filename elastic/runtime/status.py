@@ -43,7 +43,7 @@ class LostPlays(msgspec.Struct, kw_only=True):
 
 class EnvironmentStatus(msgspec.Struct, kw_only=True):
     """One environment of a run since it began. `groups` have begun; `cut_off` members ran still as their groups had
-    enough. Trajectories were `begun_again` whose env workers were gone, and what these had sampled is lost."""
+    enough. Trajectories were `begun_again` whose env workers were gone. What either had sampled is lost."""
 
     groups: int = 0
     cut_off: int = 0

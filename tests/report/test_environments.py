@@ -2,6 +2,7 @@
 
 import msgspec
 
+from elastic.core.steps import CUT_OFF
 from elastic.report.environments import environments_of
 from elastic.report.tracking.rows import figures_by_environment
 from elastic.runtime.journal import GroupRow, StepRow, TrajectoryRow
@@ -16,6 +17,7 @@ def of(environment: str, *rows: TrajectoryRow) -> list[TrajectoryRow]:
 def test_what_a_run_came_to_is_told_of_each_environment() -> None:
     trajectories = [
         *of("lake", trajectory("0/0/0", 1.0, tokens=7), trajectory("0/0/1", 0.0, truncated=True)),
+        *of("lake", trajectory("0/0/2", None, CUT_OFF)),
         *of("chat", trajectory("0/1/0", 0.5), trajectory("0/1/1", None, "it hung", tokens=3)),
     ]
     groups: list[GroupRow] = [
@@ -29,7 +31,7 @@ def test_what_a_run_came_to_is_told_of_each_environment() -> None:
     lake, chat = environments_of(trajectories, groups, status)
     assert (lake.environment, lake.groups, lake.groups_trained, lake.groups_dropped) == ("lake", 2, 1, 0)
     assert (lake.finished, lake.truncated, lake.failed, lake.cut_off) == (2, 1, 0, 3)
-    assert (lake.success_rate, lake.mean_reward, lake.policy_tokens, lake.trained_tokens) == (0.5, 0.5, 8, 15)
+    assert (lake.success_rate, lake.mean_reward, lake.policy_tokens, lake.trained_tokens) == (0.5, 0.5, 9, 15)
     assert (chat.finished, chat.failed, chat.groups_dropped, chat.trained_tokens) == (1, 1, 1, 0)
     assert (chat.begun_again, chat.lost_tokens) == (2, 90)
     assert environments_of(of("", trajectory("0/0/0", 1.0)), [], {}) == [], "of older runs nobody knows it"

@@ -1,13 +1,17 @@
 """What the journal's recorder counts for the status."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import EndCause, InfrastructureCause, Plan, WorkerId
-from elastic.runtime.journal import GroupRow, JournalRecord, NullJournal
-from elastic.runtime.scribe import Scribe
+from elastic.core.steps import CUT_OFF
+from elastic.core.types import Chunk, Chunks, EndCause, InfrastructureCause, Plan, WorkerId
+from elastic.runtime.agents import notes
+from elastic.runtime.journal import GroupRow, JournalRecord, NullJournal, TrajectoryRow
+from elastic.runtime.scribe import NOT_SCORED, Scribe
 from elastic.runtime.status import late_share
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
@@ -80,3 +84,45 @@ def test_a_dropped_group_has_the_lengths_of_as_many_members_as_it_was_launched_w
         scribe.record(0, e.Tick(), None, [command])
     (row,) = (record for record in pages.records if isinstance(record, GroupRow))
     assert row.lengths == [0, 0]
+
+
+def sampled(scribe: Scribe, trajectory: str, turn: str, tokens: int, *commands: c.Command) -> None:
+    """A turn of the trajectory gets so many tokens, and then the commands come."""
+    scribe.record(0, e.TurnRequested(turn=turn, trajectory=trajectory, prompt_tokens=1, max_new_tokens=64), None, [])
+    chunks = Chunks.of([Chunk(slot=0, start=0, count=tokens, version=0)])
+    accepted = c.AcceptTokens(chunks=(0,), turns=(turn,))
+    scribe.record(0, e.TokensReceived(worker="spot-1.0", epoch=1, chunks=chunks), None, [accepted, *commands])
+
+
+def test_what_was_cut_off_has_not_failed_and_its_tokens_are_lost_once() -> None:
+    pages = Pages()
+    scribe = recording(pages)
+    members = ("0/0/0", "0/0/1", "0/0/2")
+    start = c.StartGroup(step=0, group="0/0", index=0, trajectories=members, environment="lake")
+    scribe.record(0, e.Tick(), None, [start])
+    sampled(scribe, "0/0/0", "0/0/0/0", 7)
+    again = e.AgentNoted(note=notes.encode_note(notes.BegunAgain("0/0/0", "its env worker has ended", 7)))
+    scribe.record(0, again, None, [])
+    sampled(scribe, "0/0/0", "0/0/0/1", 5)
+    sampled(scribe, "0/0/1", "0/0/1/0", 3, c.FinishTurn(turn="0/0/1/0"))
+    waiting = SimpleNamespace(
+        started_ns=0,
+        turns=1,
+        policy_tokens=3,
+        token_ids=b"",
+        truncated=False,
+        sampled=None,
+        branches=[],
+        task=b"",
+        metrics={},
+    )
+    scribe.record(0, e.RewardRequested(trajectory="0/0/1", tokens=3), waiting, [])
+    ends = [c.CancelTrajectory(trajectory=one, cause=CUT_OFF) for one in members[:2]]
+    scribe.record(9, e.Tick(), None, ends)
+    assert scribe.cut_tokens == {"lake": 8}
+    rows = [record for record in pages.records if isinstance(record, TrajectoryRow)]
+    assert [(row.cause, row.is_cut_off) for row in rows] == [(NOT_SCORED, False), (CUT_OFF, True)]
+    assert rows[-1].ended_ns == 9
+    scribe.record(9, e.Tick(), None, [c.TrainGroup(group="0/0", trajectories=members[:1], step=0, slot=0)])
+    (group,) = (record for record in pages.records if isinstance(record, GroupRow))
+    assert group.lengths == [5], "what a dead env worker had sampled is none of the group's"

@@ -198,7 +198,7 @@ def figures_of(row: StepRow, trajectories: Sequence[TrajectoryRow], groups: Sequ
         "reward_std": _deviation([one.reward for one in trajectories if one.reward is not None]),
         "success_rate": success_rate([one.reward for one in trajectories if one.reward is not None]),
         "truncated_share": _mean([float(one.truncated) for one in trajectories if not one.cause]),
-        "failed_share": _mean([float(bool(one.cause)) for one in trajectories]),
+        "failed_share": _mean([float(bool(one.cause)) for one in trajectories if not one.is_cut_off]),
         "same_rewards_share": _same_rewards(trainer),
         "staleness_max": max((age for one in groups if not one.dropped for age in one.tokens_by_age), default=None),
         "groups_stale": float(sum(one.dropped.startswith(STALE) for one in groups)),

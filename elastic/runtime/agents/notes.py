@@ -152,3 +152,12 @@ AgentNote: TypeAlias = (
 
 encode_note = msgspec.msgpack.Encoder().encode
 decode_note = msgspec.msgpack.Decoder(AgentNote).decode
+_BEGUN_AGAIN = encode_note(BegunAgain("", "", 0)).removesuffix(encode_note("") * 2 + encode_note(0))
+
+
+def begun_again(note: bytes) -> TrajectoryId | None:
+    """The trajectory of which an encoded note says that it begins again; None if it says anything else."""
+    if not note.startswith(_BEGUN_AGAIN):
+        return None
+    said = decode_note(note)
+    return said.trajectory if isinstance(said, BegunAgain) else None

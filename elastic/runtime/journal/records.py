@@ -7,6 +7,7 @@ import msgspec
 
 from elastic.core.ledger import DeviceBook
 from elastic.core.policy import StepRecord
+from elastic.core.steps import CUT_OFF
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, WorkerId
 from elastic.protocol import wire
 from elastic.runtime.journal.tables import FLOAT_MAX, JournalRecord, JournalTable
@@ -107,6 +108,12 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     task: bytes = b""
     environment: str = ""
     metrics: bytes = b""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether its group had as many members as are wanted before it was scored: it has neither failed nor
+        counts."""
+        return self.cause == CUT_OFF
 
     @property
     def metrics_by_name(self) -> dict[str, float]:
