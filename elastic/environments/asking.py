@@ -5,8 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import httpx
+import structlog
 
 from elastic.environments.agent import BadOutcome, PlayedTrajectory
+from elastic.system.plain_values import told
+
+log = structlog.get_logger(__name__)
 
 AGAIN = (408, 409, 429, 500, 502, 503, 504)
 """Statuses after which a call is made again, as OpenAI's client does."""
@@ -69,6 +73,7 @@ async def _ask(
     """A call that breaks is made again, which joins it. Raises `_LimitReached`, `BadOutcome`."""
     headers = {"authorization": f"Bearer {trajectory.key}"}
     body = {"model": trajectory.model, "messages": messages} | ({"tools": tools} if tools else {})
+    times = 0
     while True:
         try:
             answer = await http.post(f"{trajectory.base_url}/chat/completions", json=body, headers=headers)
@@ -77,8 +82,12 @@ async def _ask(
                 return PolicyAnswer(choice["message"], choice["finish_reason"] == "length")
             if answer.status_code not in AGAIN or answer.headers.get("x-should-retry") == "false":
                 raise _refusal(answer)
-        except httpx.TransportError:
-            pass
+            cause = f"status {answer.status_code}"
+        except httpx.TransportError as error:
+            cause = told(error)
+        times += 1
+        if times & (times - 1) == 0:  # The first time, and then ever more rarely.
+            log.warning("a call is made again", trajectory=trajectory.id, times=times, cause=cause)
         await asyncio.sleep(AGAIN_S)
 
 

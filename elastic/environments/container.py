@@ -5,6 +5,8 @@ environment's configuration (`elastic.environments.doors`), and of other files t
 it cannot write. It ends with the process that has started it, whatever ends that.
 """
 
+import csv
+import io
 import os
 import shutil
 import subprocess
@@ -21,6 +23,8 @@ FOLDER = "/elastic"
 """Where a container has its doors and its configuration."""
 INSIDE_VARIABLE = "ELASTIC_ENV_WORKER_INSIDE"
 """Set for an env worker in a container."""
+SERVED_PORT = 8000
+"""Of a server in a container, as images of OpenEnv have it."""
 ENGINE_S = 60.0
 """For an engine to answer a question."""
 SAID_CHARACTERS = 300
@@ -100,12 +104,36 @@ def container_command(engine: str, order: ContainerOrder) -> list[str]:
         *("--network", order.network, "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
         *own,
         *limits,
-        *("--mount", f"type=bind,source={order.folder},target={FOLDER}"),
-        *(part for file in order.files for part in ("--mount", f"type=bind,source={file},target={file},readonly")),
+        *("--mount", _mount("type=bind", f"source={order.folder}", f"target={FOLDER}")),
+        *(
+            part
+            for file in order.files
+            for part in ("--mount", _mount("type=bind", f"source={file}", f"target={file}", "readonly"))
+        ),
         *(part for name in (INSIDE_VARIABLE, *order.variables) for part in ("--env", name)),
         *("--env", "HOME=/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1", "--workdir", "/tmp"),
         *("--entrypoint", python, order.image, *arguments),
     ]
+
+
+def _mount(*fields: str) -> str:
+    """A line of CSV, as engines read it: there may be commas and quotes in paths."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(fields)
+    return line.getvalue().removesuffix("\n")
+
+
+def start_server(engine: str, name: str, image: str, start_s: float) -> str:
+    """Start a container of this name, whose image serves on its port `SERVED_PORT`, in the place of one that a former
+    process has left; returns where that is on this machine, on loopback alone. Raises `ContainerUnusable`."""
+    remove(engine, name)
+    published = ("--publish", f"127.0.0.1::{SERVED_PORT}")
+    status, said = _asked(engine, "run", "--detach", "--name", name, *published, image, limit_s=start_s)
+    if not status:
+        status, said = _asked(engine, "port", name, f"{SERVED_PORT}/tcp", limit_s=start_s)
+    if status:
+        raise ContainerUnusable(f"{Path(engine).name} starts no container of it: {said}")
+    return said
 
 
 def remove(engine: str, name: str) -> None:
@@ -125,11 +153,13 @@ def code_folders(settings: Any) -> Iterator[Path]:
         yield Path(code.place).absolute().parent
 
 
-def _asked(engine: str, *arguments: str) -> tuple[int, str]:
-    """An engine's exit status, and what it said last of an error."""
+def _asked(engine: str, *arguments: str, limit_s: float = ENGINE_S) -> tuple[int, str]:
+    """An engine's exit status, and what it said first, or last of an error."""
     try:
-        said = subprocess.run([engine, *arguments], capture_output=True, text=True, timeout=ENGINE_S, check=False)
+        said = subprocess.run([engine, *arguments], capture_output=True, text=True, timeout=limit_s, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return 1, str(error)
+    if not said.returncode:
+        return 0, said.stdout.strip().partition("\n")[0]
     lines = [line.strip() for line in said.stderr.splitlines() if line.strip()]
     return said.returncode, (lines[-1] if lines else f"status {said.returncode}")[:SAID_CHARACTERS]

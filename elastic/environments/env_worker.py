@@ -232,6 +232,8 @@ class FunctionPlayer:
         while True:
             begun = await self._link.ask(lambda n: BeginTrajectory(n, AgentCaller(), b"null", ""))
             if not isinstance(begun, TrajectoryBegun):
+                why = begun.message if isinstance(begun, Declined) else type(begun).__name__
+                log.warning("the run has given no trajectory; it is asked again", reason=why)
                 await asyncio.sleep(REFUSED_WAIT_S)
                 continue
             try:

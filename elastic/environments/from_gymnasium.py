@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import structlog
 from pydantic import BaseModel, Field
 
 from elastic.environments.agent import EpisodeTask, Outcome, PlayedTrajectory, Rollout, finite
@@ -18,9 +19,11 @@ from elastic.environments.asking import ask_in_turn
 from elastic.environments.kinds import SEEDS, KindMeans, KindSettings, as_text, package, unusable
 from elastic.environments.outside import Outside
 from elastic.system.named_code import NAMES_CODE, CodeUnusable, in_file, load
-from elastic.system.plain_values import shown
+from elastic.system.plain_values import shown, told
 
-_HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+log = structlog.get_logger(__name__)
+
+_COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
 _LIST = re.compile(r"\[[^\[\]]*\]")
 _NUMBER = r"-?\d+(?:\.\d+)?"
 
@@ -49,19 +52,28 @@ async def load_gymnasium(settings: GymnasiumSettings, means: KindMeans) -> Rollo
     make, renders = _maker(settings)
     first = make()
     free = [first]
+    means.lasting.callback(lambda: [_close(one) for one in free])
     actions = Actions(first.action_space, settings.actions)
     system = {"role": "system", "content": settings.system or actions.told}
 
     async def play(task: EpisodeTask, client: Any, trajectory: PlayedTrajectory) -> Outcome:
         environment = free.pop() if free else make()
+        try:
+            outcome = await played(environment, task, trajectory)
+        except BaseException:
+            _close(environment)
+            raise
+        free.append(environment)  # None that has raised.
+        return outcome
 
-        def told(observation: Any, before: str = "") -> dict[str, Any]:
+    async def played(environment: Any, task: EpisodeTask, trajectory: PlayedTrajectory) -> Outcome:
+        def observed(observation: Any, before: str = "") -> dict[str, Any]:
             text = highlighted(as_text(environment.render())) if renders else as_text(observation)
             return {"role": "user", "content": before + text}
 
         # It steps on this event loop: what never returns is noticed by the run, which hears nothing more.
         observation, _ = environment.reset(seed=task.seed % SEEDS)
-        messages, total = [system, told(observation)], 0.0
+        messages, total = [system, observed(observation)], 0.0
         outcome = Outcome(reward=total, truncated=True)
         for turn in range(settings.turns_most):
             said = await ask_in_turn(turn, means.http, trajectory, messages)
@@ -69,18 +81,25 @@ async def load_gymnasium(settings: GymnasiumSettings, means: KindMeans) -> Rollo
                 break
             messages.append(said.message)
             if (action := actions.read(said.text)) is None:
-                messages.append(told(observation, f"There is no action in this answer. {actions.told}\n"))
+                messages.append(observed(observation, f"There is no action in this answer. {actions.told}\n"))
                 continue
             observation, reward, terminated, truncated, _ = environment.step(action)
             total += finite("the environment's reward", reward)
             outcome = Outcome(reward=total, truncated=not terminated)
             if terminated or truncated:
                 break
-            messages.append(told(observation))
-        free.append(environment)  # None that has raised.
+            messages.append(observed(observation))
         return outcome
 
     return play
+
+
+def _close(environment: Any) -> None:
+    """Have it give back what it holds. It is of no more use, whatever it says of that."""
+    try:
+        environment.close()
+    except (Exception, SystemExit) as error:
+        log.warning("an environment cannot be closed", error=told(error))
 
 
 def _maker(settings: GymnasiumSettings) -> tuple[Callable[[], Any], bool]:
@@ -99,7 +118,9 @@ def _maker(settings: GymnasiumSettings) -> tuple[Callable[[], Any], bool]:
             names = [] if own else list(gymnasium.registry)
             raise unusable("id", settings.id, error, names) from error
 
-    modes = getattr(make(), "metadata", {}).get("render_modes", ())
+    tried = make()
+    modes = getattr(tried, "metadata", {}).get("render_modes", ())
+    _close(tried)
     renders = settings.options.get("render_mode", "ansi") == "ansi" and "ansi" in modes
     return (lambda: make(render_mode="ansi") if renders else make()), renders
 
@@ -161,7 +182,14 @@ class Actions:
 
 def highlighted(text: str) -> str:
     """What stands out on a terminal by its colour, in brackets."""
-    return _HIGHLIGHTED.sub(r"[\1]", text)
+    plain, *coloured = _COLOUR.split(text)
+    told, stands_out = [plain], False
+    for code, part in zip(coloured[::2], coloured[1::2], strict=True):
+        if stands_out != bool(code.strip("0;")):
+            stands_out = not stands_out
+            told.append("[" if stands_out else "]")
+        told.append(part)
+    return "".join([*told, "]" if stands_out else ""])
 
 
 def _example(space: Any) -> str:

@@ -7,20 +7,29 @@
 """
 
 import asyncio
+import contextlib
+import hashlib
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, cast
 
+import httpx
 from pydantic import BaseModel, Field, model_validator
 
 from elastic.environments.agent import BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, Rollout, finite
 from elastic.environments.asking import PolicyAnswer, ask_in_turn
+from elastic.environments.container import find_engine, remove, start_server
 from elastic.environments.kinds import SEEDS, KindMeans, KindSettings, as_text, package, unusable
 from elastic.environments.outside import Outside
 from elastic.environments.rows import column
 from elastic.environments.tools import ERROR, call_arguments
+from elastic.system.host import here
 from elastic.system.named_code import NAMES_CODE, CodeUnusable
 
 INSTALL = "pip install openenv"
+LOOK_S, LOOK_TIMEOUT_S = 0.5, 2.0
+"""Between looks whether a server is ready, and for its answer."""
 RETRIES = 2
 """Times that a server is started again for an episode which does not reach it."""
 
@@ -28,7 +37,9 @@ RETRIES = 2
 class OpenEnvSettings(KindSettings):
     url: str = Field("", description="of a server that runs", json_schema_extra=NAMES_CODE)
     image: str = Field(
-        "", description="of a server that docker is to start; one for each env worker", json_schema_extra=NAMES_CODE
+        "",
+        description="of a server that docker, or podman, is to start; one for each env worker",
+        json_schema_extra=NAMES_CODE,
     )
     project: str = Field(
         "",
@@ -71,7 +82,7 @@ async def load_openenv(settings: OpenEnvSettings, means: KindMeans) -> Rollout:
     """What plays an episode. Raises `CodeUnusable` for a server that does not start, cannot be reached, or has neither
     tools nor a field that is named."""
     core: Any = package("openenv.core", "openenv", INSTALL)
-    server = Server(settings)
+    server = Server(settings, container_name(means.key))
     means.lasting.push_async_callback(server.stop)
     opening = [{"role": "system", "content": settings.system}] if settings.system else []
 
@@ -170,12 +181,20 @@ class _Episode:
         return Outcome(reward=sum(self._rewards), truncated=truncated)
 
 
+def container_name(key: str) -> str:
+    """The same for every env worker that shows this driver's key: one finds the container that the one before has left,
+    as it was killed."""
+    return f"elastic-openenv-{hashlib.blake2b(key.encode(), digest_size=10).hexdigest()}"
+
+
 class Server:
     """The server that the settings name. One that is to be started is started as it is first asked for, and again where
-    it was lost; what starts it blocks, and has a thread. `starts` says how often it was."""
+    it was lost; what starts it blocks, and has a thread. `starts` says how often it was. An image's has a container of
+    this name."""
 
-    def __init__(self, settings: OpenEnvSettings) -> None:
+    def __init__(self, settings: OpenEnvSettings, container: str) -> None:
         self.starts = 0
+        self._container = container
         self._settings = settings
         self._stop: Callable[[], None] | None = None
         self._url = settings.url
@@ -208,24 +227,35 @@ class Server:
             raise
 
     def _start(self) -> str:
+        settings = self._settings
+        if settings.image:
+            engine = find_engine()
+            self._stop = partial(remove, engine, self._container)
+            url = f"http://{start_server(engine, self._container, settings.image, settings.start_s)}"
+            _wait_until_ready(url, settings.start_s)
+            return url
         runtime: Any = package("openenv.core.containers.runtime", "openenv", INSTALL)
-        if self._settings.image:
-            container = runtime.LocalDockerProvider()
-            self._stop = container.stop_container
-            url = container.start_container(self._settings.image)
-            container.wait_for_ready(url, self._settings.start_s)
-        else:
-            settings = self._settings
-            project = runtime.UVProvider(project_path=settings.project, app=settings.app, host="127.0.0.1")
-            self._stop = project.stop
-            url = project.start()
-            project.wait_for_ready(settings.start_s)
+        project = runtime.UVProvider(project_path=settings.project, app=settings.app, host="127.0.0.1")
+        self._stop = project.stop
+        url = project.start()
+        project.wait_for_ready(settings.start_s)
         return url
 
     def _end(self) -> None:
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
+
+
+def _wait_until_ready(url: str, limit_s: float) -> None:
+    """Raises `TimeoutError` where a server does not say in time that it is well."""
+    until_s = here().monotonic() + limit_s
+    while here().monotonic() < until_s:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=LOOK_TIMEOUT_S, trust_env=False).is_success:
+                return
+        time.sleep(LOOK_S)
+    raise TimeoutError(f"the server at {url} has not become ready within {limit_s:g} s")
 
 
 async def _tools(session: Any) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ They keep an honest mistake from filling a machine, and are no boundary: what a 
 """
 
 import asyncio
+import contextlib
 import os
 import resource
 import stat
@@ -60,7 +61,8 @@ async def bound_output() -> NoReturn:
     while True:
         log = os.fstat(sys.stderr.fileno())
         if stat.S_ISREG(log.st_mode) and log.st_size >= LOG_BYTES_MAX:
-            os.write(sys.stderr.fileno(), b"\nthis log is full: what the environment says from now on is lost\n")
+            with contextlib.suppress(OSError):  # The disk may be full, too.
+                os.write(sys.stderr.fileno(), b"\nthis log is full: what the environment says from now on is lost\n")
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(nowhere, stream.fileno())

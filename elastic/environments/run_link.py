@@ -86,6 +86,8 @@ class EnvRunLink:
                 wait_s = min(2 * wait_s, REDIAL_MAX_S)
                 continue
             self._connection, welcome_s = connection, here().monotonic()
+            if self._asked:
+                log.info("the run is asked again what it has not answered", questions=len(self._asked))
             for number, (request, _) in list(self._asked.items()):
                 connection.send(request(number))
             beats = asyncio.create_task(self._beat(connection), name="beats")

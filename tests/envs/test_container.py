@@ -1,7 +1,9 @@
 """What is asked of docker and podman, and what is told where there is none, no image, or one without Elastic."""
 
+import csv
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,16 @@ def test_a_container_has_no_network_and_no_key_in_its_command() -> None:
     assert told.endswith("--entrypoint python mine:1 -m elastic.cli env-worker /elastic --environment agent")
     assert "--user" not in command
     assert f"--user {os.getuid()}:{os.getgid()}" in " ".join(container_command("/usr/bin/docker", ORDER))
+
+
+def test_paths_may_have_commas_and_quotes() -> None:
+    order = replace(ORDER, folder=Path('/runs/a,b"c"/doors'), files=(Path("/home/me, too"),))
+    command = container_command("/usr/bin/docker", order)
+    mounts = [command[place + 1] for place, part in enumerate(command) if part == "--mount"]
+    assert list(csv.reader(mounts)) == [
+        ["type=bind", 'source=/runs/a,b"c"/doors', "target=/elastic"],
+        ["type=bind", "source=/home/me, too", "target=/home/me, too", "readonly"],
+    ]
 
 
 def test_docker_is_taken_before_podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

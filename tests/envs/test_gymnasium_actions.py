@@ -1,14 +1,19 @@
 """What an answer of the policy names: the action that it says last."""
 
+import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy
 import pytest
 from gymnasium import spaces
 
-from elastic.environments.from_gymnasium import Actions, highlighted
-from elastic.system.named_code import CodeUnusable
+from elastic.environments.agent import EpisodeTask, Outcome, PlayedTrajectory
+from elastic.environments.from_gymnasium import Actions, GymnasiumSettings, highlighted, load_gymnasium
+from elastic.environments.kinds import KindMeans
+from elastic.system.named_code import CodeUnusable, load
 
 WAYS = ("left", "down", "right", "up")
 
@@ -62,3 +67,59 @@ def test_what_no_text_names_is_refused() -> None:
 
 def test_what_is_coloured_stands_in_brackets() -> None:
     assert highlighted("  (Down)\n\x1b[41mS\x1b[0mFFF\n") == "  (Down)\n[S]FFF\n"
+    assert highlighted("\x1b[1m\x1b[41mS\x1b[mF\x1b[0m\x1b[31mF") == "[S]F[F]"
+
+
+def test_what_is_coloured_is_found_in_one_walk() -> None:
+    assert highlighted("\x1b[41mS" * 300_000) == f"[{'S' * 300_000}]"
+
+
+LAKES = """
+import gymnasium
+
+OPEN = set()
+
+
+class Lake(gymnasium.Env):
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        OPEN.add(self)
+
+    def reset(self, *, seed=None, options=None):
+        return "ice", {}
+
+    def step(self, action):
+        if action:
+            raise ValueError("the ice breaks")
+        return "shore", 1.0, True, False, {}
+
+    def close(self):
+        OPEN.remove(self)
+"""
+
+
+async def test_environments_are_closed_once_they_raise_and_with_their_env_worker(tmp_path: Path) -> None:
+    (tmp_path / "lakes.py").write_text(LAKES)
+    opened = load(f"{tmp_path}/lakes.py:OPEN")
+    said = iter(["0", "1", "0"])
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        choice = {"message": {"role": "assistant", "content": next(said)}, "finish_reason": "stop"}
+        return httpx.Response(200, json={"choices": [choice]})
+
+    async def bind(*_: Any) -> None:
+        raise AssertionError("sessions are verifiers'")
+
+    async with contextlib.AsyncExitStack() as lasting, httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        means = KindMeans(http=http, model="tiny", checkpoint=Path(), seed=0, key="", bind=bind, lasting=lasting)
+        play = await load_gymnasium(GymnasiumSettings.model_validate({"id": f"{tmp_path}/lakes.py:Lake"}), means)
+        where = PlayedTrajectory(id="0-0-0", base_url="http://here/v1", key="", model="tiny", member=0)
+        assert await play(EpisodeTask(number=0, seed=0), None, where) == Outcome(reward=1.0)
+        assert len(opened) == 1
+        with pytest.raises(ValueError, match="the ice breaks"):
+            await play(EpisodeTask(number=0, seed=0), None, where)
+        assert not opened
+        assert await play(EpisodeTask(number=0, seed=0), None, where) == Outcome(reward=1.0)
+        assert len(opened) == 1
+    assert not opened

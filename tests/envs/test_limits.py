@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,21 @@ async def test_what_is_printed_has_a_bound(tmp_path: Path) -> None:
     assert process.returncode == 0
     assert 64 * 2**20 <= log.stat().st_size < 101 * 2**20
     assert b"this log is full" in log.read_bytes()[-200:]
+
+
+async def test_a_log_on_a_full_disk_has_the_same_bound(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, os, resource, sys\nasync def main():\n"
+        "  bounding = asyncio.create_task(bound_output())\n"
+        "  while os.fstat(2).st_rdev != os.stat(os.devnull).st_rdev:\n"
+        "    assert not bounding.done(), bounding\n    await asyncio.sleep(0.01)\n"
+        "size = os.fstat(2).st_size\nresource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\nasyncio.run(main())"
+    )
+    log = tmp_path / "log"
+    log.touch()
+    os.truncate(log, 64 * 2**20)  # Its limit is where nothing more can be written.
+    with log.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", BEGIN + code, stdout=output, stderr=output)
+        async with asyncio.timeout(60):
+            assert await process.wait() == 0
+    assert log.stat().st_size == 64 * 2**20

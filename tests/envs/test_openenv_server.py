@@ -1,6 +1,8 @@
 """Kind `openenv` beside a package that stands in for OpenEnv's: its servers, and the steps of its sessions."""
 
+import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,23 +12,18 @@ import httpx
 import pytest
 
 from elastic.environments.agent import EpisodeTask, Outcome, PlayedTrajectory
-from elastic.environments.from_openenv import OpenEnvSettings, Server, load_openenv
+from elastic.environments.from_openenv import OpenEnvSettings, Server, container_name, load_openenv
 from elastic.environments.kinds import KindMeans
 
-RUNTIME = """
-HAPPENED = []
-
-
-class LocalDockerProvider:
-    def start_container(self, image):
-        HAPPENED.append("started")
-        return "http://127.0.0.1:9"
-
-    def wait_for_ready(self, url, timeout_s):
-        raise TimeoutError("not ready")
-
-    def stop_container(self):
-        HAPPENED.append("stopped")
+ENGINE = """#!/bin/sh
+# The containers that it has are files of their names; where each serves stands beside it.
+cd "$(dirname "$0")"
+echo "$*" >> asked
+case "$1" in
+    run) [ -e "$4.container" ] && echo "the name $4 is in use" >&2 && exit 125; touch "$4.container" ;;
+    port) cat where ;;
+    rm) rm -f "$3.container" ;;
+esac
 """
 CORE = """
 from types import SimpleNamespace as Result
@@ -66,14 +63,54 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         del sys.modules[name]
 
 
-async def test_a_server_that_does_not_become_ready_is_ended(stand_in: Callable[[str, str], None]) -> None:
-    stand_in("core/containers/runtime.py", RUNTIME)
-    server = Server(OpenEnvSettings.model_validate({"image": "mine:1"}))
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of an engine that stands in for docker."""
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    (folder / "docker").write_text(ENGINE)
+    (folder / "docker").chmod(0o755)
+    (folder / "where").write_text("127.0.0.1:9\n")
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return folder
+
+
+def containers(engine: Path) -> list[str]:
+    return [path.stem for path in engine.glob("*.container")]
+
+
+IMAGE = OpenEnvSettings.model_validate({"image": "mine:1", "start_s": 0.2})
+
+
+async def test_a_server_that_does_not_become_ready_is_ended(engine: Path) -> None:
+    server = Server(IMAGE, "mine")
     for _ in range(2):
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"http://127.0.0.1:9 has not become ready within 0.2 s"):
             await server.url()
-    await server.stop()
-    assert sys.modules["openenv.core.containers.runtime"].HAPPENED == ["started", "stopped"] * 2
+        assert containers(engine) == []
+    assert "run --detach --name mine --publish 127.0.0.1::8000 mine:1" in (engine / "asked").read_text()
+
+
+async def test_the_container_of_an_env_worker_that_was_killed_is_ended_by_the_next(engine: Path) -> None:
+    name = container_name("driver.lake_0.secret")
+    assert "secret" not in name
+    assert name != container_name("driver.lake_1.secret")
+    async with await asyncio.start_server(well, "127.0.0.1", 0) as serving:
+        port = serving.sockets[0].getsockname()[1]
+        (engine / "where").write_text(f"127.0.0.1:{port}\n")
+        for _ in range(2):  # The first one is never told to stop.
+            server = Server(IMAGE.model_copy(update={"start_s": 30.0}), name)
+            assert await server.url() == f"http://127.0.0.1:{port}"
+            assert containers(engine) == [name]
+        await server.stop()
+    assert containers(engine) == []
+
+
+async def well(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+    await writer.drain()
+    writer.close()
 
 
 async def test_an_episode_that_is_over_has_no_more_steps(stand_in: Callable[[str, str], None]) -> None:

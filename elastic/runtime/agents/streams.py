@@ -64,8 +64,10 @@ class FrontStreams:
     ) -> None:
         self.base_url = ""
         self._secrets = secrets
-        self._begins: deque[tuple[_Front, m.BeginTrajectory]] = deque()
-        """Env workers that wait for a trajectory."""
+        self._begins: dict[str, deque[tuple[_Front, m.BeginTrajectory]]] = {}
+        """Env workers that wait for a trajectory, by environment, the longest waiting first."""
+        self._gives_out = False
+        """Whether it is about to be looked what is due to them."""
         self._heard_s: dict[str, float] = {}
         self._finished = Counter[str]()
         self._run_name = run_name
@@ -125,7 +127,10 @@ class FrontStreams:
         for stream in list(front.streams):
             self._detach(front, stream, gone=True)
         self._leaves = deque(waiting for waiting in self._leaves if waiting[0] is not front)
-        self._begins = deque(waiting for waiting in self._begins if waiting[0] is not front)
+        self._begins = {
+            environment: deque(waiting for waiting in begins if waiting[0] is not front)
+            for environment, begins in self._begins.items()
+        }
         if not self._stopped():
             for call in front.calls:
                 self._rollouts.lost_call(call)
@@ -214,7 +219,7 @@ class FrontStreams:
             case m.DriverBeat():
                 pass
             case m.BeginTrajectory():
-                self._begins.append((front, message))
+                self._begins.setdefault(environment_of(driver), deque()).append((front, message))
                 self.offered()
             case m.BindSession():
                 own = m.AgentCaller(driver=driver, named=message.caller.named)
@@ -236,28 +241,23 @@ class FrontStreams:
         self._heard_s[driver] = asyncio.get_running_loop().time()
 
     def offered(self) -> None:
-        if (
-            self._begins
-        ):  # Not now: the core may be told of something else at this moment, and its events have an order.
+        if not self._gives_out and any(self._begins.values()):
+            # Not now: the core may be told of something else at this moment, and its events have an order.
+            self._gives_out = True
             asyncio.get_running_loop().call_soon(self._give_out)
 
     def _give_out(self) -> None:
         """Give out trajectories that are due to the env workers that have waited for longest."""
+        self._gives_out = False
         if self._stopped():
             return
-        waiting, self._begins = self._begins, deque[tuple[_Front, m.BeginTrajectory]]()
-        none_due = set[str]()
-        for front, ask in waiting:
-            environment = environment_of(front.driver)
-            begun = None if environment in none_due else self._rollouts.begin_due(front.driver)
-            if begun is None:
-                none_due.add(environment)
-                self._begins.append((front, ask))
-                continue
-            assert self._secrets is not None
-            key = self._secrets.agent_key(begun.trajectory, begun.restart)
-            answer = msgspec.structs.replace(begun, request=ask.request, key=key, base_url=self.base_url)
-            self._reply(front, answer)
+        for waiting in self._begins.values():
+            while waiting and (begun := self._rollouts.begin_due(waiting[0][0].driver)) is not None:
+                front, ask = waiting.popleft()
+                assert self._secrets is not None
+                key = self._secrets.agent_key(begun.trajectory, begun.restart)
+                answer = msgspec.structs.replace(begun, request=ask.request, key=key, base_url=self.base_url)
+                self._reply(front, answer)
 
     # What is known of env workers (`elastic.runtime.agents.env_workers.Drivers`)
 

@@ -187,6 +187,27 @@ async def test_who_comes_in_the_place_of_a_failed_member_is_given_to_who_waits()
         assert (second.trajectory, second.number) == ("0/0/1", 3)
 
 
+async def test_slots_that_wait_are_looked_through_together() -> None:
+    looks: list[str] = []
+
+    class Counted(AgentRollouts):
+        def begin_due(self, driver: str) -> m.TrajectoryBegun | None:
+            looks.append(driver)
+            return super().begin_due(driver)
+
+    run = Run(Counted(7, LIMITS, lambda *_: None, lambda: 0))
+    async with run.worker(SECRETS.driver_key("one")) as far:
+        assert isinstance(await heard(far), m.FrontWelcome)
+        for number in range(400):
+            far.send(m.BeginTrajectory(number, m.AgentCaller(), b"null", ""))
+        far.send(m.BindSession(400, m.AgentCaller(named="9-0-0"), "trace"))
+        assert isinstance(await heard(far), m.Declined), "by now all are heard"
+        run.start(0, "0/0/0", "0/0/1")
+        given = [await heard(far), await heard(far)]
+        assert [one.request for one in given if isinstance(one, m.TrajectoryBegun)] == [0, 1]
+    assert len(looks) < 40
+
+
 async def test_an_env_worker_that_comes_anew_gives_up_what_it_does_not_hold() -> None:
     run = Run()
     run.start(0, "0/0/0", "0/0/1")
