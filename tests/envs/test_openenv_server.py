@@ -98,11 +98,11 @@ async def test_the_container_of_an_env_worker_that_was_killed_is_ended_by_the_ne
     async with await asyncio.start_server(well, "127.0.0.1", 0) as serving:
         port = serving.sockets[0].getsockname()[1]
         (engine / "where").write_text(f"127.0.0.1:{port}\n")
-        for _ in range(2):  # The first one is never told to stop.
-            server = Server(IMAGE.model_copy(update={"start_s": 30.0}), name)
+        killed, following = (Server(IMAGE.model_copy(update={"start_s": 30.0}), name) for _ in range(2))
+        for server in (killed, following):
             assert await server.url() == f"http://127.0.0.1:{port}"
             assert containers(engine) == [name]
-        await server.stop()
+        await following.stop()
     assert containers(engine) == []
 
 

@@ -195,7 +195,7 @@ async def test_slots_that_wait_are_looked_through_together() -> None:
             looks.append(driver)
             return super().begin_due(driver)
 
-    run = Run(Counted(7, LIMITS, lambda *_: None, lambda: 0))
+    run = Run(Counted(7, LIMITS, lambda event, payload=None: None, lambda: 0))
     async with run.worker(SECRETS.driver_key("one")) as far:
         assert isinstance(await heard(far), m.FrontWelcome)
         for number in range(400):
