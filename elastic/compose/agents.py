@@ -169,8 +169,8 @@ def _check_upstream(front: FrontConfig) -> None:
 
 
 def check_front(plan: RunPlan) -> None:
-    """Raises `ConfigError` where agents could not be served: without a tokenizer, a template or such a renderer, or
-    without the upstream's key."""
+    """Raises `ConfigError` where agents could not be served: without a tokenizer, a template or such a renderer,
+    without a parser of calls where an environment has tools, or without the upstream's key."""
     config, front = plan.config, plan.config.front
     if not plan.driven_outside:
         if front is not None:
@@ -199,12 +199,16 @@ def check_front(plan: RunPlan) -> None:
     except TokenizerError as error:
         problem = f"{error}; agents need the policy's tokenizer: allowed is a checkpoint that has one"
         raise ConfigError(ConfigProblem(problem, ("model", "checkpoint"))) from error
-    make_renderer(
+    renderer = make_renderer(
         tokenizer,
         renderer=front.renderer,
         tool_parser=front.tool_parser,
         reasoning_parser=front.reasoning_parser,
     )
+    offering = [one.config.name for one in plan.environments if getattr(one.settings, "offers_tools", False)]
+    if renderer.unread and offering:
+        problem = f"found {front.tool_parser!r}, and the tools of environment {offering[0]!r} could not be called: "
+        raise ConfigError(ConfigProblem(problem + renderer.unread, ("front", "tool_parser")))
 
 
 def stop_token_ids(config: Config) -> tuple[int, ...]:

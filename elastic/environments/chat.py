@@ -38,6 +38,10 @@ class RowChatSettings(DemonstratedSettings):
     tool_characters: int = Field(16_384, ge=1, description="most of a tool's answer that the policy reads")
     concurrency: int = Field(32, ge=1, le=4096, description="episodes at once in each of the environment's processes")
 
+    @property
+    def offers_tools(self) -> bool:
+        return bool(self.tools)
+
     @model_validator(mode="after")
     def _one_weight_each(self) -> "RowChatSettings":
         if self.weights and len(self.weights) != len(self.rewards):

@@ -66,6 +66,10 @@ class OpenEnvSettings(KindSettings):
         return self
 
     @property
+    def offers_tools(self) -> bool:
+        return not self.field
+
+    @property
     def server(self) -> tuple[str, str]:
         """The key that says which server it is, and what it says."""
         return next((name, getattr(self, name)) for name in ("url", "image", "project") if getattr(self, name))

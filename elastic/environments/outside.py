@@ -15,6 +15,11 @@ class OutsideSettings(BaseModel):
         600.0, gt=0, description="how long a trajectory stays open without a call; it ends with the reward that it has"
     )
 
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the policy is to call tools, as far as the settings tell."""
+        return False
+
 
 class Outside:
     """Stands for agents elsewhere. The run opens its trajectories as they are asked for, and plays none of them."""

@@ -7,6 +7,7 @@ import pytest
 from elastic.compose.agents import check_front
 from elastic.compose.plan import resolve
 from elastic.config import Config, ConfigError, validate
+from elastic.front.tiny import write_tokenizer
 
 BASE = {"model": {"checkpoint": "models/small"}, "environment": {"name": "outside"}}
 
@@ -90,3 +91,30 @@ def test_a_key_that_is_not_there_is_told_before_a_run_begins(monkeypatch: pytest
         assert "front.upstream_key_env" in str(error.value)
     monkeypatch.setenv("TESTS_KEY", "sk-x")
     check_front(plan)
+
+
+@pytest.mark.parametrize(
+    ("environment", "refused_for"),
+    [
+        ({"name": "chat", "settings": {"rewards": ["mine:worth"], "tools": ["mine:add"]}}, "chat"),
+        ({"name": "adder", "kind": "openenv", "settings": {"url": "http://127.0.0.1:9"}}, "adder"),
+        ({"name": "chat", "settings": {"rewards": ["mine:worth"]}}, ""),
+        ({"name": "openenv", "settings": {"url": "http://127.0.0.1:9", "field": "said"}}, ""),
+    ],
+)
+def test_tools_need_a_parser_of_calls(tmp_path: Path, environment: dict[str, object], refused_for: str):
+    write_tokenizer(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Say."}\n')
+    data = {"data": {"source": str(tmp_path / "rows.jsonl")}} if environment["name"] == "chat" else {}
+    base = {"model": {"checkpoint": str(tmp_path)}, "environment": {**environment, **data}}
+    for parser in ("", "hermes"):
+        plan = resolve(validate(Config, {**base, "front": {"tool_parser": parser}}, ""), [], "")
+        if parser or not refused_for:
+            check_front(plan)
+            continue
+        with pytest.raises(ConfigError) as error:
+            check_front(plan)
+        assert str(error.value) == (
+            f"front.tool_parser: found '', and the tools of environment {refused_for!r} could not be called: "
+            "nothing here reads calls of tools; front.tool_parser = 'hermes' does"
+        )
