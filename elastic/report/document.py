@@ -4,6 +4,7 @@ colour scheme and prints on paper.
 What is not `Markup` is text: pages are well-formed XML, whatever a run, a provider or an error calls itself.
 """
 
+import re
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -19,6 +20,16 @@ HALF_CHARACTERS = 60
 """What half of the page's width holds in a table's type."""
 FIRST_CHARACTERS, GAP_CHARACTERS = 16, 1.5
 """What of that a table's first column takes at the least, whose words wrap, and the space before each other one."""
+_NO_NAME = re.compile(r"[^a-z0-9]+")
+
+
+class Finding(NamedTuple):
+    """Something that a reader looks for first, with what to do about it; `place` is the title of the chart or of the
+    table that shows it."""
+
+    says: str
+    advice: str
+    place: str
 
 
 class Figure(NamedTuple):
@@ -61,10 +72,23 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     heading: str
     outcome: str = ""
     subtitle: str = ""
+    findings: list[Finding] = []
     warnings: list[str] = []
     headline: list[Figure]
     charts: list[Chart]
     tables: list[Table]
+
+    def address(self, title: str) -> str:
+        """Where the chart of this title is in the page, else the table; empty where there is neither."""
+        shown = {chart.title for chart in self.charts}
+        if title in shown:
+            return f"#{anchor('chart', title)}"
+        return f"#{anchor('table', title)}" if any(table.title == title for table in self.tables) else ""
+
+
+def anchor(kind: str, title: str) -> str:
+    """The name of a place in a page, the same in every report."""
+    return f"{kind}-{_NO_NAME.sub('-', title.lower()).strip('-')}"
 
 
 def as_html(page: Page) -> str:
@@ -82,7 +106,7 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    pages.globals["text_width"] = text_width
+    pages.globals |= {"text_width": text_width, "anchor": anchor}
     return pages.get_template("page.html.j2")
 
 

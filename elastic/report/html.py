@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from elastic.report import charts, document, tables
+from elastic.report import charts, document, learning_charts, tables
 from elastic.report.comparison import Comparison
-from elastic.report.document import Chart, Page
+from elastic.report.document import Chart, Finding, Page
 from elastic.report.summary import Summary
 
 
@@ -20,6 +20,7 @@ def as_html(summary: Summary, comparison: Comparison | None = None) -> str:
             heading=summary.run,
             outcome=summary.outcome,
             subtitle=tables.subtitle(summary),
+            findings=[Finding(one.says, one.advice, one.place) for one in summary.diagnoses],
             warnings=tables.warnings(summary),
             headline=tables.headline(summary),
             charts=_charts(summary),
@@ -80,6 +81,7 @@ def _charts(summary: Summary) -> list[Chart]:
             caption="Versions between a token and the trainer using it.",
         ),
         *_lengths(summary),
+        *learning_charts.charts_of(summary.learning),
         Chart(
             title="Weight updates",
             picture=charts.weight_times(summary),

@@ -20,10 +20,12 @@ from elastic.report.agreement import WorkerAgreement, agreements_of
 from elastic.report.alone import AloneCost, alone_costs
 from elastic.report.batches import TRAINED, Batches, batches_of
 from elastic.report.coserving import CoServingHost, co_serving_of
+from elastic.report.diagnoses import Course, Diagnosis, diagnoses_of
 from elastic.report.environments import EnvironmentUsage, environments_of
 from elastic.report.functions import FunctionUsage, functions_of
 from elastic.report.history import History, Segment, history_of
 from elastic.report.lanes import WorkerLane, lanes, replacements
+from elastic.report.learning import StepLearning, learning_of
 from elastic.report.metrics import mean_metrics
 from elastic.report.policies import PolicyUsage, policies_of
 from elastic.report.refusals import LeaseRefusals, Remark, refused_leases_of, refused_of, remarks_of
@@ -142,6 +144,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     segments: int
     outcome: str
     cause: str
+    diagnoses: list[Diagnosis]
+    """What went wrong, as far as the rules see it."""
     started_at: str
     seed: str
     requested_providers: list[str]
@@ -149,6 +153,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     steps_planned: int | None
     steps: list[StepSummary]
+    learning: list[StepLearning]
+    """Empty in a simulation, where no policy learns."""
     success_first: float | None
     success_last: float | None
     mean_reward_first: float | None
@@ -272,14 +278,30 @@ def _summary(history: History) -> Summary:
     rollouts = {name: usage for name, usage in by_provider.items() if name != TRAINER}
     other_usd = functions_usd + (by_provider[TRAINER].usd if TRAINER in by_provider else 0.0)
     usd, on_demand_usd = total.usd + functions_usd, _on_demand_usd(total, functions_usd, config)
-    lives_s = [(row.ended_ns - row.started_ns) / NS_PER_S for row in trajectories if _scored(row)]
     rated = [step.success_rate for step in steps if step.success_rate is not None]
     means = [step.mean_reward for step in steps if step.mean_reward is not None]
+    scored = [row for row in trajectories if _scored(row)]
+    failed = _counts(row.cause or "no finite reward" for row in trajectories if _failed(row))
+    refilled = status.refilled if status else {}
+    lives_s = [(row.ended_ns - row.started_ns) / NS_PER_S for row in scored]
+    learning = [] if simulated else learning_of(history.rows(StepRow), scored)
     return Summary(
         run=meta.get("run") or (status.run if status else history.name),
         segments=len(history.segments),
         outcome=outcome,
         cause=cause,
+        diagnoses=diagnoses_of(
+            Course(
+                learning=learning,
+                members=len(scored) + sum(failed.values()),
+                failed=failed,
+                refilled=refilled,
+                parted=batches.parted,
+                rollouts=rollouts,
+                usd=usd,
+                on_demand_usd_per_gpu_hour=_on_demand_usd_per_gpu_hour(config),
+            )
+        ),
         started_at=metas[0].get("started_at", ""),
         seed=meta.get("seed", ""),
         requested_providers=_providers(metas),
@@ -287,14 +309,15 @@ def _summary(history: History) -> Summary:
         wall_s=end_ns / NS_PER_S,
         steps_planned=status.steps if status else config.get("run", {}).get("steps"),
         steps=steps,
+        learning=learning,
         success_first=rated[0] if rated else None,
         success_last=rated[-1] if rated else None,
         mean_reward_first=means[0] if means else None,
         mean_reward_last=means[-1] if means else None,
-        trajectories_finished=sum(_scored(row) for row in trajectories),
-        trajectories_truncated=sum(_scored(row) and row.truncated for row in trajectories),
-        trajectories_failed=_counts(row.cause or "no finite reward" for row in trajectories if _failed(row)),
-        refilled=status.refilled if status else {},
+        trajectories_finished=len(scored),
+        trajectories_truncated=sum(row.truncated for row in scored),
+        trajectories_failed=failed,
+        refilled=refilled,
         groups_trained=groups.pop(TRAINED, 0) if groups else len(trained),
         groups_dropped=groups,
         total=total,
@@ -363,8 +386,13 @@ def _policies(trajectories: Sequence[TrajectoryRow], config: Mapping[str, Any]) 
 
 
 def _on_demand_usd(total: Usage, functions_usd: float, config: Mapping[str, Any]) -> float | None:
-    price = config.get("trainer", {}).get("usd_per_gpu_hour")
+    price = _on_demand_usd_per_gpu_hour(config)
     return None if price is None else total.gpu_s / 3600 * price + functions_usd
+
+
+def _on_demand_usd_per_gpu_hour(config: Mapping[str, Any]) -> float | None:
+    """The trainer's."""
+    return config.get("trainer", {}).get("usd_per_gpu_hour")
 
 
 def _providers(metas: Iterable[Mapping[str, str]]) -> list[str]:

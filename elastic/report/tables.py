@@ -166,12 +166,6 @@ def warnings(summary: Summary) -> list[str]:
             f"{units.share(summary.late_share)} of the paced iterations took longer than modelled: engines ran below "
             "the speed they model."
         )
-    if (parted := summary.batches.parted) is not None:
-        found.append(
-            f"Trajectories that were dropped as stale or for infrastructure were longer than those that were trained "
-            f"on: {parted.dropped:,.0f} tokens in the mean beside {parted.trained:,.0f}. The run prefers short ones; "
-            'rollout.staleness_drop = "token", or a higher rollout.staleness_bound, keeps long ones.'
-        )
     found += [f"{mismatch}. None of its tokens counts from then on." for mismatch in summary.mismatches[:MOST_ROWS]]
     if summary.chats.turns:
         found.append(

@@ -34,6 +34,11 @@ def as_markdown(summary: Summary, comparison: Comparison | None = None) -> str:
     parts = [f"# {_escaped(summary.run)}: {summary.outcome}"]
     if tables.subtitle(summary):
         parts.append(_escaped(tables.subtitle(summary)))
+    if summary.diagnoses:
+        said = [
+            f"- {_escaped(one.says)} {_escaped(one.advice)} (see {_escaped(one.place)})" for one in summary.diagnoses
+        ]
+        parts += ["## What went wrong", "\n".join(said)]
     parts += [f"> **Note:** {_escaped(words)}" for words in tables.warnings(summary)]
     parts.append(
         "\n".join(f"- **{f.name}** {_escaped(f.value)} ({_escaped(f.detail)})" for f in tables.headline(summary))
@@ -46,7 +51,7 @@ def as_markdown(summary: Summary, comparison: Comparison | None = None) -> str:
 
 
 def closing_table(summary: Summary) -> RichTable:
-    """What stays in the terminal when a run is over: 80 columns, legible without colour too.
+    """What stays in the terminal when a run is over, what went wrong first: 80 columns, legible without colour too.
 
     Where rollouts came from several providers, `alone` is what the run would have cost on each.
     """
@@ -107,12 +112,16 @@ def _rich(title: Text, caption: Text) -> RichTable:
 
 
 def _title(summary: Summary) -> Text:
-    return Text.assemble(
+    title = Text.assemble(
         (printable(summary.run), "bold"),
         " ",
         (summary.outcome, _OUTCOME_STYLES[summary.outcome]),
         f" after {units.duration(summary.wall_s)}",
     )
+    for one in summary.diagnoses:
+        title.append(f"\n! {printable(one.says)}", style="red")
+        title.append(f" See {one.place!r} in the report.", style="dim")
+    return title
 
 
 def _caption(summary: Summary) -> Text:

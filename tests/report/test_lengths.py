@@ -4,8 +4,9 @@ from random import Random
 
 import pytest
 
-from elastic.report import charts, tables
+from elastic.report import charts
 from elastic.report.batches import PARTS_AT_LEAST, parted
+from elastic.report.diagnoses import DiagnosisKind
 
 
 def groups(rng: Random, count: int, times: float = 1.0) -> list[float]:
@@ -51,7 +52,7 @@ def test_the_report_warns_and_shows_both_by_step(summary_of, reason: str, warned
             run.step(step, 1.0 + step)
 
     summary = summary_of(fill)
-    assert any("prefers short ones" in words for words in tables.warnings(summary)) is warned
+    assert any(one.kind == DiagnosisKind.DROPPED_LONG for one in summary.diagnoses) is warned
     assert (charts.lengths(summary) is not None) is warned
     if warned:
         assert [step.step for step in summary.batches.lengths] == [*range(20)]

@@ -129,7 +129,10 @@ def page_is_well_formed_and_stands_alone(page):
     elements = list(ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>")).iter())
     assert not {element.tag for element in elements} & {"script", "link", "img", "iframe", "object", "image", "use"}
     attributes = {name for element in elements for name in element.attrib}
-    assert not attributes & {"src", "href", "srcset", "onload", "onclick"}
+    assert not attributes & {"src", "srcset", "onload", "onclick"}
+    places = [element.attrib["id"] for element in elements if "id" in element.attrib]
+    assert len(places) == len(set(places))
+    assert {element.attrib["href"] for element in elements if "href" in element.attrib} <= {f"#{at}" for at in places}
     (style,) = (element.text for element in elements if element.tag == "style")
     assert "url(" not in style
     assert "@import" not in style
