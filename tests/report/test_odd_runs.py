@@ -133,7 +133,8 @@ def page_is_well_formed_and_stands_alone(page):
     places = [element.attrib["id"] for element in elements if "id" in element.attrib]
     assert len(places) == len(set(places))
     assert {element.attrib["href"] for element in elements if "href" in element.attrib} <= {f"#{at}" for at in places}
-    (style,) = (element.text for element in elements if element.tag == "style")
+    (style,) = (element.text or "" for element in elements if element.tag == "style")
+    assert style
     assert "url(" not in style
     assert "@import" not in style
     words = [element.text or "" for element in elements if element.tag != "style"]
