@@ -33,7 +33,7 @@ STEP_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Provider:
+class ScriptedProvider:
     """A provider's GPU all along the run; `overhead` is its share of the time."""
 
     usd_per_gpu_hour: float
@@ -64,10 +64,10 @@ class Script:
     stale: float = 0.0
     stale_times: float = 1.0
     """How much longer stale groups are than others."""
-    providers: Mapping[str, Provider] = field(
+    providers: Mapping[str, ScriptedProvider] = field(
         default_factory=lambda: {
-            "spot": Provider(usd_per_gpu_hour=2.66, tokens_per_s=500.0, overhead=0.2),
-            "serverless": Provider(usd_per_gpu_hour=3.95, tokens_per_s=450.0),
+            "spot": ScriptedProvider(usd_per_gpu_hour=2.66, tokens_per_s=500.0, overhead=0.2),
+            "serverless": ScriptedProvider(usd_per_gpu_hour=3.95, tokens_per_s=450.0),
         }
     )
 
@@ -82,8 +82,8 @@ PLANTED: Mapping[DiagnosisKind, Script] = {
     DiagnosisKind.DROPPED_LONG: Script(stale=0.25, stale_times=2.0),
     DiagnosisKind.POOR_PROVIDER: Script(
         providers={
-            "spot": Provider(usd_per_gpu_hour=2.66, tokens_per_s=60.0),
-            "serverless": Provider(usd_per_gpu_hour=3.95, tokens_per_s=450.0),
+            "spot": ScriptedProvider(usd_per_gpu_hour=2.66, tokens_per_s=60.0),
+            "serverless": ScriptedProvider(usd_per_gpu_hour=3.95, tokens_per_s=450.0),
         }
     ),
 }
@@ -100,7 +100,7 @@ GOOD: Mapping[str, Script] = {
     "stale groups of any length": Script(stale=0.25, mismatch_kl=(0.0001, 0.01)),
     "engines in bfloat16": Script(mismatch_mean=(0.012, 0.017), mismatch_kl=(0.002, 0.005)),
     "few steps": Script(steps=5, success=(0.05, 0.1), entropy=(0.5, 0.01)),
-    "one provider": Script(providers={"reserved": Provider(usd_per_gpu_hour=10.47, tokens_per_s=500.0)}),
+    "one provider": Script(providers={"reserved": ScriptedProvider(usd_per_gpu_hour=10.47, tokens_per_s=500.0)}),
 }
 
 SHORT = ("run.steps=9", "rollout.groups=8", "rollout.group_size=4", "rollout.max_turns=6")

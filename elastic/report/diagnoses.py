@@ -317,7 +317,7 @@ def _provider(name: str, usage: Usage, others: Sequence[Usage], on_demand_usd: f
         advice = f"The logs of its workers, and how its leases ended, say why; without {name} the run is cheaper."
     elif own >= DEARER_BY * theirs:
         said += f"{units.usd(own)} a million tokens, beside {units.usd(theirs)} from the other paid ones."
-        advice = f"With fewer workers of {name} (providers.{name}.max_workers), or none, the run is cheaper."
+        advice = f"With fewer workers of {name} (providers.{name}.max_workers) the run is cheaper."
         figures |= {"usd_per_million_tokens": own, "others_usd_per_million_tokens": theirs}
     elif on_demand_usd and price and 0 < work <= 1 - OVERHEAD_SHARE and price >= on_demand_usd * work:
         said += (

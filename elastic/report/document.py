@@ -23,7 +23,7 @@ FIRST_CHARACTERS, GAP_CHARACTERS = 16, 1.5
 _NO_NAME = re.compile(r"[^a-z0-9]+")
 
 
-class Finding(NamedTuple):
+class Concern(NamedTuple):
     """Something that a reader looks for first, with what to do about it; `place` is the title of the chart or of the
     table that shows it."""
 
@@ -72,7 +72,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     heading: str
     outcome: str = ""
     subtitle: str = ""
-    findings: list[Finding] = []
+    concerns: list[Concern] = []
     warnings: list[str] = []
     headline: list[Figure]
     charts: list[Chart]

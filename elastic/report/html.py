@@ -4,7 +4,7 @@ from pathlib import Path
 
 from elastic.report import charts, document, learning_charts, tables
 from elastic.report.comparison import Comparison
-from elastic.report.document import Chart, Finding, Page
+from elastic.report.document import Chart, Concern, Page
 from elastic.report.summary import Summary
 
 
@@ -20,7 +20,7 @@ def as_html(summary: Summary, comparison: Comparison | None = None) -> str:
             heading=summary.run,
             outcome=summary.outcome,
             subtitle=tables.subtitle(summary),
-            findings=[Finding(one.says, one.advice, one.place) for one in summary.diagnoses],
+            concerns=[Concern(one.says, one.advice, one.place) for one in summary.diagnoses],
             warnings=tables.warnings(summary),
             headline=tables.headline(summary),
             charts=_charts(summary),
