@@ -34,8 +34,8 @@ from elastic.system.signals import TERMINATION, act_on
 
 __all__ = ["check_containers", "container_order", "container_words", "dockerfile_lines", "keep_container"]
 
-DOORS = "doors"
-"""In the run's directory: a folder for each container."""
+DOORS, NOTHING = "doors", "+nothing"
+"""In the run's directory: a folder for each container; and an empty one among these, whose name is no container's."""
 END_S = 5.0
 """For a container to end once it is told to."""
 
@@ -70,11 +70,10 @@ def check_containers(plan: RunPlan) -> None:
         if config.front is not None and not is_loopback(config.front.host):
             problem = f"found {config.front.host}; allowed with environments in containers: an address of loopback"
             raise ConfigError(ConfigProblem(problem, ("front", "host")))
-        runs = config.run.directory.resolve()
-        if seen := [one for one in _files(config, environment) if runs.is_relative_to(one.resolve())]:
+        if _hidden(config, environment) and (lost := _within_runs(config, environment)):
             problem = (
-                f"found {config.run.directory}, in {seen[0]}, which containers of environment {environment.name!r} see "
-                "with all that is in it, keys of runs included; allowed: a directory elsewhere"
+                f"found {config.run.directory}, of which containers of environment {environment.name!r} see nothing, "
+                f"as keys of runs are there; allowed: a directory without {lost[0]}, which the environment reads"
             )
             raise ConfigError(ConfigProblem(problem, ("run", "directory")))
         try:
@@ -95,6 +94,8 @@ def container_order(run_dir: Path, config: Config, number: int) -> ContainerOrde
     folder = run_dir.absolute() / DOORS / driver
     folder.mkdir(parents=True, exist_ok=True)
     save_run_config(folder, _own(config, environment))
+    nothing = folder.with_name(NOTHING)
+    nothing.mkdir(exist_ok=True)
     passed = inherited(*config.run.pass_env).keys() - inherited().keys()
     limits = environment.limits
     return ContainerOrder(
@@ -103,6 +104,8 @@ def container_order(run_dir: Path, config: Config, number: int) -> ContainerOrde
         network=environment.network,
         folder=folder,
         files=_files(config, environment),
+        hidden=_hidden(config, environment),
+        nothing=nothing,
         variables=(KEY_VARIABLE, CHAT_KEY_VARIABLE, *sorted(passed)),
         limits=ProcessLimits(limits.memory_gb, limits.cpu_s, limits.files),
         command=(
@@ -194,11 +197,28 @@ def _own(config: Config, environment: EnvironmentConfig) -> Config:
 
 
 def _files(config: Config, environment: EnvironmentConfig) -> list[Path]:
-    """What the environment reads: the folders of its code, its rows and, for kinds that make tokens, the policy's
-    checkpoint. None is within another."""
+    """What the environment reads. None is within another."""
+    wanted = _wanted(config, environment)
+    return sorted(one for one in wanted if not any(other in one.parents for other in wanted))
+
+
+def _hidden(config: Config, environment: EnvironmentConfig) -> list[Path]:
+    """Where a container would see the runs, whose keys are there."""
+    runs = config.run.directory.resolve()
+    seen = [(one, one.resolve()) for one in _files(config, environment)]
+    return [one / runs.relative_to(place) for one, place in seen if runs.is_relative_to(place)]
+
+
+def _within_runs(config: Config, environment: EnvironmentConfig) -> list[Path]:
+    runs = config.run.directory.resolve()
+    return sorted(one for one in _wanted(config, environment) if one.resolve().is_relative_to(runs))
+
+
+def _wanted(config: Config, environment: EnvironmentConfig) -> set[Path]:
+    """The folders of the environment's code, its rows and, for kinds that make tokens, the policy's checkpoint."""
     wanted = {*code_folders(json.loads(environment.model_dump_json())["settings"])}
     if environment.data is not None and isinstance(environment.data.source, Path):
         wanted.add(environment.data.source.absolute())
     if environment.kind not in (AGENT, CHAT):
         wanted.add(config.model.checkpoint.absolute())
-    return sorted(one for one in wanted if not any(other in one.parents for other in wanted))
+    return wanted

@@ -38,13 +38,16 @@ class ContainerUnusable(Exception):
 @dataclass(frozen=True, kw_only=True)
 class ContainerOrder:
     """A container `name` of `image`, with `folder` as its `FOLDER`. It runs `command` with variables of these names,
-    which its engine's process has; `files` are seen where they are, and cannot be written."""
+    which its engine's process has; `files` are seen where they are, and cannot be written. In the place of the
+    directories that are `hidden` the container sees the empty directory `nothing`."""
 
     name: str
     image: str
     network: str
     folder: Path
     files: Sequence[Path]
+    hidden: Sequence[Path] = ()
+    nothing: Path = Path()
     variables: Sequence[str]
     limits: ProcessLimits
     command: Sequence[str]
@@ -98,6 +101,7 @@ def container_command(engine: str, order: ContainerOrder) -> list[str]:
         limits += ["--ulimit", f"cpu={max(1, round(order.limits.cpu_s))}"]
     if order.limits.files is not None:
         limits += ["--ulimit", f"nofile={order.limits.files}"]
+    seen = [*((file, file) for file in order.files), *((order.nothing, directory) for directory in order.hidden)]
     python, *arguments = order.command
     return [
         *(engine, "run", "--rm", "--interactive", "--init", "--pull", "never", "--name", order.name),
@@ -107,8 +111,8 @@ def container_command(engine: str, order: ContainerOrder) -> list[str]:
         *("--mount", _mount("type=bind", f"source={order.folder}", f"target={FOLDER}")),
         *(
             part
-            for file in order.files
-            for part in ("--mount", _mount("type=bind", f"source={file}", f"target={file}", "readonly"))
+            for source, target in seen
+            for part in ("--mount", _mount("type=bind", f"source={source}", f"target={target}", "readonly"))
         ),
         *(part for name in (INSIDE_VARIABLE, *order.variables) for part in ("--env", name)),
         *("--env", "HOME=/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1", "--workdir", "/tmp"),

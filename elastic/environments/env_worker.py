@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import httpx
+import msgspec
 import structlog
 
 from elastic.core.ids import agent_id, parse_trajectory
@@ -38,6 +39,7 @@ from elastic.environments.from_gymnasium import GymnasiumSettings, load_gymnasiu
 from elastic.environments.from_openenv import OpenEnvSettings, load_openenv
 from elastic.environments.from_reasoning_gym import ReasoningGymSettings, load_reasoning_gym
 from elastic.environments.from_verifiers import VerifiersSettings, load_verifiers
+from elastic.environments.hidden_keys import HiddenKeys
 from elastic.environments.kinds import KindMeans, KindSettings
 from elastic.environments.limits import bound_output, end_with_input
 from elastic.environments.rows import DataSource, Rows, read_rows
@@ -105,6 +107,8 @@ async def serve_env_worker(work: EnvWork) -> None:
 async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
     # Before any code of users' is loaded: what that starts inherits neither.
     key, chat_key = (os.environ.pop(variable, "") for variable in (KEY_VARIABLE, CHAT_KEY_VARIABLE))
+    hidden = HiddenKeys(key, chat_key)
+    lasting.enter_context(hidden.in_output())
     link = EnvRunLink(work.run_dir, key, work.away_s)
     http = async_client(timeout=None, limits=httpx.Limits(max_connections=None))
     lasting.push_async_callback(http.aclose)
@@ -125,7 +129,7 @@ async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
     rows = None if work.data is None else read_rows(work.data)
     ended = asyncio.Event()
     heed_no_more = act_on(TERMINATION, ended.set)
-    player = FunctionPlayer(link, rollout, make_client, work, rows, chat_key, base_url)
+    player = FunctionPlayer(link, rollout, make_client, work, rows, chat_key, base_url, hidden)
     linking = asyncio.create_task(link.run(), name="run")
     bounding = asyncio.create_task(bound_output(), name="output")
     slots = [asyncio.create_task(player.play_on(), name=f"slot {n}") for n in range(work.settings.concurrency)]
@@ -218,8 +222,9 @@ class FunctionPlayer:
         rows: Rows | None = None,
         chat_key: str = "",
         base_url: str = "",
+        hidden: HiddenKeys | None = None,
     ) -> None:
-        """`base_url` is where calls go, if elsewhere than the run says."""
+        """`base_url` is where calls go, if elsewhere than the run says; `hidden` hides the keys of what is played."""
         self._link = link
         self._rollout = rollout
         self._make_client = make_client
@@ -227,6 +232,7 @@ class FunctionPlayer:
         self._rows = rows
         self._chat_key = chat_key
         self._base_url = base_url
+        self._hidden = hidden or HiddenKeys(chat_key)
 
     async def play_on(self) -> None:
         while True:
@@ -237,7 +243,10 @@ class FunctionPlayer:
                 await asyncio.sleep(REFUSED_WAIT_S)
                 continue
             try:
-                await self._tell(begun, await self._played(begun))
+                with self._hidden.one(begun.key):
+                    outcome = await self._played(begun)
+                    outcome = msgspec.structs.replace(outcome, failed=self._hidden.masked(outcome.failed))
+                await self._tell(begun, outcome)
             finally:
                 self._link.holds.discard(begun.trajectory)
 

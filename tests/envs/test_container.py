@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.compose.containers import check_containers
+from elastic.compose.containers import check_containers, container_order
 from elastic.compose.plan import resolve
 from elastic.config import Config, ConfigError, EnvironmentConfig, validate
 from elastic.environments.container import (
@@ -88,19 +88,35 @@ def test_the_folders_of_code_are_seen() -> None:
     assert list(code_folders(settings)) == [Path("/a/b"), Path("/a/c")]
 
 
-def test_no_container_sees_the_runs(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").touch()
-    sections = {
-        "run": {"directory": str(tmp_path / "runs")},
-        "model": {"checkpoint": str(tmp_path)},
-        "environment": {
-            "name": "agent",
-            "container": "mine:1",
-            "settings": {"rollout": f"{tmp_path}/mine.py:rollout"},
-        },
+def in_container(folder: Path, runs: Path) -> dict[str, object]:
+    return {
+        "run": {"directory": str(runs)},
+        "model": {"checkpoint": str(folder)},
+        "environment": {"name": "agent", "container": "mine:1", "settings": {"rollout": f"{folder}/mine.py:rollout"}},
     }
-    plan = resolve(validate(Config, sections, ""), [], "")
-    with pytest.raises(ConfigError, match=rf"^run\.directory: found .*/runs, in {tmp_path}, which containers of"):
+
+
+def test_no_container_sees_the_runs(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "mine.py").touch()
+    (tmp_path / "link").symlink_to("code")
+    run = tmp_path / "code" / "runs" / "one"
+    run.mkdir(parents=True)
+    for code in ("code", "link"):
+        config = validate(Config, in_container(tmp_path / code, run.parent), "")
+        order = container_order(run, config, 0)
+        assert (order.files, order.hidden) == ([tmp_path / code], [tmp_path / code / "runs"])
+        assert list(order.nothing.iterdir()) == []
+        masked = f"--mount type=bind,source={order.nothing},target={tmp_path / code}/runs,readonly"
+        assert masked in " ".join(container_command("/usr/bin/docker", order))
+    elsewhere = container_order(run, validate(Config, in_container(tmp_path / "code", tmp_path / "runs"), ""), 0)
+    assert elsewhere.hidden == []
+
+
+def test_what_an_environment_reads_is_not_among_the_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    plan = resolve(validate(Config, in_container(tmp_path, tmp_path), ""), [], "")
+    with pytest.raises(ConfigError, match=rf"^run\.directory: found {tmp_path}, of which .* without {tmp_path}, which"):
         check_containers(plan)
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,12 @@ from elastic.environments.env_worker import (
     load_rollout,
     serve_env_worker,
 )
+from elastic.environments.hidden_keys import HiddenKeys
 from elastic.environments.rows import DataSource, Rows, read_rows
 from elastic.protocol import front_messages as m
 from elastic.system.named_code import CodeUnusable
 
+KEY = "agent.3-1-2.1.secret"
 SETTINGS = AgentSettings.model_validate({"rollout": "mine.py:rollout", "client": "none"})
 
 
@@ -40,7 +44,7 @@ class Told:
         if isinstance(said, m.BeginTrajectory):
             if self.said:
                 await asyncio.Event().wait()
-            return m.TrajectoryBegun(1, "3/1/2", 1, number=25, key="key", base_url="http://here/v1", place=15)
+            return m.TrajectoryBegun(1, "3/1/2", 1, number=25, key=KEY, base_url="http://here/v1", place=15)
         self.said.append(said)
         if isinstance(said, m.EndTrajectory):
             self.over.set()
@@ -48,10 +52,10 @@ class Told:
         return m.TrajectoryShown(1, standing)
 
 
-async def played(rollout: Any, rows: Rows | None = None) -> list[m.FromFront]:
+async def played(rollout: Any, rows: Rows | None = None, **more: Any) -> list[m.FromFront]:
     link = Told()
     work = EnvWork(run_dir=Path(), settings=SETTINGS, model="tiny", seed=7, away_s=1.0)
-    player = FunctionPlayer(link, rollout, load_client(SETTINGS), work, rows)  # type: ignore[arg-type]
+    player = FunctionPlayer(link, rollout, load_client(SETTINGS), work, rows, **more)  # type: ignore[arg-type]
     playing = asyncio.create_task(player.play_on())
     async with asyncio.timeout(5):
         await link.over.wait()
@@ -90,7 +94,7 @@ async def test_a_function_gets_its_task_and_its_reward_is_told() -> None:
     (task, client, trajectory), (same, _, _) = got
     assert task == same, "members of a group, and whoever plays one again, have the same task"
     assert (task.number, client) == (25, None)
-    where = {"id": "3-1-2", "base_url": "http://here/v1", "key": "key", "model": "tiny", "member": 2}
+    where = {"id": "3-1-2", "base_url": "http://here/v1", "key": KEY, "model": "tiny", "member": 2}
     assert trajectory == PlayedTrajectory(**where)
 
 
@@ -156,3 +160,25 @@ def test_what_is_no_function_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("rollout = 3")
     with pytest.raises(CodeUnusable, match="found int; allowed: an async function"):
         load_rollout(f"{tmp_path}/mine.py:rollout")
+
+
+async def test_what_a_function_says_of_its_keys_is_hidden() -> None:
+    async def rollout(task: EpisodeTask, client: Any, trajectory: PlayedTrajectory) -> float:
+        print("calling with", trajectory.key)
+        print(f"Bearer {trajectory.key}, or {trajectory.chat_key}", file=sys.stderr)
+        raise ValueError(f"no answer for {trajectory.key}")
+
+    out, err, before = io.BytesIO(), io.BytesIO(), (sys.stdout, sys.stderr)
+    streams = sys.stdout, sys.stderr = io.TextIOWrapper(out), io.TextIOWrapper(err)
+    try:
+        hidden = HiddenKeys("viewer.judge.secret", "")
+        with hidden.in_output():
+            (ended,) = await played(rollout, chat_key="viewer.judge.secret", hidden=hidden)
+    finally:
+        sys.stdout, sys.stderr = before
+    assert isinstance(ended, m.EndTrajectory)
+    assert ended.cause == "the environment raised ValueError: no answer for [key]"
+    assert out.getvalue().startswith(b"calling with [key]\n")
+    assert err.getvalue().startswith(b"Bearer [key], or [key]\n")
+    assert not any(stream.closed for stream in streams), "it prints there still"
+    assert hidden.masked(KEY) == KEY, "it is good for nothing any more"
