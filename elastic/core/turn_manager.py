@@ -33,7 +33,7 @@ QUEUE_WAITS = ("capacity", "place")
 STRUCK_LOOK_NS = NS_PER_S // 20
 """Pause after a look at the turns of workers with strikes that has led to nothing: these may be many, and events come
 by thousands a second."""
-LATE = "others would have ended its turn long ago"
+LATE = "it took several times as long as other workers take for as many tokens"
 
 
 class TurnManager:

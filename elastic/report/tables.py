@@ -176,7 +176,13 @@ def warnings(summary: Summary) -> list[str]:
         found.append(
             f"The ledger is out of balance by {summary.ledger_imbalance_ns:,} ns. This is a bug; please report it."
         )
-    if of_workers := [refused for refused in summary.refused if refused.worker]:
+    if slow := [refused for refused in summary.refused if refused.of_turns]:
+        found += [f"{turns}." for turns in slow[:MOST_ROWS]]
+        found.append(
+            "A turn that goes badly is given to another worker, if there is one that has a place, and its own is sent "
+            "fewer for a while. An honest worker on a busy machine may be so slow."
+        )
+    if of_workers := [refused for refused in summary.refused if refused.worker and not refused.of_turns]:
         found += [f"{refused}." for refused in of_workers[:MOST_ROWS]]
         found.append(
             "Nothing that is refused is used, and where a worker is turned away, what its lease stood on is not leased "
@@ -223,6 +229,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _agreements(summary),
         _sources(summary),
         _refused(summary),
+        _turns_gone_badly(summary),
         _refused_leases(summary),
         _remarks(summary),
         _integrity(summary),
@@ -762,9 +769,20 @@ def _refused(summary: Summary) -> Table:
         header=["who", "count", "why"],
         rows=[
             [f"worker {r.worker}" if r.worker else "strangers", units.count(r.count), r.reason]
-            for r in sorted(summary.refused, key=lambda r: -r.count)[:MOST_ROWS]
-        ],
+            for r in sorted(summary.refused, key=lambda r: -r.count)
+            if not r.of_turns
+        ][:MOST_ROWS],
         note="Frames of workers, and connections of strangers. A worker's first refused frame is its last.",
+    )
+
+
+def _turns_gone_badly(summary: Summary) -> Table:
+    found = sorted((one for one in summary.refused if one.of_turns), key=lambda one: -one.count)
+    return Table(
+        title="Turns that went badly",
+        header=["worker", "turns", "why"],
+        rows=[[one.worker, units.count(one.count), one.reason] for one in found[:MOST_ROWS]],
+        note="Their workers were sent fewer for a while. " + _more(found, "are in the JSON"),
     )
 
 

@@ -30,7 +30,7 @@ from elastic.protocol.endpoint import Address
 from elastic.protocol.tickets import TicketRefused
 from elastic.protocol.tls import Certificate
 from elastic.runtime.allowances import SessionAllowances
-from elastic.runtime.refusals import STRANGERS, RefusalCount, Refusals
+from elastic.runtime.refusals import FRAME, STRANGERS, RefusalCount, Refusals
 from elastic.runtime.validation import Claims, bounds_of, without_figures
 from elastic.system.outages import Outage
 from providers.waiting_room import Applicant, WaitingRoom
@@ -262,7 +262,7 @@ class Door:
             session.cut()
 
     def blame(self, worker: WorkerId, reason: str, what: str) -> None:
-        """Count and show that the worker, which goes on, has done `what` it should not have."""
+        """Count and show a frame, or a turn, that the worker should have done otherwise; it goes on."""
         self._refusals.note(worker, reason, _now_s(), what)
 
     def refusals(self) -> list[RefusalCount]:
@@ -403,7 +403,7 @@ class Door:
             return
         wait_s = session.allowances.wait_s(_now_s())
         if wait_s and session.slowed is None:
-            self.blame(session.worker, TOO_MUCH, "frame")
+            self.blame(session.worker, TOO_MUCH, FRAME)
         session.allowances.held(wait_s, _now_s())
         if session.allowances.far_beyond:
             self._bar(session, FAR_TOO_MUCH)

@@ -19,6 +19,7 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.episodes import OpenTurn
 from elastic.runtime.gateway import Door
 from elastic.runtime.ports import Feed, WorkerOrder
+from elastic.runtime.refusals import TURN
 from elastic.runtime.tasks import Spawn
 from elastic.system.boot_clock import ClockTimer, Suspensions, boottime_ns, suspended_ns
 from elastic.weights.rights import RelayRights
@@ -88,7 +89,7 @@ class GatewayWorkers:
             self._relay_rights.revoke(worker)
 
     def blame(self, worker: WorkerId, reason: str) -> None:
-        self._door.blame(worker, reason, "turn")
+        self._door.blame(worker, reason, TURN)
 
 
 class ProviderLeases:

@@ -5,6 +5,8 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
+FRAME, TURN = "frame", "turn"
+"""What is counted of workers: frames that were refused, and turns that went badly."""
 STRANGERS = ""
 """Stands in the place of a worker's name for peers that have not proved to be a worker."""
 REFUSED_NOTE = "refused"
@@ -19,15 +21,23 @@ OTHERS = "other reasons"
 
 
 class RefusalCount(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` frames of a worker, or connections of strangers, that were refused for one reason; or `what` else of a
-    worker was of no use."""
+    """`count` frames of a worker, or connections of strangers, that were refused for one reason. Or `what` are turns
+    that went badly at a worker, which need not be its fault."""
 
     worker: str
     reason: str
     count: int
-    what: str = "frame"
+    what: str = FRAME
+
+    @property
+    def of_turns(self) -> bool:
+        """Whether nothing was refused: a worker was slow, or failed turns."""
+        return self.what == TURN
 
     def __str__(self) -> str:
+        if self.of_turns:
+            turns = "1 turn" if self.count == 1 else f"{self.count:,} turns"
+            return f"{turns} went badly at worker {self.worker}: {self.reason}"
         what, of = (self.what, f"worker {self.worker}") if self.worker else ("connection", "strangers")
         return f"refused: {self.count:,} {what}{'' if self.count == 1 else 's'} of {of}: {self.reason}"
 
@@ -41,13 +51,13 @@ class Refusals:
         self._filled_s = 0.0
         self._unlogged = 0
 
-    def note(self, worker: str, reason: str, now_s: float, what: str = "frame") -> None:
+    def note(self, worker: str, reason: str, now_s: float, what: str = FRAME) -> None:
         """`now_s` is of any clock that only goes forward."""
         reason = _legible(reason)
         if worker == STRANGERS and (worker, reason, what) not in self._counts and len(self._counts) >= KINDS_MAX:
             reason = OTHERS
         self._counts[worker, reason, what] = self._counts.get((worker, reason, what), 0) + 1
-        self._log(worker, reason, now_s)
+        self._log(worker, reason, now_s, what)
 
     def counts(self) -> list[RefusalCount]:
         """Return the counts in the order of their first refusals."""
@@ -56,7 +66,7 @@ class Refusals:
             for (worker, reason, what), count in self._counts.items()
         ]
 
-    def _log(self, worker: str, reason: str, now_s: float) -> None:
+    def _log(self, worker: str, reason: str, now_s: float, what: str) -> None:
         self._lines = min(float(BURST_LINES), self._lines + (now_s - self._filled_s) * LINES_PER_S)
         self._filled_s = now_s
         if self._lines < 1:
@@ -64,7 +74,7 @@ class Refusals:
             return
         self._lines -= 1
         log.warning(
-            "refused",
+            "a turn went badly" if what == TURN else "refused",
             worker=worker or "a stranger",
             reason=reason,
             **({"unlogged": self._unlogged} if self._unlogged else {}),

@@ -162,3 +162,18 @@ def test_refusals_of_all_segments_are_shown_under_their_own_workers(summary_of):
     assert "Refused at the door" in text
     assert "clean image" in text
     assert "Refused at the door" in as_html(summary)
+
+
+def test_workers_that_were_slow_are_told_apart_from_those_that_were_refused(summary_of):
+    def write(run):
+        run.meta(run="lake", status="finished", started_at="2026-11-20", providers="spot", seed="7")
+        slow = {"worker": "spot-1", "reason": "it took long", "count": 1, "what": "turn"}
+        run.meta(refused=msgspec.json.encode([slow]).decode())
+
+    summary = summary_of(write)
+    said = " ".join(tables.warnings(summary))
+    assert "1 turn went badly at worker spot-1: it took long." in said
+    text = as_markdown(summary)
+    assert "Turns that went badly" in text
+    assert "efused" not in said
+    assert "Refused at the door" not in text

@@ -4,7 +4,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.runtime.refusals import BURST_LINES, KINDS_MAX, LINES_PER_S, REASON_MAX, RefusalCount, Refusals
+from elastic.runtime.refusals import BURST_LINES, KINDS_MAX, LINES_PER_S, REASON_MAX, TURN, RefusalCount, Refusals
 
 
 def test_a_refusal_is_told_in_one_line() -> None:
@@ -13,6 +13,14 @@ def test_a_refusal_is_told_in_one_line() -> None:
     assert (
         str(RefusalCount(worker="", reason="wrong token", count=1)) == "refused: 1 connection of strangers: wrong token"
     )
+
+
+def test_a_worker_that_is_slow_is_not_said_to_be_refused() -> None:
+    slow = RefusalCount(worker="spot-3", reason="it took long", count=2, what=TURN)
+    assert str(slow) == "2 turns went badly at worker spot-3: it took long"
+    with structlog.testing.capture_logs() as lines:
+        Refusals().note("spot-3", "it took long", 0.0, TURN)
+    assert [line["event"] for line in lines] == ["a turn went badly"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "w-1", "w-2"]), st.text(max_size=400), st.floats(0, 2)), max_size=200))
