@@ -349,13 +349,20 @@ class HostedAgents(_Resource):
 
 
 class HostedTrajectory(_Resource):
-    """A trajectory that is over: its reward, or the cause of its failure."""
+    """A trajectory that is over: its reward, or the cause of its failure.
+
+    `rewards` are the parts of its reward by name, where it has several; `metrics` are what its environment measured
+    besides.
+    """
 
     id: str
     object: Literal["trajectory"] = "trajectory"
     step: int
     group: str
+    environment: str = ""
     reward: float | None
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     cause: str
     turns: int
     policy_tokens: int
@@ -364,14 +371,65 @@ class HostedTrajectory(_Resource):
     ended_s: float
 
 
-class HostedTrajectoryDetail(HostedTrajectory):
-    """A trajectory with what was said. `trained` marks the policy's own tokens."""
+class HostedCall(_Resource):
+    """A call of a tool. `arguments` are as the model wrote them."""
 
+    name: str
+    arguments: str
+
+
+class HostedMessage(_Resource):
+    """What somebody said: `tokens` of a context, from `start` on. Long texts lack their middle, and say so there.
+
+    `role` is system, user, assistant or tool, or another that the checkpoint's template knows. Of what the policy said
+    its reasoning and its calls stand apart, if the run reads them. `by_policy` says that the policy sampled it.
+    """
+
+    role: str
+    content: str
+    reasoning: str = ""
+    tool_calls: list[HostedCall] = []
+    by_policy: bool
+    start: int
+    tokens: int
+
+
+class HostedContext(_Resource):
+    """What the policy has read and said in a row, token by token. `trained` marks its own tokens.
+
+    `pieces` are the texts of the tokens, `text` that of all; both, and `messages`, are null without a tokenizer.
+    `policy` is the name by which an agent asked for them, empty for the model's own, and `policy_reward` is that of
+    this policy. `left_out_tokens` and `left_out_messages` at the end of a long context are not shown.
+    """
+
+    policy: str = ""
+    policy_reward: float | None = None
     token_ids: list[int]
     trained: list[bool]
     logprobs: list[float]
     versions: list[int]
-    text: str | None
+    left_out_tokens: int = 0
+    text: str | None = None
+    pieces: list[str] | None = None
+    messages: list[HostedMessage] | None = None
+    left_out_messages: int = 0
+
+
+class HostedBranch(HostedContext):
+    """A further context of a trajectory. It has its first `shared_tokens` in common with one before it."""
+
+    branch: int
+    shared_tokens: int
+
+
+class HostedTrajectoryDetail(HostedTrajectory, HostedContext):
+    """A trajectory with what was said in its first context and in its further `branches`. `task` is what its driver
+    opened it with, as JSON. `no_text` says why there is no text, empty where there is."""
+
+    task: str = ""
+    branches: list[HostedBranch] = []
+    left_out_branches: int = 0
+    no_text: str = ""
 
 
 class Checkpoint(_Resource):

@@ -7,7 +7,6 @@ import msgspec
 
 from elastic.report.history import History
 from elastic.runtime.journal import CallRow
-from functions.base import CallOutcome
 
 
 class FunctionUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +27,7 @@ def functions_of(history: History) -> list[FunctionUsage]:
         FunctionUsage(
             function=function,
             calls=len(calls),
-            failed=sum(call.outcome is not CallOutcome.OK for call in calls),
+            failed=sum(call.failed for call in calls),
             cold_starts=sum(call.cold_start_s > 0 for call in calls),
             billed_s=sum(call.cold_start_s + call.duration_s for call in calls),
             cold_start_s=sum(call.cold_start_s for call in calls),

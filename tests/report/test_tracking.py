@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S
 from elastic.protocol.sampled import Sampled, pack_ids
+from elastic.report.bounds import cut
 from elastic.report.tracking import (
     Delivery,
     LoggerDown,
@@ -26,7 +27,6 @@ from elastic.report.tracking import (
 )
 from elastic.report.tracking.names import NAMES
 from elastic.report.tracking.rows import ROWS_AT_ONCE
-from elastic.report.tracking.samples import cut
 from elastic.runtime.journal import (
     CONTINUES,
     GroupRow,

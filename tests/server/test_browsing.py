@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from elastic.config import JournalConfig
 from elastic.core.policy import StepRecord
 from elastic.report.history import history_of
+from elastic.report.trajectories import NoSuchTrajectory
 from elastic.runtime.journal import CONTINUES, RunDirectory, SampleRow, StepRow, TrajectoryFilter, TrajectoryRow
 from elastic.runtime.status import RunStatus
 from elastic.server.history.answers import ENTRY_BYTES, KeptAnswers
 from elastic.server.history.journals import SETTLED_S, metrics_of, version_of
-from elastic.server.history.trajectories import NoSuchTrajectory, trajectories_of
+from elastic.server.history.trajectories import trajectories_of
 from tests.run_status import run_status
 
 REWARDS = st.one_of(st.none(), st.sampled_from([0.0, -1.0, 0.5, 1.0]))
@@ -84,7 +86,7 @@ def expected(directory: RunDirectory, wanted: TrajectoryFilter) -> set[tuple[str
     journals=runs(),
     step=st.none() | st.integers(0, 3),
     reward_min=st.none() | st.sampled_from([-1.0, 0.5]),
-    by_reward=st.booleans(),
+    order=st.sampled_from(["newest", "best", "worst"]),
     limit=st.integers(1, 5),
 )
 def test_pages_of_trajectories_are_the_whole(
@@ -92,11 +94,11 @@ def test_pages_of_trajectories_are_the_whole(
     journals: list[tuple[bool, list[tuple[int, int, float | None]]]],
     step: int | None,
     reward_min: float | None,
-    by_reward: bool,
+    order: Literal["newest", "best", "worst"],
     limit: int,
 ) -> None:
     directory = written(tmp_path_factory.mktemp("run") / "run", journals)
-    wanted = TrajectoryFilter(step=step, reward_min=reward_min, by_reward=by_reward)
+    wanted = TrajectoryFilter(step=step, reward_min=reward_min, order=order)
     whole, _ = trajectories_of(directory.path, wanted, "", 1_000)
     told, after, has_more = list(whole[:0]), "", True
     while has_more:
@@ -107,8 +109,9 @@ def test_pages_of_trajectories_are_the_whole(
     assert told == whole
     assert {(one.id, one.step, one.reward) for one in told} == expected(directory, wanted)
     assert len({one.id for one in told}) == len(told)
-    if by_reward:
-        ranks = [-float("inf") if one.reward is None else one.reward for one in told]
+    if order != "newest":
+        sign = 1 if order == "best" else -1
+        ranks = [-float("inf") if one.reward is None else sign * one.reward for one in told]
         assert ranks == sorted(ranks, reverse=True)
     with pytest.raises(NoSuchTrajectory):
         trajectories_of(directory.path, wanted, "nobody", limit)

@@ -56,6 +56,14 @@ def name_for(hub_name: str) -> str:
     return "" if base is None else base.MODEL_RENDERER_MAP.get(hub_name, "")
 
 
+def parsers_of(tokenizer: Tokenizer, renderer: str, tool_parser: str, reasoning_parser: str) -> tuple[str, str]:
+    """The parsers of tools' calls and of reasoning for a checkpoint: those that are named. Where none is, those that go
+    with the renderer, or for `auto` with the published model that the checkpoint says to be."""
+    if tool_parser or reasoning_parser:
+        return tool_parser, reasoning_parser
+    return PARSERS.get(name_for(tokenizer.hub_name) if renderer == "auto" else renderer, ("", ""))
+
+
 class LibraryRenderer:
     ids_before = ALL_IDS
 
@@ -63,9 +71,7 @@ class LibraryRenderer:
         """Parsers that are named are used instead of those that go with the renderer. Raises `RendererError` if the
         renderer does not go with the tokenizer."""
         self._tokenizer = tokenizer
-        if not tool_parser and not reasoning_parser:
-            tool_parser, reasoning_parser = PARSERS.get(name, ("", ""))
-        self._parsers = AnswerParsers(tokenizer, tool_parser, reasoning_parser)
+        self._parsers = AnswerParsers(tokenizer, *parsers_of(tokenizer, name, tool_parser, reasoning_parser))
         self._name = name
         self._guards = Guards(tokenizer)
         self._tokens = _LibraryTokenizer(tokenizer)

@@ -241,8 +241,8 @@ def make_renderer(
     and the template otherwise, with the parsers that go with that model unless others are named. What answers lose that
     are rendered, parsed and rendered once more is logged. Raises `RendererError`.
     """
-    if renderer == "auto" and not tool_parser and not reasoning_parser:
-        tool_parser, reasoning_parser = library.PARSERS.get(library.name_for(tokenizer.hub_name), ("", ""))
+    if renderer == "auto":
+        tool_parser, reasoning_parser = library.parsers_of(tokenizer, renderer, tool_parser, reasoning_parser)
     by_template = TemplateRenderer(tokenizer, tool_parser, reasoning_parser)
     names = library.names() if renderer not in ("auto", "template") else []
     if renderer not in ("auto", "template", *names):

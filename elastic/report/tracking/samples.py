@@ -8,12 +8,12 @@ import msgspec
 
 from elastic.core.ids import parse_trajectory
 from elastic.protocol.sampled import Sampled, ids_of
+from elastic.report.bounds import cut
 from elastic.report.tracking.delivery import TrackedSample
 from elastic.runtime.journal import TrajectoryRow
 from elastic.system.installed import installed
 
 ToText = Callable[[Sequence[int]], str]
-_CUT = " … {left_out} bytes left out … "
 _HALF_CHARACTERS = re.compile("\N{REPLACEMENT CHARACTER}+")
 
 
@@ -58,20 +58,6 @@ def _cut(messages: Sequence[dict[str, str]], most_bytes: int) -> Iterator[dict[s
         content = cut(message["content"], share)
         most_bytes -= len(content.encode())
         yield {**message, "content": content}
-
-
-def cut(text: str, most_bytes: int) -> str:
-    """The text within so many bytes of UTF-8, with a word on what was left out of its middle, if there is room."""
-    data = text.encode()
-    if len(data) <= most_bytes:
-        return text
-    word = _CUT.format(left_out=len(data))
-    half = (most_bytes - len(word.encode())) // 2
-    if half <= 0:
-        return data[:most_bytes].decode(errors="ignore")
-    left_out = len(data) - 2 * half
-    word = _CUT.format(left_out=left_out)
-    return data[:half].decode(errors="ignore") + word + data[len(data) - half :].decode(errors="ignore")
 
 
 def text_of(environment: str, checkpoint: Path) -> ToText:

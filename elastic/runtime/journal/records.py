@@ -1,7 +1,7 @@
 """What a journal keeps, one record type a table. A change of these is a new `SCHEMA_VERSION`."""
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -128,20 +128,29 @@ class TrajectoryPlace(NamedTuple):
 
 
 class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which trajectories are wanted, the newest first, or those of the highest reward: then unrewarded ones are last.
+    """Which trajectories are wanted: the newest first, or by reward, `best` or `worst` first. Then unrewarded ones are
+    last.
 
-    Only those of `step`, of steps before `step_end`, and with a reward within the bounds that are set.
+    Only those of `step`, of steps before `step_end`, of `group`, and with a reward within the bounds that are set;
+    `truncated` ones, `failed` ones.
     """
 
     step: int | None = None
     step_end: float = math.inf
+    group: str | None = None
     reward_min: float | None = None
     reward_max: float | None = None
-    by_reward: bool = False
+    truncated: bool = False
+    failed: bool = False
+    order: Literal["newest", "best", "worst"] = "newest"
 
     @property
     def rank(self) -> str:
-        return f"ifnull(reward, -{FLOAT_MAX})" if self.by_reward else "0.0"
+        return {
+            "newest": "0.0",
+            "best": f"ifnull(reward, -{FLOAT_MAX})",
+            "worst": f"ifnull(-reward, -{FLOAT_MAX})",
+        }[self.order]
 
     def clauses(self, behind: TrajectoryPlace | None) -> tuple[str, list[float | str]]:
         """The condition, in SQL, and its values."""
@@ -152,14 +161,18 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
             ("trajectory < ?", beyond),
             ("step = ?", self.step),
             ("step < ?", None if self.step_end == math.inf else self.step_end),
+            ('"group" = ?', self.group),
             ("reward >= ?", self.reward_min),
             ("reward <= ?", self.reward_max),
+            ("truncated = ?", 1 if self.truncated else None),
+            ("(cause != '' OR reward IS NULL) = ?", 1 if self.failed else None),
         ]
         found = [(clause, value) for clause, value in asked if value is not None]
         clauses, values = [clause for clause, _ in found], [value for _, value in found]
         if behind is not None:
-            clauses.append(f"({self.rank}, rowid) < (?, ?)" if self.by_reward else "rowid < ?")
-            values += [*([behind.rank] if self.by_reward else []), behind.row]
+            ranked = self.order != "newest"
+            clauses.append(f"({self.rank}, rowid) < (?, ?)" if ranked else "rowid < ?")
+            values += [*([behind.rank] if ranked else []), behind.row]
         return " AND ".join(clauses) or "1", values
 
 
@@ -251,6 +264,10 @@ class CallRow(JournalRecord, frozen=True, gc=False):
     cold_start_s: float
     duration_s: float
     usd: float
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome is not CallOutcome.OK
 
     @classmethod
     def of(cls, call: Call, t_ns: Nanoseconds) -> "CallRow":

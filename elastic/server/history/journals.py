@@ -257,11 +257,6 @@ def agents_of(run_dir: Path, driver: str) -> tuple[str, str, str] | None:
     return None
 
 
-def environment_of(config: str) -> str:
-    """Return the name of the environment in a run's configuration."""
-    return json.loads(config).get("environment", {}).get("name", "frozenlake")
-
-
 @contextlib.contextmanager
 def history_in(run_dir: Path) -> Iterator[History]:
     """Return the run's history; empty before the run has a journal. Raises `JournalError`."""

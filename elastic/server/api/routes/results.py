@@ -18,6 +18,8 @@ from elastic.protocol.api import (
     Listed,
     Metrics,
 )
+from elastic.report.texts import Reading
+from elastic.report.trajectories import NoSuchTrajectory
 from elastic.runtime.journal import JournalError, TrajectoryFilter
 from elastic.server.api.auth import CallerDep, credentials_of
 from elastic.server.api.downloads import Download
@@ -28,7 +30,7 @@ from elastic.server.api.routes.runs import RunId
 from elastic.server.api.state import ServerState
 from elastic.server.history import journals
 from elastic.server.history.answers import Entries
-from elastic.server.history.trajectories import NoSuchTrajectory, trajectories_of, trajectory_of
+from elastic.server.history.trajectories import trajectories_of, trajectory_of
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor
@@ -81,11 +83,24 @@ async def trajectories(
     step: Annotated[int | None, Query(ge=0, le=2**31, description="only of this step")] = None,
     reward_min: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     reward_max: Annotated[float | None, Query(allow_inf_nan=False)] = None,
-    order: Annotated[Literal["newest", "reward"], Query(description="`reward`: the highest first")] = "newest",
+    group: Annotated[str | None, Query(max_length=200, description="only of this group")] = None,
+    truncated: Annotated[bool, Query(description="only those that a limit of turns or tokens ended")] = False,
+    failed: Annotated[bool, Query(description="only those without a reward")] = False,
+    order: Annotated[
+        Literal["newest", "best", "worst", "reward"],
+        Query(description="`best` or `worst` by their reward first; `reward` is `best`"),
+    ] = "newest",
 ) -> Response:
-    """Browse what the policy has done, by step and reward."""
-    by_reward = order == "reward"
-    wanted = TrajectoryFilter(step=step, reward_min=reward_min, reward_max=reward_max, by_reward=by_reward)
+    """Browse what the policy has done, by step, group, reward and end."""
+    wanted = TrajectoryFilter(
+        step=step,
+        group=group,
+        reward_min=reward_min,
+        reward_max=reward_max,
+        truncated=truncated,
+        failed=failed,
+        order="best" if order == "reward" else order,
+    )
     run_dir = state.settings.run_dir(run)
 
     def make() -> Entries:
@@ -99,13 +114,13 @@ async def trajectories(
     return Response(content, media_type="application/json")
 
 
-@router.get("/{run}/trajectories/{trajectory}", **rules(Action.RUNS_READ, "not-found"))
+@router.get("/{run}/trajectories/{trajectory:path}", **rules(Action.RUNS_READ, "not-found"))
 async def trajectory(
     run: RunId, trajectory: Annotated[str, Path(max_length=200)], found: RunDep, state: StateDep
 ) -> HostedTrajectoryDetail:
-    """Show a trajectory with its tokens, and its text where the environment has words for them."""
-    run_dir, environment = state.settings.run_dir(run), journals.environment_of(found.config)
-    shown = await _read(state, found, lambda: trajectory_of(run_dir, trajectory, environment))
+    """Show a trajectory: its messages, and its tokens with their texts, versions and log-probabilities."""
+    run_dir, reading = state.settings.run_dir(run), Reading.of(json.loads(found.config))
+    shown = await _read(state, found, lambda: trajectory_of(run_dir, trajectory, reading))
     if shown is None:
         raise not_found("trajectory", trajectory)
     return shown

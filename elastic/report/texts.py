@@ -1,0 +1,113 @@
+"""What trajectories say, by the tokenizer of their checkpoint, within bounds.
+
+A checkpoint's files are data: nothing of them is carried out. But whoever made them may have made them to be slow, or
+to take much memory, so a server has another process do this.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from elastic.front.rendering.templates import RendererError
+from elastic.front.rendering.tokenizer import Tokenizer, TokenizerError
+from elastic.front.rendering.transcripts import Message, Transcriber
+from elastic.protocol.api import HostedCall, HostedContext, HostedMessage, HostedTrajectoryDetail
+from elastic.report.bounds import bounded, cut, whole
+from elastic.report.trajectories import spans_of
+from elastic.system.plain_values import told
+
+DECODED_CHARACTERS_MAX = 4 * 2**20
+"""Of the text of one context; what is behind is left out."""
+MESSAGES_BYTES_MAX = 2**20
+"""Of the messages of one context, and of its text."""
+MESSAGES_MAX = 4096
+NO_TOKENS = "its tokens are kept no longer"
+_LIBRARY_PANICS = "PanicException"
+
+ContextT = TypeVar("ContextT", bound=HostedContext)
+
+
+class Reading(NamedTuple):
+    """Where a run's tokenizer is, and by which names its fronts read answers: those of `[front]`."""
+
+    checkpoint: Path
+    renderer: str = "auto"
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Reading":
+        """By a run's configuration, as far as that is known."""
+        front = config.get("front") or {}
+        names = (front.get("renderer", "auto"), front.get("tool_parser", ""), front.get("reasoning_parser", ""))
+        return cls(Path(config.get("model", {}).get("checkpoint", "")), *names)
+
+
+def with_texts(details: Sequence[HostedTrajectoryDetail], reading: Reading) -> list[HostedTrajectoryDetail]:
+    """The trajectories with their texts and messages; where they have none, with why."""
+    try:
+        transcriber = _transcriber(reading, _stamp(reading.checkpoint))
+        return [_told(detail, transcriber) for detail in details]
+    except (TokenizerError, RendererError) as error:
+        return without_texts(details, str(error))
+    except BaseException as error:  # What the library raises where it fails is no `Exception`.
+        if not isinstance(error, Exception) and type(error).__name__ != _LIBRARY_PANICS:
+            raise
+        return without_texts(details, f"the tokenizer of {reading.checkpoint.name} cannot be used: {told(error)}")
+
+
+def without_texts(details: Sequence[HostedTrajectoryDetail], why: str) -> list[HostedTrajectoryDetail]:
+    return [detail.model_copy(update={"no_text": why}) for detail in details]
+
+
+def _stamp(checkpoint: Path) -> int:
+    try:
+        return (checkpoint / "tokenizer.json").stat().st_mtime_ns
+    except OSError as error:
+        raise TokenizerError(f"{checkpoint / 'tokenizer.json'}: cannot be read ({error.strerror})") from error
+
+
+@functools.lru_cache(maxsize=2)
+def _transcriber(reading: Reading, stamp: int) -> Transcriber:
+    return Transcriber(Tokenizer(reading.checkpoint), reading.renderer, reading.tool_parser, reading.reasoning_parser)
+
+
+def _told(detail: HostedTrajectoryDetail, transcriber: Transcriber) -> HostedTrajectoryDetail:
+    if not detail.token_ids:
+        return detail.model_copy(update={"no_text": NO_TOKENS if detail.policy_tokens else ""})
+    branches = [_context(branch, transcriber) for branch in detail.branches]
+    return _context(detail, transcriber).model_copy(update={"branches": branches})
+
+
+def _context(context: ContextT, transcriber: Transcriber) -> ContextT:
+    pieces = list(transcriber.pieces(context.token_ids, DECODED_CHARACTERS_MAX))
+    tokens = len(pieces)
+    trained, token_ids = context.trained[:tokens], context.token_ids[:tokens]
+    found = transcriber.messages(token_ids, spans_of(trained))
+    messages = [_message(one) for one in found[:MESSAGES_MAX]]
+    return context.model_copy(
+        update={
+            "token_ids": token_ids,
+            "trained": trained,
+            "logprobs": context.logprobs[:tokens],
+            "versions": context.versions[:tokens],
+            "left_out_tokens": context.left_out_tokens + len(context.token_ids) - tokens,
+            "text": cut("".join(pieces), MESSAGES_BYTES_MAX),
+            "pieces": pieces,
+            "messages": bounded(messages, MESSAGES_BYTES_MAX),
+            "left_out_messages": len(found) - len(messages),
+        }
+    )
+
+
+def _message(one: Message) -> HostedMessage:
+    return HostedMessage(
+        role=whole(one.role),
+        content=whole(one.said.content),
+        reasoning=whole(one.said.reasoning),
+        tool_calls=[HostedCall(name=whole(call.name), arguments=whole(call.arguments)) for call in one.said.tool_calls],
+        by_policy=one.by_policy,
+        start=one.start,
+        tokens=one.tokens,
+    )
