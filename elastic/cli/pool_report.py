@@ -14,6 +14,7 @@ from elastic.report import as_json as report_as_json
 from elastic.report import closing_table, summarise, write_html
 from elastic.report.jobs import NodeSlice, PoolReport, as_page, as_text, job_text
 from elastic.report.pool import history_of, pool_report
+from elastic.report.texts import told_samples
 from elastic.runtime.journal import JournalError, RunDirectory
 
 PAGE = "report.html"
@@ -99,7 +100,7 @@ def _job_report(
         say(f"warning: its run has no report: {error}")
         summary = None
     if summary is not None and own is not None:
-        write_html(summary, own.path / PAGE)
+        write_html(summary, own.path / PAGE, chosen=told_samples(own))
     marks = [mark for mark in report.marks if mark.job == job.name]
     if as_json:
         emit(

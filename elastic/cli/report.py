@@ -14,6 +14,7 @@ from elastic.cli.remote import is_hosted, latest, server
 from elastic.report import Summary, as_markdown, closing_table, comparison_table, summarise, write_html
 from elastic.report import as_json as report_as_json
 from elastic.report import compare as compared
+from elastic.report.texts import told_samples
 from elastic.runtime.journal import JournalError
 
 
@@ -51,6 +52,7 @@ def report(
     try:
         summary = summarise(run)
         comparison = compared(summary, summarise(other_run)) if other_run else None
+        chosen = None if as_json or markdown else told_samples(run)
     except JournalError as error:
         say(f"error: {error}")
         return EXIT_FAILED
@@ -60,7 +62,7 @@ def report(
         typer.echo(as_markdown(summary, comparison))
     else:
         path = output or run.path / "report.html"
-        write_html(summary, path, comparison)
+        write_html(summary, path, comparison, chosen)
         shown = console()
         shown.print(closing_table(summary))
         if comparison is not None:

@@ -323,10 +323,11 @@ def conclude(run_dir: Path, *, as_json: bool) -> None:
     # A run that is taken up is waited for, and has no report to write yet.
     from elastic.report import as_json as report_as_json
     from elastic.report import causes, closing_table, summarise, write_html
+    from elastic.report.texts import told_samples
 
-    summary = summarise(RunDirectory(run_dir))
-    path = run_dir / "report.html"
-    write_html(summary, path)
+    run = RunDirectory(run_dir)
+    summary, path = summarise(run), run_dir / "report.html"
+    write_html(summary, path, chosen=told_samples(run))
     if as_json:
         emit(report_as_json(summary) | {"report": str(path)})
     else:

@@ -55,6 +55,8 @@ def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force
     try:
         if keep:
             same = not recipe.exists() or recipe.read_text() == key
+            if not driven and same and recipe.exists() and not (checkpoint / "tokenizer.json").exists():
+                _write_words(plan, checkpoint)
             return Prepared.THERE if same else Prepared.OF_OTHER_SETTINGS
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
         make(checkpoint)
@@ -73,7 +75,19 @@ def _warmed_up(plan: RunPlan, progress: Callable[[int, int, float], None]) -> tu
 
     model = Qwen3Config()
     settings = WarmupSettings.model_validate({"lake": plan.environments[0].settings.model_dump()})
-    return cache_key(settings, model), lambda checkpoint: warm_up(settings, model, checkpoint, progress)
+
+    def make(checkpoint: Path) -> None:
+        warm_up(settings, model, checkpoint, progress)
+        _write_words(plan, checkpoint)
+
+    return cache_key(settings, model), make
+
+
+def _write_words(plan: RunPlan, checkpoint: Path) -> None:
+    """Have tokens of the policy be read as the environment's words."""
+    from elastic.front.tiny import write_words
+
+    write_words(checkpoint, plan.environments[0].kind.vocabulary)
 
 
 def _demonstrations(plan: RunPlan) -> tuple[str, int] | None:

@@ -9,6 +9,7 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,22 @@ def tokenizer_files() -> dict[str, str]:
         "generation_config.json": json.dumps(generation, indent=2) + "\n",
         "chat_template.jinja": TEMPLATE,
     }
+
+
+def write_words(directory: Path, words: Sequence[str]) -> None:
+    """Put a tokenizer of these words beside a checkpoint's files, a token each in their order."""
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": {word: number for number, word in enumerate(words)}, "unk_token": ""},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1) + "\n", encoding="utf-8")
 
 
 def write_tokenizer(directory: Path) -> None:

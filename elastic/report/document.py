@@ -13,6 +13,7 @@ import msgspec
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from elastic.report.samples import Samples
 from elastic.report.svg import Picture, text_width
 from elastic.system.plain_values import printable
 
@@ -77,6 +78,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     headline: list[Figure]
     charts: list[Chart]
     tables: list[Table]
+    samples: Samples | None = None
 
     def address(self, title: str) -> str:
         """Where the chart of this title is in the page, else the table; empty where there is neither."""
@@ -107,11 +109,17 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     pages.globals |= {"text_width": text_width, "anchor": anchor}
+    pages.filters["lines"] = _lines
     return pages.get_template("page.html.j2")
 
 
 def _part(name: str) -> str:
     return files("elastic.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _lines(text: str) -> Markup:
+    """A text of several lines, each as `_written` has it."""
+    return Markup("\n").join(printable(line) for line in text.split("\n"))
 
 
 def _written(value: Any) -> Any:

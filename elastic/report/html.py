@@ -5,15 +5,20 @@ from pathlib import Path
 from elastic.report import charts, document, learning_charts, tables
 from elastic.report.comparison import Comparison
 from elastic.report.document import Chart, Concern, Page
+from elastic.report.samples import Chosen, samples_of
 from elastic.report.summary import Summary
 
 
-def write_html(summary: Summary, path: Path, comparison: Comparison | None = None) -> None:
+def write_html(
+    summary: Summary, path: Path, comparison: Comparison | None = None, chosen: Chosen | None = None
+) -> None:
     """Write the page; raises `OSError` where that is not possible."""
-    path.write_text(as_html(summary, comparison), encoding="utf-8")
+    path.write_text(as_html(summary, comparison, chosen), encoding="utf-8")
 
 
-def as_html(summary: Summary, comparison: Comparison | None = None) -> str:
+def as_html(summary: Summary, comparison: Comparison | None = None, chosen: Chosen | None = None) -> str:
+    """The page; `chosen` are the trajectories that it shows, with their texts."""
+    total = summary.trajectories_finished + sum(summary.trajectories_failed.values())
     return document.as_html(
         Page(
             title=f"{summary.run}: run report",
@@ -25,6 +30,7 @@ def as_html(summary: Summary, comparison: Comparison | None = None) -> str:
             headline=tables.headline(summary),
             charts=_charts(summary),
             tables=tables.tables(summary, comparison),
+            samples=None if chosen is None else samples_of(chosen, total),
         )
     )
 

@@ -9,12 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from elastic.front.rendering.templates import RendererError
 from elastic.front.rendering.tokenizer import Tokenizer, TokenizerError
 from elastic.front.rendering.transcripts import Message, Transcriber
 from elastic.protocol.api import HostedCall, HostedContext, HostedMessage, HostedTrajectoryDetail
 from elastic.report.bounds import bounded, cut, whole
+from elastic.report.history import history_of
+from elastic.report.samples import Chosen, choose
 from elastic.report.trajectories import spans_of
+from elastic.runtime.journal import StoredRun
 from elastic.system.plain_values import told
 
 DECODED_CHARACTERS_MAX = 4 * 2**20
@@ -55,6 +60,16 @@ def with_texts(details: Sequence[HostedTrajectoryDetail], reading: Reading) -> l
         if not isinstance(error, Exception) and type(error).__name__ != _LIBRARY_PANICS:
             raise
         return without_texts(details, f"the tokenizer of {reading.checkpoint.name} cannot be used: {told(error)}")
+
+
+def told_samples(run: StoredRun) -> Chosen | None:
+    """The trajectories that a run's report shows, with their texts. Raises `JournalError`."""
+    with history_of(run) as history:
+        chosen, meta = choose(history), history.segments[-1].meta()
+    if chosen is None:
+        return None
+    reading = Reading.of(msgspec.json.decode(meta.get("config", "{}")))
+    return msgspec.structs.replace(chosen, details=with_texts(chosen.details, reading))
 
 
 def without_texts(details: Sequence[HostedTrajectoryDetail], why: str) -> list[HostedTrajectoryDetail]:

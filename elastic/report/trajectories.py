@@ -105,22 +105,21 @@ def _retold(row: TrajectoryRow, segment: Segment) -> TrajectoryRow:
     return msgspec.structs.replace(row, **times)
 
 
-def detail_of(history: History, name: str) -> HostedTrajectoryDetail | None:
-    """Return one trajectory with its tokens, and without their text; None if the run has none of this name. Raises
-    `JournalError`."""
+def detail_of(history: History, name: str, most_tokens: int = TOKENS_MAX) -> HostedTrajectoryDetail | None:
+    """Return one trajectory with the first of its tokens, and without their text; None if the run has none of this
+    name. Raises `JournalError`."""
     for segment in reversed(history.segments):
         for journal in reversed(segment.journals):
             row = journal.by_key(TrajectoryRow, [name]).get(name)
             if row is not None and row.step < segment.undone_from:
                 try:
-                    return _detail(_retold(row, segment))
+                    return _detail(_retold(row, segment), most_tokens)
                 except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
                     raise JournalError(f"{journal.path}: trajectory {name} is no record of tokens: {error}") from error
     return None
 
 
-def _detail(row: TrajectoryRow) -> HostedTrajectoryDetail:
-    left = TOKENS_MAX
+def _detail(row: TrajectoryRow, left: int) -> HostedTrajectoryDetail:
     sampled = msgspec.msgpack.decode(row.sampled, type=Sampled) if row.sampled else Sampled()
     branches = msgspec.msgpack.decode(row.branches, type=list[SampledBranch]) if row.branches else []
     first = _context(row.token_ids, sampled, left)

@@ -28,6 +28,7 @@ from elastic.protocol.api import (
 from elastic.protocol.endpoint import Address
 from elastic.protocol.run_secrets import FILE, ROOT_BYTES, RunSecrets
 from elastic.report.history import History, history_of
+from elastic.report.samples import Chosen
 from elastic.report.usage import lease_ends
 from elastic.runtime.journal import (
     AGENTS,
@@ -214,15 +215,16 @@ def _lease(lease: str, books: Sequence[DeviceBook], cause: str, end_ns: int) -> 
 
 
 @apart()
-def report_of(run_dir: Path, form: Literal["json", "html", "markdown"]) -> bytes | None:
-    """Return a report on the run; None before it has a journal. Raises `JournalError`."""
+def report_of(run_dir: Path, form: Literal["json", "html", "markdown"], chosen: Chosen | None = None) -> bytes | None:
+    """Return a report on the run; None before it has a journal. `chosen` are the trajectories that its page shows.
+    Raises `JournalError`."""
     if not count_journals(run_dir):
         return None
     with as_owner(run_dir):
         summary = report.summarise(RunDirectory(run_dir))
     if form == "json":
         return json.dumps(report.as_json(summary), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    return (report.as_html(summary) if form == "html" else report.as_markdown(summary)).encode()
+    return (report.as_html(summary, chosen=chosen) if form == "html" else report.as_markdown(summary)).encode()
 
 
 def checkpoints_of(run_dir: Path) -> list[Checkpoint]:

@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from elastic.protocol.api import HostedTrajectory, HostedTrajectoryDetail
 from elastic.report import trajectories
+from elastic.report.samples import Chosen, choose
 from elastic.report.texts import Reading, with_texts, without_texts
 from elastic.runtime.journal import TrajectoryFilter
 from elastic.server.history.apart import CannotBeRead, apart
@@ -35,6 +38,20 @@ def trajectory_of(run_dir: Path, name: str, reading: Reading) -> HostedTrajector
 def _detail_of(run_dir: Path, name: str) -> HostedTrajectoryDetail | None:
     with history_in(run_dir) as history:
         return trajectories.detail_of(history, name)
+
+
+def chosen_of(run_dir: Path, reading: Reading) -> Chosen | None:
+    """Return the trajectories that the run's report shows, with their texts. Raises `JournalError`."""
+    chosen = _chosen_of(run_dir)
+    if chosen is None:
+        return None
+    return msgspec.structs.replace(chosen, details=told(run_dir, chosen.details, reading))
+
+
+@apart()
+def _chosen_of(run_dir: Path) -> Chosen | None:
+    with history_in(run_dir) as history:
+        return choose(history)
 
 
 def told(run_dir: Path, details: Sequence[HostedTrajectoryDetail], reading: Reading) -> list[HostedTrajectoryDetail]:

@@ -156,8 +156,10 @@ function route() {
   leave = () => {};
   if (!me) return;
   const run = /^#\/runs\/(run_[0-9A-Z]+)$/.exec(location.hash);
+  const trajectory = /^#\/runs\/(run_[0-9A-Z]+)\/trajectories\/([0-9]+\/[0-9]+\/[0-9]+)$/.exec(location.hash);
   const login = /^#\/login\/([0-9a-f]{64})\/([A-Za-z0-9][A-Za-z0-9._-]{0,63})$/.exec(location.hash);
   if (run) showRun(run[1]);
+  else if (trajectory) showTrajectory(trajectory[1], trajectory[2]);
   else if (login) showLogin(login[1], login[2]);
   else showRuns();
 }
@@ -268,6 +270,155 @@ function tile(label) {
   return { node: el("div", { className: "tile" }, el("div", { className: "label", textContent: label }), value), value };
 }
 
+// Texts of trajectories are anybody's: what would steer or reorder is made visible.
+const visible = (text) => text.replace(/[\p{Cc}\p{Cf}\p{Cs}]/gu, (mark) => (mark === "\n" || mark === "\t" ? mark : "\ufffd"));
+const parts = (rewards) => Object.entries(rewards).map(([name, value]) => `${visible(name)} ${value.toPrecision(3)}`).join(", ");
+const ended = (one) => [one.reward === null ? visible(one.cause) || "no reward" : one.cause ? visible(one.cause) : "", one.truncated ? "truncated" : ""].filter(Boolean).join(", ");
+
+// What the policy did: a page of trajectories, the newest or the best or the worst first, and what is asked of them.
+function trajectoriesOf(id) {
+  const named = (label, control) => el("label", {}, `${label} `, control);
+  const order = el("select", { id: "order" }, ...["newest", "best", "worst"].map((one) => el("option", { value: one, textContent: one })));
+  const step = el("input", { id: "of-step", type: "number", min: "0", size: 6 });
+  const group = el("input", { id: "of-group", size: 8, placeholder: "3/0" });
+  const truncated = el("input", { id: "truncated", type: "checkbox" });
+  const failed = el("input", { id: "failed", type: "checkbox" });
+  const form = el("form", { className: "filters" }, named("Order", order), named("Step", step), named("Group", group), named("Truncated", truncated), named("Failed", failed));
+  const body = el("tbody");
+  const empty = el("p", { className: "soft", textContent: "No such trajectories." });
+  const more = el("button", { textContent: "More" });
+  const heads = ["Trajectory", "Reward", "Parts", "Turns", "Tokens", "End"];
+  const head = el("thead", {}, el("tr", {}, ...heads.map((one, n) => el("th", { textContent: one, className: [1, 3, 4].includes(n) ? "number" : "" }))));
+  let last = "";
+  let asked = 0;
+  async function load(after = "") {
+    const mine = ++asked;
+    const query = new URLSearchParams({ limit: "20", order: order.value });
+    if (step.value) query.set("step", step.value);
+    if (group.value.trim()) query.set("group", group.value.trim());
+    if (truncated.checked) query.set("truncated", "true");
+    if (failed.checked) query.set("failed", "true");
+    if (after) query.set("starting_after", after);
+    const page = await ask("GET", `/v1/runs/${id}/trajectories?${query}`);
+    if (mine !== asked) return;
+    const rows = page.data.map((one) =>
+      el(
+        "tr",
+        {},
+        el("td", {}, el("a", { href: `#/runs/${id}/trajectories/${one.id}`, textContent: one.id })),
+        el("td", { className: "number", textContent: signed(one.reward) }),
+        el("td", { className: "wide", textContent: parts(one.rewards) }),
+        el("td", { className: "number", textContent: String(one.turns) }),
+        el("td", { className: "number", textContent: count(one.policy_tokens) }),
+        el("td", { className: "wide", textContent: ended(one) }),
+      ),
+    );
+    if (after) body.append(...rows);
+    else body.replaceChildren(...rows);
+    last = page.data.at(-1)?.id ?? "";
+    empty.hidden = body.children.length > 0;
+    more.hidden = !page.has_more;
+  }
+  form.onsubmit = (event) => event.preventDefault();
+  form.onchange = () => load().catch(tell);
+  more.onclick = () => load(last).catch(tell);
+  const node = el("section", { id: "trajectories" }, el("h2", { textContent: "Trajectories" }), form, el("table", {}, head, body), empty, el("p", {}, more));
+  return { node, refresh: () => (body.children.length > 20 ? undefined : load()) };
+}
+
+const LIKELY = [-0.1, -0.7, -2.3, -4.6];
+const likelihood = (logprob) => `p${LIKELY.filter((least) => logprob < least).length}`;
+const TOKENS_SHOWN = 4000;
+
+function tokensOf(context, message) {
+  const shown = Math.min(message.tokens, TOKENS_SHOWN);
+  const spans = Array.from({ length: shown }, (_, n) => {
+    const at = message.start + n;
+    const text = context.pieces ? visible(context.pieces[at]) : ` ${context.token_ids[at]}`;
+    const made = el("span", { className: `token ${likelihood(context.logprobs[at])}`, textContent: text });
+    made.title = `token ${context.token_ids[at]}, version ${context.versions[at]}, log-probability ${context.logprobs[at].toFixed(3)}`;
+    return made;
+  });
+  const left = message.tokens - shown;
+  return el("div", { className: "said" }, ...spans, left ? el("span", { className: "soft", textContent: ` … ${count(left)} more tokens are not shown` }) : null);
+}
+
+function messageOf(context, message) {
+  const node = el("article", { className: `message ${message.by_policy ? "policy" : ""}` });
+  const about = [];
+  if (message.by_policy && message.tokens) {
+    const range = [message.start, message.start + message.tokens];
+    const versions = context.versions.slice(...range);
+    const mean = context.logprobs.slice(...range).reduce((sum, one) => sum + one, 0) / message.tokens;
+    const distinct = [...new Set(versions)];
+    about.push(`${count(message.tokens)} tokens of version${distinct.length > 1 ? "s" : ""} ${distinct.join(", ")}`, `mean log-probability ${mean.toFixed(2)}`);
+  }
+  const head = el("header", {}, el("b", { textContent: visible(message.role) }), el("span", { className: "soft", textContent: about.join(", ") }));
+  const text = el("div", {});
+  const plain = () => [
+    message.reasoning ? el("details", { open: true }, el("summary", { textContent: "Reasoning" }), el("div", { className: "said soft", textContent: visible(message.reasoning) })) : null,
+    message.content ? el("div", { className: "said", textContent: visible(message.content) }) : null,
+    ...message.tool_calls.map((call) => el("div", { className: "said call", textContent: `${visible(call.name)}(${visible(call.arguments)})` })),
+  ].filter(Boolean);
+  text.append(...plain());
+  if (message.by_policy) {
+    const button = el("button", { textContent: "Tokens" });
+    button.onclick = () => {
+      const tokens = button.textContent === "Tokens";
+      button.textContent = tokens ? "Text" : "Tokens";
+      text.replaceChildren(...(tokens ? [tokensOf(context, message)] : plain()));
+    };
+    head.append(button);
+  }
+  node.append(head, text);
+  return node;
+}
+
+function contextOf(context) {
+  const shared = context.shared_tokens ?? 0;
+  const all = context.messages ?? [{ role: "tokens", content: "", reasoning: "", tool_calls: [], by_policy: true, start: 0, tokens: context.token_ids.length }];
+  const own = all.filter((one) => one.start + one.tokens > shared);
+  const left = [];
+  if (own.length < all.length) left.push(`${all.length - own.length} messages are as in a context above.`);
+  if (context.left_out_messages) left.push(`${count(context.left_out_messages)} messages at the end are left out.`);
+  if (context.left_out_tokens) left.push(`${count(context.left_out_tokens)} tokens at the end are left out.`);
+  return [left.length ? el("p", { className: "soft", textContent: left.join(" ") }) : null, ...own.map((one) => messageOf(context, one))];
+}
+
+function showTrajectory(id, name) {
+  let left = false;
+  leave = () => {
+    left = true;
+  };
+  const title = el("h1", {}, el("a", { href: `#/runs/${id}`, textContent: "Run" }), `Trajectory ${name}`);
+  main.replaceChildren(title);
+  ask("GET", `/v1/runs/${id}/trajectories/${name}`).then((found) => {
+    if (left) return;
+    const about = { Step: String(found.step), Reward: signed(found.reward), Turns: String(found.turns), "Policy tokens": count(found.policy_tokens), Environment: found.environment || "–" };
+    const tiles = Object.entries(about).map(([label, value]) => {
+      const made = tile(label);
+      made.value.textContent = visible(value);
+      return made.node;
+    });
+    const listed = [];
+    if (Object.keys(found.rewards).length) listed.push(`Rewards by part: ${parts(found.rewards)}`);
+    if (Object.keys(found.metrics).length) listed.push(`Metrics: ${parts(found.metrics)}`);
+    if (ended(found)) listed.push(`End: ${ended(found)}`);
+    if (found.no_text) listed.push(`There is no text: ${visible(found.no_text)}`);
+    if (found.left_out_branches) listed.push(`${found.left_out_branches} branches are left out.`);
+    const policy = (context) => [context.policy ? `policy ${visible(context.policy)}` : "", context.policy_reward === null ? "" : `reward ${signed(context.policy_reward)}`].filter(Boolean).join(", ");
+    main.replaceChildren(
+      title,
+      el("div", { className: "tiles" }, ...tiles),
+      ...listed.map((text) => el("p", { className: "soft", textContent: text })),
+      found.task ? el("details", {}, el("summary", { textContent: "Task" }), el("div", { className: "said", textContent: visible(found.task) })) : "",
+      el("p", { className: "legend soft" }, "Tokens by how likely they were: ", ...["at least 90 %", "50 %", "10 %", "1 %", "less"].flatMap((text, n) => [el("span", { className: `token p${n}`, textContent: text }), " "])),
+      el("section", { className: "context" }, el("h2", { textContent: ["What was said", policy(found)].filter(Boolean).join(": ") }), ...contextOf(found)),
+      ...found.branches.map((one) => el("section", { className: "context" }, el("h2", { textContent: [`Branch ${one.branch}`, policy(one)].filter(Boolean).join(": ") }), ...contextOf(one))),
+    );
+  }, tell);
+}
+
 function showRun(id) {
   const title = el("span", { textContent: id });
   const phase = el("span");
@@ -301,6 +452,7 @@ function showRun(id) {
   const conditions = el("tbody");
   const providers = el("tbody");
   const checkpoints = el("ol", { className: "listed", id: "checkpoints" });
+  const trajectories = trajectoriesOf(id);
   const heads = (...names) => el("thead", {}, el("tr", {}, ...names.map((name) => el("th", { textContent: name }))));
   main.replaceChildren(
     el("h1", {}, title, phase, stop, resume, remove, report),
@@ -313,6 +465,7 @@ function showRun(id) {
     el("table", {}, heads("Condition", "Status", "Reason", "Message"), conditions),
     el("h2", { textContent: "Newest checkpoints" }),
     checkpoints,
+    trajectories.node,
   );
   let stream = null;
   let left = false;
@@ -360,6 +513,7 @@ function showRun(id) {
       rates.draw(series.steps.map((one) => one.success_rate), 1, (points) => percent(points.at(-1)));
       speed.draw(series.samples.map((one) => one.tokens_per_s), null, (points) => `up to ${count(Math.max(...points))}`);
       checkpoints.replaceChildren(...kept.data.map((one) => el("li", { textContent: `${one.created_at}  version ${one.version}  ${count(one.bytes / 1e6)} MB` })));
+      await trajectories.refresh();
     } catch (error) {
       if (!(error instanceof Refused)) throw error; // A run that has not begun has no series yet.
     }

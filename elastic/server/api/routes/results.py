@@ -30,7 +30,7 @@ from elastic.server.api.routes.runs import RunId
 from elastic.server.api.state import ServerState
 from elastic.server.history import journals
 from elastic.server.history.answers import Entries
-from elastic.server.history.trajectories import trajectories_of, trajectory_of
+from elastic.server.history.trajectories import chosen_of, trajectories_of, trajectory_of
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor
@@ -190,7 +190,9 @@ async def show_report(
     """Report on a run: what it cost, what it gained, where every GPU-second went."""
 
     def make() -> Entries:
-        content = journals.report_of(state.settings.run_dir(run), as_)
+        run_dir = state.settings.run_dir(run)
+        chosen = chosen_of(run_dir, Reading.of(json.loads(found.config))) if as_ == "html" else None
+        content = journals.report_of(run_dir, as_, chosen)
         if content is None:
             raise ApiProblem("not-found", f"{run} has no report yet: its process has not begun")
         return [("", content)]
