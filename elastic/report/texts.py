@@ -5,6 +5,7 @@ to take much memory, so a server has another process do this.
 """
 
 import functools
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -55,9 +56,10 @@ def with_texts(details: Sequence[HostedTrajectoryDetail], reading: Reading) -> l
         transcriber = _transcriber(reading, _stamp(reading.checkpoint))
         return [_told(detail, transcriber) for detail in details]
     except (TokenizerError, RendererError) as error:
-        return without_texts(details, str(error))
+        return without_texts(details, str(error).replace(str(reading.checkpoint), reading.checkpoint.name))
     except BaseException as error:  # What the library raises where it fails is no `Exception`.
-        if not isinstance(error, Exception) and type(error).__name__ != _LIBRARY_PANICS:
+        of_tokenizer = isinstance(error, Exception) or type(error).__name__ == _LIBRARY_PANICS
+        if not of_tokenizer or isinstance(error, MemoryError):
             raise
         return without_texts(details, f"the tokenizer of {reading.checkpoint.name} cannot be used: {told(error)}")
 
@@ -77,10 +79,14 @@ def without_texts(details: Sequence[HostedTrajectoryDetail], why: str) -> list[H
 
 
 def _stamp(checkpoint: Path) -> int:
+    path = checkpoint / "tokenizer.json"
     try:
-        return (checkpoint / "tokenizer.json").stat().st_mtime_ns
+        found = path.stat()
     except OSError as error:
-        raise TokenizerError(f"{checkpoint / 'tokenizer.json'}: cannot be read ({error.strerror})") from error
+        raise TokenizerError(f"{path}: cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise TokenizerError(f"{path}: is no file")
+    return found.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=2)
