@@ -14,6 +14,7 @@ from elastic.cli.options import AnyRunName, AsJson, Follow, Remote, RunsDirector
 from elastic.cli.output import console, duration, emit, say, tell
 from elastic.cli.remote import detaching, is_hosted, latest, server
 from elastic.cli.tables import show_listing
+from elastic.cli.trajectories import trajectories, trajectory
 from elastic.cli.whole_help import WholeHelp
 from elastic.compose.runs import is_claimed
 from elastic.protocol.api import ENDED, HostedRun, RunBudget
@@ -234,44 +235,6 @@ def events(
 
 
 @runs.command()
-def trajectories(
-    name: HostedName = "latest",
-    step: Annotated[int | None, typer.Option(min=0, help="Only those of this training step.")] = None,
-    reward_min: Annotated[float | None, typer.Option(help="Only those with this reward or more.")] = None,
-    reward_max: Annotated[float | None, typer.Option(help="Only those with this reward or less.")] = None,
-) -> None:
-    """Print a run's trajectories, the best rewarded first, one JSON object a line.
-
-    Example: elastic runs trajectories latest --step 3 | head
-    """
-    asked = {"step": step, "reward_min": reward_min, "reward_max": reward_max}
-    filters = {key: value for key, value in asked.items() if value is not None}
-    _print_lines(lambda client, run: client.trajectories(run, order="reward", **filters), name)
-
-
-@runs.command()
-def trajectory(
-    name: HostedName,
-    trajectory: Annotated[
-        str, typer.Argument(metavar="TRAJECTORY", help="Its id, as `elastic runs trajectories` has it.")
-    ],
-    as_json: AsJson = False,
-) -> None:
-    """Print what was said in a trajectory.
-
-    Example: elastic runs trajectory latest 3/0/2
-    """
-    with server() as client:
-        found = client.trajectory(latest(client, name), trajectory)
-    if as_json:
-        emit(found.model_dump(mode="json"))
-        return
-    ended = f"reward {found.reward:g}" if found.reward is not None else found.cause
-    say(f"{found.id}  step {found.step}  {ended}  {found.turns} turns  {found.policy_tokens} tokens of the policy's")
-    typer.echo(found.text if found.text is not None else " ".join(map(str, found.token_ids)))
-
-
-@runs.command()
 def workers(name: HostedName = "latest") -> None:
     """Print a run's workers, past and present, with their GPU time by account, one JSON object a line.
 
@@ -314,6 +277,8 @@ def _print_lines(what: Callable[[Client, str], Any], name: str) -> None:
             typer.echo(one.model_dump_json())
 
 
+runs.command()(trajectories)
+runs.command()(trajectory)
 # Under `elastic runs`, too, where some look for them.
 runs.command()(logs)
 runs.command()(stop)

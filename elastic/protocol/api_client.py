@@ -264,7 +264,7 @@ class Client:
         return self._get(f"/v1/runs/{run}/metrics", Metrics)
 
     def trajectories(self, run: str, **filters: Any) -> Iterator[HostedTrajectory]:
-        """Those that are over; `filters` are `step`, `reward_min`, `reward_max` and `order`."""
+        """Those that are over; `filters` are those of the API: `step`, `group`, `truncated`, `order`, …."""
         return self._pages(f"/v1/runs/{run}/trajectories", HostedTrajectory, filters)
 
     def trajectory(self, run: str, trajectory: str) -> HostedTrajectoryDetail:

@@ -59,7 +59,7 @@ class SampleContext(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[SampleMessage]
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class SampleTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory as it is shown; `kinds` are those of `KINDS` that it is shown for."""
 
     id: str
@@ -72,7 +72,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
     """What is shown, and words on what is not."""
 
-    samples: list[Sample]
+    samples: list[SampleTrajectory]
     words: str
 
 
@@ -125,12 +125,12 @@ def samples_of(chosen: Chosen, total: int) -> Samples:
     words = (
         f"{len(chosen.details)} of {total:,} trajectories: of {steps} up to {EACH} of the best, of the worst, of those "
         f"that a limit ended and of those that failed. Of one at most {TRAJECTORY_BYTES_MAX // 2**10} KiB of text are "
-        "shown. All of them have `elastic runs trajectories` and `elastic runs trajectory`."
+        "shown. `elastic runs trajectories` lists all of them."
     )
     return Samples(samples=[_sample(one, chosen.kinds[one.id]) for one in chosen.details], words=words)
 
 
-def _sample(detail: HostedTrajectoryDetail, kinds: list[str]) -> Sample:
+def _sample(detail: HostedTrajectoryDetail, kinds: list[str]) -> SampleTrajectory:
     contexts: list[HostedContext] = [detail, *detail.branches[: CONTEXTS_MAX - 1]]
     share = TRAJECTORY_BYTES_MAX // len(contexts)
     titles = ["", *(f"Branch {branch.branch}" for branch in detail.branches)]
@@ -140,7 +140,7 @@ def _sample(detail: HostedTrajectoryDetail, kinds: list[str]) -> Sample:
         about.append(f"task {cut(printable(detail.task), 500)}")
     if left := len(detail.branches) + 1 - len(contexts):
         about.append(f"{left} branches are not shown")
-    return Sample(
+    return SampleTrajectory(
         id=detail.id,
         kinds=kinds,
         title=title_of(detail),
@@ -152,7 +152,12 @@ def _sample(detail: HostedTrajectoryDetail, kinds: list[str]) -> Sample:
 def title_of(detail: HostedTrajectoryDetail) -> str:
     """A trajectory in a line: its name and what it came to."""
     ended = f"reward {detail.reward:.4g}" if detail.reward is not None else "no reward"
-    said = [ended, detail.cause, "truncated" if detail.truncated else "", f"{detail.turns} turns"]
+    said = [
+        ended,
+        detail.cause,
+        "truncated" if detail.truncated else "",
+        f"{detail.turns} turn{'s' * (detail.turns != 1)}",
+    ]
     return ", ".join([f"{detail.id}: {said[0]}", *filter(None, said[1:]), f"{detail.policy_tokens:,} tokens"])
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from elastic.front.rendering.templates import RendererError
 from elastic.front.rendering.tokenizer import Tokenizer, TokenizerError
-from elastic.front.rendering.transcripts import Message, Transcriber
+from elastic.front.rendering.transcripts import SpokenMessage, Transcriber
 from elastic.protocol.api import HostedCall, HostedContext, HostedMessage, HostedTrajectoryDetail
 from elastic.report.bounds import bounded, cut, whole
 from elastic.report.history import history_of
@@ -122,7 +122,7 @@ def _context(context: ContextT, transcriber: Transcriber) -> ContextT:
     )
 
 
-def _message(one: Message) -> HostedMessage:
+def _message(one: SpokenMessage) -> HostedMessage:
     return HostedMessage(
         role=whole(one.role),
         content=whole(one.said.content),

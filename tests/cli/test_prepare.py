@@ -7,6 +7,8 @@ import pytest
 
 from elastic.engine.model.checkpoint import load_model
 from elastic.engine.model.config import Qwen3Config
+from elastic.environments.frozenlake import VOCABULARY
+from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.worker.trainer.embedded import warmup
 
 SHORTER = {"steps": 1, "batch_size": 2}
@@ -36,9 +38,12 @@ def test_is_made_once_for_its_settings(prepare: Callable, tmp_path: Path) -> Non
     base = tmp_path / "cache" / "base"
     assert "made" in prepare(base).err
     load_model(base)
+    assert Tokenizer(base).decode([1, 2, 3]) == "".join(VOCABULARY[1:4])
+    (base / "tokenizer.json").unlink()
     before = (base / "model.safetensors").read_bytes()
     code, _, err = prepare(base)
     assert (code, err.strip().endswith("is there already")) == (0, True)
+    assert (base / "tokenizer.json").is_file(), "one that an earlier version made gets what it lacks"
 
     others = ("--set", "environment.settings.sizes=[5]")
     code, _, err = prepare(base, *others)

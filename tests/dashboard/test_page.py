@@ -16,6 +16,7 @@ from elastic.server.settings import ClaimMapping, OidcSettings
 from elastic.server.store import runs as runs_store
 from elastic.server.store.tables import runs
 from tests.dashboard.conftest import Served
+from tests.report.chat_run import MARKUP, ChatRun
 from tests.server.conftest import Submission
 from tests.server.issuer import CLIENT_ID, CLIENT_SECRET, serving_issuer
 
@@ -173,3 +174,50 @@ def test_people_sign_in_with_a_provider_and_let_a_terminal_in(tab: Any, served: 
         state.provider = IdentityProvider(settings)
         tab.click("text=Sign in with Tests")
         tab.wait_for_selector("text=The identity provider does not answer")
+
+
+def test_trajectories_are_found_and_read(tab: Any, served: Served, submission: Submission, tmp_path: Path) -> None:
+    body = submission()
+    body["config"]["front"] = {"tool_parser": "hermes"}
+    run = submitted(served, body)
+    chats = ChatRun(served.site.settings.run_dir(run), served.site.settings.models[0] / "policy")
+    chats.small()
+    chats.close()
+    seen(served, run, RunPhase.RUNNING, step=3)
+    sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{run}")
+    rows = tab.locator("#trajectories tbody tr")
+    rows.nth(15).wait_for()
+    tab.check("#failed")
+    tab.wait_for_function("() => document.querySelectorAll('#trajectories tbody tr').length === 1")
+    assert MARKUP in rows.first.inner_text(), "what failed it is text"
+    tab.screenshot(path=str(tmp_path / "list.png"), full_page=True)
+    tab.uncheck("#failed")
+    tab.select_option("#order", "worst")
+    tab.fill("#of-group", "2/1")
+    tab.press("#of-group", "Enter")
+    tab.wait_for_function("() => document.querySelectorAll('#trajectories tbody tr').length === 4")
+    assert [row.split("\t")[0] for row in rows.all_inner_texts()] == ["2/1/1", "2/1/2", "2/1/0", "2/1/3"]
+    tab.click("text=2/1/0")
+    tab.wait_for_selector("text=Rewards by part: right 1.00, short 0.100")
+    assert tab.locator(".message header b").all_inner_texts()[:5] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    tab.wait_for_selector('text=add({"a": 1, "b": 1})')
+    tab.wait_for_selector("text=Branch 1: policy critic, reward 0.250")
+    tab.locator("text=Tokens >> nth=-1").click()
+    token = tab.locator(".message .token").first
+    assert "log-probability" in token.get_attribute("title")
+    tab.screenshot(path=str(tmp_path / "trajectory.png"), full_page=True)
+    for name in ("2/1/1", "2/1/2", "2/1/3"):
+        tab.goto(f"{served.url}/#/runs/{run}/trajectories/{name}")
+        tab.wait_for_selector(f"text=Trajectory {name}")
+        tab.wait_for_selector(".message.policy")
+        for button in tab.locator(".message button").all():
+            button.click()
+        shown = tab.locator("main").inner_text()
+        assert not set(shown) & set("\x1b\x00\x07\x9b\u202e\u2066")
+        assert tab.title() == "Elastic"

@@ -52,7 +52,7 @@ _ANY_TOOL: list[dict[str, Any]] = [{"type": "function", "function": {"name": ""}
 """Stands for the tools that there were, which tokens do not tell."""
 
 
-class Message(NamedTuple):
+class SpokenMessage(NamedTuple):
     """What somebody said: an answer if it is the assistant's, else content alone.
 
     by_policy: the policy sampled it. start, tokens: its place among the trajectory's tokens.
@@ -91,9 +91,9 @@ class Transcriber:
                 return
             yield piece
 
-    def messages(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[Message]:
+    def messages(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[SpokenMessage]:
         """The messages of a context. Of it the policy sampled the `spans` (start, tokens)."""
-        found, at, prefix = list[Message](), 0, ""
+        found, at, prefix = list[SpokenMessage](), 0, ""
         for start, count in spans:
             found += self._told(token_ids, at, start)
             if found and not found[-1].by_policy and found[-1].role == ASSISTANT and _is_open(found[-1], start):
@@ -101,12 +101,12 @@ class Transcriber:
             said = self._answer(token_ids, start, start + count)
             if prefix and not self._answers.reads_reasoning:
                 said = said._replace(content=prefix + said.content)
-            found.append(Message(ASSISTANT, said, True, start, count))
+            found.append(SpokenMessage(ASSISTANT, said, True, start, count))
             at, prefix = start + count, ""
         found += self._told(token_ids, at, len(token_ids))
         return [one for one in found if one.by_policy or not _is_blank(one.said)]
 
-    def _told(self, token_ids: Sequence[int], start: int, end: int) -> Iterator[Message]:
+    def _told(self, token_ids: Sequence[int], start: int, end: int) -> Iterator[SpokenMessage]:
         """The messages in a stretch that the policy did not sample."""
         begin, role, header, at = start, "", -1, start
         for place in range(start, end + 1):
@@ -126,7 +126,7 @@ class Transcriber:
             said = ParsedAnswer(content.strip("\n") if mark or role != ASSISTANT else content)
             if role == ASSISTANT and mark:
                 said = self._answer(token_ids, at, place) if header < 0 else self._parsed(content)
-            yield Message(role, said, False, begin, place - begin)
+            yield SpokenMessage(role, said, False, begin, place - begin)
             begin, at, role = place, place + 1, _SPEAKERS.get(mark, "")
             header = place + 1 if mark in _OPENERS else -1
 
@@ -147,7 +147,7 @@ def _role(said: str) -> str:
     return TOOL if name.startswith("functions.") else _ROLES.get(name, name)
 
 
-def _is_open(message: Message, end: int) -> bool:
+def _is_open(message: SpokenMessage, end: int) -> bool:
     """Whether the message goes on where the stretch ends in which it stands."""
     return message.start + message.tokens == end
 
