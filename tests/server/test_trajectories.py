@@ -41,7 +41,7 @@ def test_trajectories_are_found_by_what_became_of_them(chats: tuple[Site, str, P
     site, run, _ = chats
     viewer = site.member(AccessRole.VIEWER)
 
-    def names(**wanted: object) -> list[str]:
+    def names(**wanted: str | int | bool) -> list[str]:
         answer = viewer.get(f"/v1/runs/{run}/trajectories", params={"limit": 100, **wanted})
         assert answer.status_code == 200, answer.text
         return [one["id"] for one in answer.json()["data"]]
