@@ -254,6 +254,85 @@ class EnvironmentConfig(_Section):
         return math.ceil(round(self.redundancy * group_size, 9))
 
 
+class SplitConfig(EnvironmentConfig):
+    """An environment that is evaluated, and never trained on. With `like` it has the keys of that environment of the
+    run, but for those that it gives itself."""
+
+    tasks: int | None = Field(
+        None, ge=1, le=1_000_000, description="how many, from the first on; all rows unless said, or `evaluation.tasks`"
+    )
+
+
+class StopWhenConfig(_Section):
+    """When a run ends before its last step."""
+
+    metric: str = Field(description="metric of evaluations that is looked at")
+    at_least: float | None = Field(None, description="the run ends once it is so high")
+    no_better_for: int | None = Field(
+        None, ge=1, description="the run ends once so many evaluations after the best one were not better"
+    )
+
+    @model_validator(mode="after")
+    def _says_when(self) -> "StopWhenConfig":
+        if self.at_least is None and self.no_better_for is None:
+            raise ValueError("says no end; allowed: at_least, no_better_for, or both")
+        return self
+
+
+BY_PLACE = ("reasoning-gym", "verifiers")
+"""Environments whose tasks follow from the group's place: those of an evaluation would be those of training."""
+
+
+class EvaluationConfig(_Section):
+    """The policy is measured, between steps, on tasks that are the same each time. Nothing of it is trained on."""
+
+    every: int = Field(10, ge=0, description="steps from one evaluation to the next; 0: only at the start and the end")
+    at_start: bool = Field(True, description="evaluate the policy that the run begins with")
+    at_end: bool = Field(True, description="evaluate the policy that the run ends with")
+    samples: int = Field(4, ge=1, le=1024, description="episodes of each task")
+    k: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="of which k pass@k is told; 1 and `samples` unless said"
+    )
+    tasks: int = Field(64, ge=1, le=1_000_000, description="tasks of each environment, where rows do not say how many")
+    environments: tuple[str, ...] = Field(
+        (),
+        description="the run's environments that are evaluated, on tasks that training never has; without `splits` all",
+    )
+    splits: tuple[SplitConfig, ...] = Field(
+        (), description="environments that are evaluated alone, each with the keys of `environment` and `tasks`"
+    )
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="of sampling, whatever `rollout.pin` says; 0 takes the likeliest token"
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="share of probability that is drawn from; all unless said"
+    )
+    max_tokens: int | None = Field(None, ge=1, description="most tokens of a turn; as `rollout` unless said")
+    timeout_s: float = Field(1800.0, gt=0, description="after it an evaluation ends with what it has")
+    overlap: bool = Field(
+        False, description="the next step goes on beside it, up to its weights, which wait; else it begins behind it"
+    )
+    keep_best: str = Field(
+        "", description="metric by which the best version is, whose checkpoint is kept; empty: none is kept for that"
+    )
+    stop_when: StopWhenConfig | None = Field(None, description="ends the run by what evaluations have come to")
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """The k of pass@k, in order."""
+        return tuple(sorted(set(self.k or (1, self.samples))))
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "EvaluationConfig":
+        if self.passes[-1] > self.samples:
+            raise ValueError(
+                f"k must be at most samples = {self.samples}, the episodes of a task (found {self.passes[-1]})"
+            )
+        if not (self.every or self.at_start or self.at_end):
+            raise ValueError("every is 0, and neither at_start nor at_end is wanted: nothing would ever be evaluated")
+        return self
+
+
 REFILL_MOST = 2
 
 
@@ -1035,19 +1114,56 @@ class Config(_Section):
     logging: LoggingConfig = Field(default_factory=LoggingConfig)  # type: ignore[arg-type]
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)  # type: ignore[arg-type]
     job: JobConfig = Field(default_factory=JobConfig)  # type: ignore[arg-type]
+    evaluation: EvaluationConfig | None = Field(None, description="how the policy is measured; without it, it is not")
     front: FrontConfig | None = Field(None, description="fronts for agents; an environment that needs them has them")
     providers: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="one section a provider, each of its kind"
     )
 
     @property
-    def mixture(self) -> tuple[EnvironmentConfig, ...]:
-        """The environments of the run, one or several."""
+    def trained(self) -> tuple[EnvironmentConfig, ...]:
+        """The environments that the run trains on, one or several."""
         return self.environments or ((self.environment,) if self.environment is not None else ())
+
+    @property
+    def mixture(self) -> tuple[EnvironmentConfig, ...]:
+        """The environments of the run: those that it trains on, and then those that are evaluated alone, which have no
+        share of the groups."""
+        splits = () if self.evaluation is None else self.evaluation.splits
+        return (*self.trained, *(split.model_copy(update={"ratio": 0.0}) for split in splits))
 
     def environment_section(self, number: int) -> tuple[str, ...]:
         """The key of the environment with this number in `mixture`."""
+        if number >= (trained := len(self.trained)):
+            return ("evaluation", "splits", str(number - trained))
         return ("environments", str(number)) if self.environments else ("environment",)
+
+    def with_mixture(self, mixture: Sequence[EnvironmentConfig]) -> "Config":
+        """The same with these environments in place of those of `mixture`."""
+        trained, splits = tuple(mixture[: len(self.trained)]), tuple(mixture[len(self.trained) :])
+        changed: dict[str, Any] = {"environments": trained} if self.environments else {"environment": trained[0]}
+        if self.evaluation is not None:
+            changed["evaluation"] = self.evaluation.model_copy(update={"splits": splits})
+        return self.model_copy(update=changed)
+
+    @property
+    def evaluated(self) -> tuple[str, ...]:
+        """The environments that the policy is evaluated on, by name."""
+        own = self.evaluation
+        if own is None:
+            return ()
+        named = own.environments or (() if own.splits else tuple(one.name for one in self.trained))
+        return (*named, *(split.name for split in own.splits))
+
+    @property
+    def evaluated_metrics(self) -> tuple[str, ...]:
+        """The metrics of evaluations: of all tasks together, and of each environment where there are several."""
+        own = self.evaluation
+        if own is None:
+            return ()
+        metrics = (f"avg@{own.samples}", *(f"pass@{k}" for k in own.passes))
+        several = self.evaluated if len(self.evaluated) > 1 else ()
+        return (*metrics, *(f"{name}/{metric}" for name in several for metric in metrics))
 
     @property
     def served_name(self) -> str:
@@ -1075,7 +1191,7 @@ class Config(_Section):
             raise ValueError(
                 "environment and environments are both given; allowed: one of them, as [environment] is a list of one"
             )
-        if not self.mixture:
+        if not self.trained:
             raise ValueError("environments is empty; allowed: at least one environment, or [environment]")
         names = [one.name for one in several]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -1086,6 +1202,48 @@ class Config(_Section):
             raise ValueError("environments: the ratio of every one is 0; allowed: one above 0 at least")
         if sum(one.kind == OUTSIDE for one in several) > 1:
             raise ValueError(f"environments: agents elsewhere cannot say which they play; allowed: one {OUTSIDE!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluates(self) -> "Config":
+        own = self.evaluation
+        if own is None:
+            return self
+        trained, splits = {one.name: one for one in self.trained}, [split.name for split in own.splits]
+        if twice := sorted({name for name in splits if splits.count(name) > 1 or name in trained}):
+            raise ValueError(
+                f"evaluation.splits must have other names than the rest (found {', '.join(map(repr, twice))} twice)"
+            )
+        if unknown := [name for name in own.environments if name not in trained]:
+            raise ValueError(
+                f"evaluation.environments must be environments of the run: {', '.join(map(repr, trained))} "
+                f"(found {unknown[0]!r})"
+            )
+        for name in self.evaluated:
+            if name in splits:
+                continue
+            if trained[name].kind == OUTSIDE:
+                raise ValueError(
+                    f"evaluation.environments: {name!r} is of kind {OUTSIDE!r}, which the run does not play; allowed: "
+                    "environments that it plays, or evaluation.splits"
+                )
+            if trained[name].data is not None or trained[name].kind in BY_PLACE:
+                raise ValueError(
+                    f"evaluation.environments: the tasks of {name!r} are all trained on; allowed: a split in "
+                    f"[[evaluation.splits]] with like = {name!r}, and data or settings of its own"
+                )
+        if outside := [split.name for split in own.splits if split.kind == OUTSIDE]:
+            raise ValueError(f"evaluation.splits: {outside[0]!r} is of kind {OUTSIDE!r}, which the run does not play")
+        for key, metric in (("keep_best", own.keep_best), ("stop_when", own.stop_when and own.stop_when.metric)):
+            if metric and metric not in self.evaluated_metrics:
+                raise ValueError(
+                    f"evaluation.{key}: no environment gives {metric!r}; allowed: {', '.join(self.evaluated_metrics)}"
+                )
+        if own.max_tokens is not None and own.max_tokens >= self.engine.max_context_tokens:
+            raise ValueError(
+                f"evaluation.max_tokens must be below engine.max_context_tokens = {self.engine.max_context_tokens}, "
+                f"or no turn fits (found {own.max_tokens})"
+            )
         return self
 
     @model_validator(mode="after")
@@ -1164,7 +1322,7 @@ def validate(kind: type[T], raw: Mapping[str, Any], where: str, *section: str) -
     it.
     """
     if kind is Config:
-        raw = _with_fronts(raw)
+        raw = _with_fronts(_with_splits(raw, where))
     try:
         valid = kind.model_validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
@@ -1176,6 +1334,35 @@ def validate(kind: type[T], raw: Mapping[str, Any], where: str, *section: str) -
     if problems:
         raise ConfigError(*problems)
     return valid
+
+
+def _environments(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The environments that a configuration trains on, as far as they are sections."""
+    several = raw.get("environments")
+    found = [raw.get("environment"), *(cast("list[Any]", several) if isinstance(several, list) else ())]
+    return [cast("Mapping[str, Any]", one) for one in found if isinstance(one, Mapping)]
+
+
+def _with_splits(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """With each split whole that is `like` an environment of the run. Raises `ConfigError` where there is none such."""
+    section = raw.get("evaluation")
+    splits = section.get("splits") if isinstance(section, Mapping) else None
+    if not isinstance(section, Mapping) or not isinstance(splits, list):
+        return raw
+    default = EnvironmentConfig.model_fields["name"].default
+    known = {str(one.get("name", default)): one for one in _environments(raw) or [{}]}
+    whole: list[Any] = []
+    for number, split in enumerate(cast("list[Any]", splits)):
+        if not isinstance(split, Mapping) or "like" not in split:
+            whole.append(split)
+            continue
+        own = dict(cast("Mapping[str, Any]", split))
+        if (like := own.pop("like")) not in known:
+            problem = f"must be an environment of the run: {', '.join(map(repr, known))} (found {like!r})"
+            raise ConfigError(ConfigProblem(problem, ("evaluation", "splits", str(number), "like"), where))
+        one = known[like]
+        whole.append({**one, "kind": one.get("kind") or like, **own})
+    return {**raw, "evaluation": {**section, "splits": whole}}
 
 
 def _with_fronts(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -1193,9 +1380,10 @@ def _with_fronts(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _kinds(raw: Mapping[str, Any]) -> set[str]:
     """The kinds of the environments that a configuration names, whatever else it says."""
-    several = raw.get("environments")
-    found = [raw.get("environment"), *(cast("list[Any]", several) if isinstance(several, list) else ())]
-    entries = [cast("Mapping[str, Any]", one) for one in found if isinstance(one, Mapping)]
+    section = raw.get("evaluation")
+    splits = section.get("splits") if isinstance(section, Mapping) else None
+    found = cast("list[Any]", splits) if isinstance(splits, list) else []
+    entries = [*_environments(raw), *(cast("Mapping[str, Any]", one) for one in found if isinstance(one, Mapping))]
     return {str(one.get("kind") or one.get("name")) for one in entries}
 
 

@@ -220,9 +220,7 @@ def _from_anywhere(config: Config) -> Config:
     changed: dict[str, Any] = {
         "model": config.model.model_copy(update={"checkpoint": config.model.checkpoint.resolve()})
     }
-    placed = tuple(_with_rows_in_full(one) for one in config.mixture)
-    changed |= {"environments": placed} if config.environments else {"environment": placed[0]}
-    return config.model_copy(update=changed)
+    return config.with_mixture([_with_rows_in_full(one) for one in config.mixture]).model_copy(update=changed)
 
 
 def _with_rows_in_full(environment: EnvironmentConfig) -> EnvironmentConfig:

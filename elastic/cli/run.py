@@ -27,6 +27,7 @@ from elastic.cli.tables import show_listing
 from elastic.cli.track import check_logging
 from elastic.compose.agents import check_front
 from elastic.compose.containers import check_containers, container_words
+from elastic.compose.evaluation import check_evaluation
 from elastic.compose.execution import CANNOT_BEGIN, RunOutcome, execute
 from elastic.compose.incarnations import PastIncarnations, past_incarnations
 from elastic.compose.plan import (
@@ -181,6 +182,7 @@ def _show_dry_run(config: Config, names: list[str], where: str, *, as_json: bool
     check_live(plan)
     check_policy(plan)
     check_front(plan)
+    check_evaluation(plan.config, where)
     check_containers(plan)
     check_logging(config)
     asked_usd, unpriced = vendor_prices(plan)
@@ -244,6 +246,7 @@ def _run(config: Config, names: list[str], where: str, resumed: Path | None, *, 
         # A pool's job does not have seconds at its start, where its trainer says the same.
         check_policy(plan, None if plan.in_turns else resumed)
         check_front(plan)
+        check_evaluation(plan.config, where)
         check_containers(plan)
     check_logging(config)
     run_dir = resumed or new_run_dir(config)

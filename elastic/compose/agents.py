@@ -30,6 +30,7 @@ from elastic.runtime.agents import (
     EnvWorkerOrder,
     EnvWorkersOrder,
     EpisodeTimes,
+    EvaluatedSampling,
     ServingFronts,
     UpstreamBounds,
 )
@@ -69,6 +70,7 @@ def agent_limits(plan: RunPlan) -> AgentLimits | None:
         played=frozenset(one.config.name for one in driven if one.in_workers),
         policies=config.front.policies,
         upstream=_upstream_bounds(config.front),
+        evaluation=_evaluated_sampling(config),
     )
 
 
@@ -76,6 +78,13 @@ def _times(settings: BaseModel) -> EpisodeTimes:
     """Of an environment that agents drive, whose settings go on from `OutsideSettings`."""
     own = settings if isinstance(settings, OutsideSettings) else OutsideSettings()  # type: ignore[call-arg]
     return EpisodeTimes(own.deadline_s, own.idle_s)
+
+
+def _evaluated_sampling(config: Config) -> EvaluatedSampling:
+    own = config.evaluation
+    if own is None:
+        return EvaluatedSampling()
+    return EvaluatedSampling(temperature=own.temperature, top_p=own.top_p, max_tokens=own.max_tokens)
 
 
 def _upstream_bounds(front: FrontConfig) -> UpstreamBounds | None:

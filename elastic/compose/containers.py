@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from elastic.compose.data import episode_seed
 from elastic.compose.plan import RunPlan
 from elastic.compose.runs import save_run_config
 from elastic.config import AGENT, CHAT, Config, ConfigError, ConfigProblem, EnvironmentConfig
@@ -191,9 +192,10 @@ def _own(config: Config, environment: EnvironmentConfig) -> Config:
         rows = data.model_copy(update={"source": data.source.absolute()})
         environment = environment.model_copy(update={"data": rows})
     model = config.model.model_copy(update={"checkpoint": config.model.checkpoint.absolute()})
-    run = config.run.model_copy(update={"certificate": None, "certificate_key": None})
+    seed = episode_seed(config, environment.name)
+    run = config.run.model_copy(update={"certificate": None, "certificate_key": None, "seed": seed})
     own = {"run": run, "model": model, "environment": environment, "environments": (), "providers": {}}
-    return config.model_copy(update=own)
+    return config.model_copy(update={**own, "evaluation": None})
 
 
 def _files(config: Config, environment: EnvironmentConfig) -> list[Path]:

@@ -17,6 +17,12 @@ PLUG_INS = "elastic.curricula"
 """Entry points: functions that order a pass over the data."""
 
 
+def episode_seed(config: Config, environment: str) -> int:
+    """What an environment draws its tasks from: the run's seed, or, where it is evaluated alone, another one."""
+    trained = any(one.name == environment for one in config.trained)
+    return config.run.seed if trained else config.run.seed ^ 1
+
+
 def data_source(environment: EnvironmentConfig, seed: int) -> DataSource | None:
     """The rows that an environment's episodes are about, if they are about any."""
     data = environment.data
@@ -38,10 +44,7 @@ def data_source(environment: EnvironmentConfig, seed: int) -> DataSource | None:
 def counted(config: Config, where: str) -> Config:
     """The configuration with the numbers of rows that curricula have to know. Raises `ConfigError` for data that cannot
     be read, and for a curriculum that is not installed or cannot be loaded."""
-    mixture = [_counted(config, number, where) for number in range(len(config.mixture))]
-    if config.environments:
-        return config.model_copy(update={"environments": tuple(mixture)})
-    return config.model_copy(update={"environment": mixture[0]})
+    return config.with_mixture([_counted(config, number, where) for number in range(len(config.mixture))])
 
 
 def _counted(config: Config, number: int, where: str) -> EnvironmentConfig:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from elastic.compose.checkpoints import checkpoints
 from elastic.compose.data import counted
+from elastic.compose.evaluation import with_tasks
 from elastic.config import (
     Config,
     ConfigError,
@@ -100,7 +101,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     def resolved(self) -> dict[str, Any]:
         """The configuration as it takes effect: with the providers in use, and with every default."""
         body = self.config.model_dump(mode="json")
-        sections = body["environments"] or [body["environment"]]
+        splits = body["evaluation"]["splits"] if body["evaluation"] else []
+        sections = [*(body["environments"] or [body["environment"]]), *splits]
         for section, chosen in zip(sections, self.environments, strict=True):
             section["settings"] = chosen.settings.model_dump(mode="json")
         body["providers"] = {name: settings.model_dump(mode="json") for name, settings in self.providers.items()}
@@ -210,7 +212,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         allowed = ", ".join(sorted({*names, *config.providers})) or "none"
         problem = f"names no provider; allowed: {allowed}"
         raise ConfigError(*(ConfigProblem(problem, ("run", "caps", name), where) for name in unknown))
-    config = counted(config, where)
+    config = with_tasks(counted(config, where), where)
     environments = tuple(_chosen(config, number, where) for number in range(len(config.mixture)))
     reward = config.rewards.name and _pick("reward", config.rewards.name, where, "rewards", "name").value
     if any(types[name].trainer_of_turns for name in names):

@@ -121,7 +121,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
 
     Raises `ConfigError` for another environment than the run's, and for code that cannot be loaded.
     """
-    from elastic.compose.data import data_source
+    from elastic.compose.data import data_source, episode_seed
     from elastic.environments.container import INSIDE_VARIABLE
     from elastic.environments.env_worker import PLAYED_SETTINGS, EnvWork, serve_env_worker
     from elastic.environments.limits import ProcessLimits
@@ -145,7 +145,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
         ),
         model=config.served_name,
         checkpoint=config.model.checkpoint,
-        seed=config.run.seed,
+        seed=episode_seed(config, own.name),
         away_s=config.run.orchestrator_timeout_s,
         data=data_source(own, config.run.seed),
         inside=inside,

@@ -1,6 +1,7 @@
 """Makes the scheduler's inputs: the run's plan, its limits and its policies."""
 
 from elastic.compose.data import curricula
+from elastic.compose.evaluation import planned_evaluation
 from elastic.compose.nanoseconds import in_nanoseconds
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan
 from elastic.config import LOSSES, Config
@@ -53,6 +54,7 @@ def run_plan(plan: RunPlan) -> Plan:
             for one in plan.environments
         ),
         refill_most=plan.config.rollout.refill_most if plan.config.rollout.refill else 0,
+        evaluation=planned_evaluation(plan.config),
         own_loss="" if plan.config.trainer.loss in LOSSES else plan.config.trainer.loss,
     )
 

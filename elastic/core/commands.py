@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from elastic.core.evaluation import EvaluationRecord
 from elastic.core.types import InfrastructureCause, LeaseId, TrajectoryId, TurnId, WorkerId
 
 
@@ -192,6 +193,14 @@ class DropGroup(_Command, frozen=True):
     reason: str
 
 
+class EndEvaluation(_Command, frozen=True):
+    """An evaluation is over: keep what it came to. `best`: its version is the best so far, whose checkpoint is to be
+    kept."""
+
+    record: EvaluationRecord
+    best: bool = False
+
+
 class UpdateWeights(_Command, frozen=True):
     """The step has its batch, but for `empty_slots`: finish it and publish `version`.
 
@@ -260,6 +269,7 @@ Command: TypeAlias = (
     | RecordReward
     | TrainGroup
     | DropGroup
+    | EndEvaluation
     | UpdateWeights
     | AskPermit
     | YieldPermit

@@ -10,6 +10,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.evaluation_manager import EvaluationManager
 from elastic.core.mixing import next_of
 from elastic.core.policy import BatchView
 from elastic.core.reward_manager import RewardManager
@@ -26,10 +27,13 @@ MIN_GROUP_SIZE = 2
 
 
 class GroupManager:
-    def __init__(self, run: RunState, turns: TurnManager, rewards: RewardManager) -> None:
+    def __init__(
+        self, run: RunState, turns: TurnManager, rewards: RewardManager, evaluations: EvaluationManager
+    ) -> None:
         self._run = run
         self._turns = turns
         self._rewards = rewards
+        self._evaluations = evaluations
         self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.TurnRequested: self._on_turn_requested,
             e.TrajectoryFinished: self._on_trajectory_finished,
@@ -49,13 +53,19 @@ class GroupManager:
         return (step, group) if group.members[trajectory] is None else None
 
     def _on_turn_requested(self, event: e.TurnRequested) -> Changed:
-        member = self._member(event.trajectory)
-        if member is None or not self._run.active:
+        oldest_version = self._oldest_version_for(event.trajectory)
+        if oldest_version is None or not self._run.active:
             self._run.out.append(c.CancelTrajectory(trajectory=event.trajectory, cause="it is over"))
         elif event.trajectory not in self._rewards.scorings:
-            _, group = member
-            self._turns.request(event, max(group.version_floor, self._run.oldest_version))
+            self._turns.request(event, oldest_version)
         return Changed.ROOM
+
+    def _oldest_version_for(self, trajectory: TrajectoryId) -> int | None:
+        """The oldest version that a turn of the trajectory may have tokens of; None where it may not go on."""
+        if (evaluated := self._evaluations.version_of(trajectory)) is not None:
+            return evaluated
+        member = self._member(trajectory)
+        return None if member is None else max(member[1].version_floor, self._run.oldest_version)
 
     def _on_trajectory_finished(self, event: e.TrajectoryFinished) -> None:
         reward, member = float(event.reward), self._member(event.trajectory)
@@ -68,6 +78,8 @@ class GroupManager:
         self._end_trajectory(event.trajectory, event.cause or "unknown cause", infrastructure)
 
     def _on_reward_requested(self, event: e.RewardRequested) -> None:
+        if self._run.active:
+            self._evaluations.request_reward(event.trajectory)
         member = self._member(event.trajectory)
         if member is not None and self._run.active:
             self._end_turns(member[1], event.trajectory, "the trajectory is being scored")
@@ -81,6 +93,7 @@ class GroupManager:
     def _end_trajectory(
         self, trajectory: TrajectoryId, outcome: float | str, infrastructure: InfrastructureCause | None = None
     ) -> None:
+        self._evaluations.end(trajectory, outcome)
         member = self._member(trajectory)
         if member is None:
             return
@@ -132,12 +145,13 @@ class GroupManager:
 
     def rollouts_to_do(self) -> bool:
         """Whether any trajectory in play may still ask for a turn, or the end of one have others launched."""
-        step = self._run.step
-        if step is None:
+        step, evaluation = self._run.step, self._run.evaluation
+        evaluated = 0 if evaluation is None else evaluation.unended
+        if step is None and evaluation is None:
             return True
-        if step.taking is not BatchRule.ALL:
-            return step.count(GroupState.RUNNING) > 0
-        return step.unended > len(self._rewards.scorings)
+        if step is not None and step.taking is not BatchRule.ALL:
+            return step.count(GroupState.RUNNING) + evaluated > 0
+        return (0 if step is None else step.unended) + evaluated > len(self._rewards.scorings)
 
     def launch(self, step: Step) -> None:
         """Launch as many groups as the sampling policy wants, for this step and for steps that may run ahead.
@@ -146,6 +160,8 @@ class GroupManager:
         the oldest version that its tokens may have.
         """
         run = self._run
+        if run.between_steps:
+            return
         ahead = min(run.plan.staleness_bound, run.plan.steps - 1 - step.number)
         running = step.count(GroupState.RUNNING)
         view = BatchView(

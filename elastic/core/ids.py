@@ -5,6 +5,7 @@ worker      spot-3, spot-3.1    the first and the second of that lease
 group       2/5             the group with index 5 of training step 2
 trajectory  2/5/0           its first member
 turn        2/5/0/4         the fifth turn of that
+evaluated   e10/3, e10/3/1  task 3 of the evaluation of version 10, and its second episode
 agent       2-5-0           that trajectory in an address, for an agent
 env worker  chat_1          the second process that plays episodes of the environment `chat`
 """
@@ -14,9 +15,15 @@ from typing import NamedTuple
 
 from elastic.core.types import LeaseId, TrajectoryId, TurnId, WorkerId
 
+EVALUATED = "e"
+"""How the names begin of what is not trained on, but evaluated."""
+DRAWN_FOR_EVALUATION = -1
+"""Stands for the step in what episodes of evaluations are drawn from: the same for every version."""
+
 
 class Member(NamedTuple):
-    """The place of a trajectory: a training step, the index of a group in it, and the member's number in the group."""
+    """The place of a trajectory: a training step, the index of a group in it, and the member's number in the group. Of
+    an evaluation the step is the version, and the group the task."""
 
     step: int
     group: int
@@ -54,14 +61,30 @@ def group_id(step: int, group: int) -> str:
     return f"{step}/{group}"
 
 
-def trajectory_id(step: int, group: int, member: int) -> TrajectoryId:
-    return f"{step}/{group}/{member}"
+def evaluated_group_id(version: int, task: int) -> str:
+    return f"{EVALUATED}{version}/{task}"
+
+
+def trajectory_id(step: int, group: int, member: int, *, evaluation: bool = False) -> TrajectoryId:
+    return f"{EVALUATED if evaluation else ''}{step}/{group}/{member}"
+
+
+def is_evaluated(name: str) -> bool:
+    """Whether a group, a trajectory or a turn is of an evaluation."""
+    return name.startswith(EVALUATED)
 
 
 def parse_trajectory(trajectory: TrajectoryId) -> Member:
     """Raises `ValueError` for what is no trajectory's name."""
-    step, group, member = trajectory.split("/")
+    step, group, member = trajectory.removeprefix(EVALUATED).split("/")
     return Member(int(step), int(group), int(member))
+
+
+def drawn_from(trajectory: TrajectoryId) -> Member:
+    """What an episode and its sampling noise are drawn from besides the run's seed. Of an evaluation that is the same
+    whichever version is evaluated, and never that of a trajectory which is trained on."""
+    member = parse_trajectory(trajectory)
+    return member._replace(step=DRAWN_FOR_EVALUATION) if is_evaluated(trajectory) else member
 
 
 def agent_id(trajectory: TrajectoryId) -> str:
@@ -71,7 +94,8 @@ def agent_id(trajectory: TrajectoryId) -> str:
 
 def parse_agent_id(name: str) -> TrajectoryId:
     """Raises `ValueError` for what is no trajectory's name."""
-    return trajectory_id(*parse_trajectory(name.replace("-", "/")))
+    trajectory = name.replace("-", "/")
+    return trajectory_id(*parse_trajectory(trajectory), evaluation=is_evaluated(trajectory))
 
 
 def group_of(trajectory: TrajectoryId) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Set
 from typing import TypeAlias
 
 from elastic.core.fleet import Worker
+from elastic.core.ids import group_of, is_evaluated
 from elastic.core.leases import Lease
 from elastic.core.ledger import DeviceBook
 from elastic.core.reward_manager import Scoring
@@ -25,6 +26,7 @@ from elastic.core.types import (
     LeaseState,
     ScoringState,
     StalenessDrop,
+    TrajectoryId,
     TurnState,
     WorkerRole,
     WorkerState,
@@ -58,6 +60,7 @@ _WAITS_OF_A_PHASE = {
     "waking": Phase.RUNNING,
     "training": Phase.RUNNING,
     "replacement": Phase.RUNNING,
+    "evaluation": Phase.RUNNING,
 }
 _SCORING_WAITS = {ScoringState.RUNNING: {"score"}, ScoringState.BACKING_OFF: {"score again"}}
 
@@ -101,6 +104,7 @@ def check(scheduler: Scheduler) -> None:
     _check_queue(scheduler)
     _check_lull(scheduler)
     _check_step(scheduler)
+    _check_evaluation(scheduler)
     _check_trainer(scheduler)
     _check_waits(scheduler, all_waits)
 
@@ -123,8 +127,7 @@ def _check_turn(s: Scheduler, turn: Turn) -> None:
     require(4, admits, lambda: f"admits versions from {turn.oldest_version} on, the bound is {s.oldest_version}")
     state = s.turns.trajectories.get(turn.trajectory)
     require(12, state is not None and turn.id in state.turns, "its trajectory does not know it")
-    group = s.step.group_of(turn.trajectory) if s.step else None
-    outcome = group.members[turn.trajectory] if group else "unknown"
+    outcome = _outcome(s, turn.trajectory)
     require(12, outcome is None, lambda: f"its trajectory has ended: {outcome}")
     if turn.state not in _HOLDING:
         require(1, turn.state is TurnState.QUEUED and turn.worker is None, lambda: f"{turn.state} on {turn.worker}")
@@ -145,6 +148,15 @@ def _check_turn(s: Scheduler, turn: Turn) -> None:
         require(12, watched, lambda: f"{turn.state} until {turn.due_ns}, its worker is watched until {watched_ns}")
     else:
         require(12, s.timers.waiting("handover", turn.id), lambda: f"{turn.state} without a handover deadline")
+
+
+def _outcome(s: Scheduler, trajectory: TrajectoryId) -> float | str | None:
+    """What a trajectory has come to, which is trained on or evaluated; None before its end."""
+    if is_evaluated(trajectory):
+        task = None if s.evaluation is None else s.evaluation.tasks.get(group_of(trajectory))
+        return "unknown" if task is None else task.members[trajectory]
+    group = s.step.group_of(trajectory) if s.step else None
+    return group.members[trajectory] if group else "unknown"
 
 
 def _check_worker(s: Scheduler, worker: Worker, waits: Set[str]) -> None:
@@ -229,8 +241,7 @@ def _check_lease(s: Scheduler, lease: Lease, waits: Set[str]) -> None:
 
 def _check_scoring(s: Scheduler, scoring: Scoring) -> None:
     name = f"reward of {scoring.trajectory} ({scoring.state})"
-    group = s.step.group_of(scoring.trajectory) if s.step else None
-    outcome = group.members[scoring.trajectory] if group else "unknown"
+    outcome = _outcome(s, scoring.trajectory)
     if outcome is not None:
         raise InvariantViolated(11, name, f"its trajectory has ended: {outcome}", scoring.story)
     waited = {w for waits in _SCORING_WAITS.values() for w in waits if s.timers.waiting(w, scoring.trajectory)}
@@ -343,6 +354,30 @@ def _check_step(s: Scheduler) -> None:
     unended = sum(len(g.unfinished) for g in s.step.groups.values() if g.state is not GroupState.DROPPED)
     if s.step.unended != unended:
         raise InvariantViolated(9, f"step {s.step.number}", f"counts {s.step.unended} unended, has {unended}")
+
+
+def _check_evaluation(s: Scheduler) -> None:
+    """An evaluation is of the run's version, has an end, and is no part of a step."""
+    evaluation = s.evaluation
+    if (evaluation is not None) is not s.timers.waiting("evaluation", "run"):
+        raise InvariantViolated(12, "the evaluation", f"has no deadline, or a deadline without one: {evaluation}")
+    if evaluation is None:
+        return
+    name = f"the evaluation of version {evaluation.version}"
+    if evaluation.version != s.version:
+        raise InvariantViolated(4, name, f"goes on at version {s.version}")
+    unended = sum(outcome is None for task in evaluation.tasks.values() for outcome in task.members.values())
+    if evaluation.unended != unended or not unended:
+        raise InvariantViolated(9, name, f"counts {evaluation.unended} unended episodes, has {unended}")
+    scored = [one for task in evaluation.tasks.values() for one in task.members.values() if isinstance(one, float)]
+    if not all(reward - reward == 0 for reward in scored):
+        raise InvariantViolated(11, name, f"has rewards {scored}")
+    trained = [t for group in (s.step.groups.values() if s.step else ()) for t in group.members if is_evaluated(t)]
+    if trained:
+        raise InvariantViolated(3, name, f"{trained} are members of groups")
+    launched = s.step.launched if s.step is not None and evaluation.next_step is not None else 0
+    if launched:
+        raise InvariantViolated(9, name, f"{launched} groups are launched meanwhile, and the next step waits for it")
 
 
 def _check_group(s: Scheduler, group: Group) -> None:

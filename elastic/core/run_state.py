@@ -14,6 +14,7 @@ from msgspec import UNSET
 from elastic.core.agreement import Agreement
 from elastic.core.commands import Command
 from elastic.core.controls import Controls
+from elastic.core.evaluation import Evaluation
 from elastic.core.events import Event, Resumed, Suspended
 from elastic.core.fleet import Fleet, Worker
 from elastic.core.leases import LeaseTable
@@ -100,6 +101,10 @@ class RunState:
         self.version: int | None = None
         self.step: Step | None = None
         self.history: list[StepRecord] = []
+        self.evaluation: Evaluation | None = None
+        """The one that is under way."""
+        self.evaluated: dict[int, dict[str, float]] = {}
+        """By version, what the metrics came to that decide something; those without a task are left out."""
         self.groups_launched = 0
         """In the whole run, dropped ones included: the number of the next group."""
         self.launched_of = [0] * len(plan.environments)
@@ -134,6 +139,11 @@ class RunState:
     def drops_tokens(self) -> bool:
         """Whether of a group with tokens that are too old these are left out, and not the group."""
         return self.plan.staleness_drop is StalenessDrop.TOKEN
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether an evaluation is under way that the next step waits for: no group is launched meanwhile."""
+        return self.evaluation is not None and self.evaluation.next_step is not None
 
     @property
     def active(self) -> bool:

@@ -16,6 +16,8 @@ from elastic.core.balancer import Balancer
 from elastic.core.control_manager import ControlManager
 from elastic.core.controls import Controls
 from elastic.core.departures import Departures
+from elastic.core.evaluation import Evaluation
+from elastic.core.evaluation_manager import EvaluationManager
 from elastic.core.fleet import Fleet, Worker
 from elastic.core.group_manager import GroupManager
 from elastic.core.lease_manager import LeaseManager
@@ -53,13 +55,15 @@ class Scheduler:
         self._reward_manager = RewardManager(run)
         self._permit = TrainerPermit(run)
         self._device = TrainerDevice(run, self._turn_manager, self._permit)
-        self._group_manager = GroupManager(run, self._turn_manager, self._reward_manager)
+        self._evaluation_manager = EvaluationManager(run, self._turn_manager, self._reward_manager)
+        self._group_manager = GroupManager(run, self._turn_manager, self._reward_manager, self._evaluation_manager)
         self._driver = StepController(
             run,
             self._turn_manager,
             self._worker_manager,
             self._reward_manager,
             self._group_manager,
+            self._evaluation_manager,
             self._device,
             self._permit,
         )
@@ -73,6 +77,7 @@ class Scheduler:
             self._reward_manager,
             self._permit,
             self._device,
+            self._evaluation_manager,
             self._group_manager,
             self._driver,
         )
@@ -260,6 +265,11 @@ class Scheduler:
     @property
     def step(self) -> Step | None:
         return self._run.step
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The evaluation that is under way."""
+        return self._run.evaluation
 
     @property
     def history(self) -> list[StepRecord]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.evaluation_manager import EvaluationManager
 from elastic.core.group_manager import INFRASTRUCTURE, GroupManager
 from elastic.core.mixing import counts_before
 from elastic.core.outcomes import counted, in_words
@@ -34,6 +35,7 @@ class StepController:
         workers: WorkerManager,
         rewards: RewardManager,
         groups: GroupManager,
+        evaluations: EvaluationManager,
         device: TrainerDevice,
         permit: TrainerPermit,
     ) -> None:
@@ -42,6 +44,7 @@ class StepController:
         self._workers = workers
         self._rewards = rewards
         self._groups = groups
+        self._evaluations = evaluations
         self._device = device
         self._permit = permit
         self._reseed = False
@@ -83,12 +86,17 @@ class StepController:
             self._follow_permit()
 
     def _advance(self) -> None:
-        run, mode = self._run, self._device.mode
-        if run.phase is Phase.STARTING and self._trainer_is_there(mode):
+        run = self._run
+        if run.phase is Phase.STARTING and self._trainer_is_there(self._device.mode):
             self._begin()
-            mode = self._device.mode
-        step = run.step
-        if step is None or not run.active:
+        self._end_evaluation_if_over()
+        mode, step = self._device.mode, run.step
+        if not run.active:
+            return
+        if run.between_steps:
+            self._lend_device(mode)
+            return
+        if step is None:
             return
         if step.rollout_ended_ns is None and step.rollouts_done:
             step.rollout_ended_ns = run.now_ns
@@ -128,8 +136,10 @@ class StepController:
     def _has_work(self) -> bool:
         """Return whether the step is ready to train, or turns wait that no other worker can take."""
         step = self._run.step
-        if step is None or self._device.mode is not TrainerMode.ASLEEP:
+        if self._device.mode is not TrainerMode.ASLEEP:
             return False
+        if step is None or self._run.between_steps:
+            return self._reseed
         return self._reseed or (step.rollouts_done and not step.updating and self._trainable(step))
 
     def _tell_progress(self, step: Step) -> None:
@@ -170,7 +180,11 @@ class StepController:
         return self._run.plan.staleness_bound == 0
 
     def _trainable(self, step: Step) -> bool:
-        return step.next_group() is not None or step.settled
+        return step.next_group() is not None or self._may_update(step)
+
+    def _may_update(self, step: Step) -> bool:
+        """Whether the next version may come: never while this one is evaluated."""
+        return step.settled and self._run.evaluation is None
 
     def _begin(self) -> None:
         """The trainer is there: its weights are the run's, and version v means that v steps are done."""
@@ -184,23 +198,69 @@ class StepController:
         run.groups_launched = trainer.version * run.plan.groups
         run.launched_of = counts_before([one.ratio for one in run.plan.environments], run.groups_launched)
         self._workers.ensure_weights_everywhere()
-        self._start_step(trainer.version)
+        self._go_on(trainer.version)
 
-    def _start_step(self, number: int) -> None:
+    def _go_on(self, number: int) -> None:
+        """Begin the step with this number, unless that waits for the evaluation of the version that begins here."""
         run = self._run
+        self._make_step(number)
+        due, ends = run.version is not None and self._evaluations.is_due(run.version), run.step is None
+        if due and (ends or not self._evaluations.overlaps):
+            self._evaluations.begin(number)
+            return
+        self._open_step()
+        if due:
+            self._evaluations.begin(None)
+
+    def _make_step(self, number: int) -> None:
+        """Have the step that comes next, with what goes on from the one before; none after the last."""
+        run, plan = self._run, self._run.plan
         assert run.version is not None
-        if number >= run.plan.steps:
-            run.over = True
+        if number >= plan.steps:
             self._drop_left("the run is over")
             run.step = None
             return
         left = run.step.in_play() if run.step else []
-        plan = run.plan
         run.step = step = Step(number, run.version, plan.groups, self._taking, plan.minibatches, run.now_ns, left)
         self._groups.drop_stale(step)
+
+    def _open_step(self) -> None:
+        """Launch the step's groups; after the last step the run is over."""
+        step = self._run.step
+        if step is None:
+            self._run.over = True
+            return
         self._groups.launch(step)
         if self._synchronous:
             self._begin_seeding()
+
+    def _end_evaluation_if_over(self) -> None:
+        """Record an evaluation that is over, and begin the step that has waited for it."""
+        run, evaluation = self._run, self._run.evaluation
+        if evaluation is None or evaluation.unended or not run.active:
+            return
+        waited = run.between_steps
+        self._evaluations.conclude()
+        if why := self._evaluations.why_stop():
+            run.stop(why)
+        elif waited:
+            if run.step is not None:
+                run.step.begin_now(run.now_ns)
+            self._forget_reseeding()
+            self._open_step()
+
+    def _lend_device(self, mode: TrainerMode) -> None:
+        """Between two steps the trainer's device generates for the evaluation, where it does for steps or has to."""
+        seeds = self.seeding_plan.window_ns > 0 and not self._permit.needed
+        if mode is TrainerMode.AWAKE:
+            if not seeds and self._helped(self._run.turns.head()):
+                self._device.rest("others play the evaluation")
+        elif mode is TrainerMode.ASLEEP:
+            needed = self._needs_reseeding()
+            if (needed or seeds) and self._device.free:
+                self._wake()
+        elif mode is not TrainerMode.WAKING:
+            self._forget_reseeding()
 
     @property
     def _taking(self) -> BatchRule:
@@ -222,7 +282,7 @@ class StepController:
         run = self._run
         window_over = not run.timers.waiting("seeding", "trainer") and (self._synchronous or self._trainable(step))
         helped = self._helped(run.turns.head()) or (self._permit.needed and bool(run.leases.slices))
-        if not step.rollouts_done and not (window_over and helped):
+        if not (step.rollouts_done and run.evaluation is None) and not (window_over and helped):
             return
         self._note_end_of_seeding(step)
         self._device.rest("seeding ends")
@@ -258,7 +318,7 @@ class StepController:
         if chosen is not None:
             step.take(*chosen, self._run.now_ns)
             self._device.train(step.number, *chosen)
-        elif step.settled:
+        elif self._may_update(step):
             step.updating = True
             self._device.update(step.number, step.version + 1, step.free_slots)
 
@@ -278,7 +338,7 @@ class StepController:
         if not run.active:
             return
         self._workers.ensure_weights_everywhere()
-        self._start_step(step.number + 1)
+        self._go_on(step.number + 1)
 
     def _on_trainer_failed(self, event: e.TrainerFailed) -> None:
         if self._run.hear_trainer(event.worker, event.epoch) is not None:
@@ -328,6 +388,7 @@ class StepController:
             run.timers.clear(what, key)
         self._device.abandon()
         self._permit.give_up(finished=True)
+        self._evaluations.abandon(reason)
         self._drop_left(reason)
         self._rewards.forget_all()
         self._turns.cancel_all(reason)

@@ -153,6 +153,10 @@ class Step:
         for group in inherited:
             self._add(group)
 
+    def begin_now(self, now_ns: Nanoseconds) -> None:
+        """Count the step's time from here: it has waited for something that is no part of it."""
+        self.started_ns, self.meter = now_ns, StepMeter(now_ns)
+
     def launch(
         self, size: int, version_floor: int, environment: str = "", wanted: int = 0, row: int | None = None
     ) -> Group:

@@ -463,6 +463,42 @@ class PlannedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     members: int = 0
 
 
+class EvaluationSet(msgspec.Struct, frozen=True, kw_only=True):
+    """The first `tasks` of an environment: the policy is evaluated on them."""
+
+    environment: str
+    tasks: int
+
+
+class StopRule(msgspec.Struct, frozen=True, kw_only=True):
+    """A run ends once this metric of its evaluations is `at_least` so high, or, where `no_better_for` is above 0, once
+    so many evaluations after the best one were not better."""
+
+    metric: str
+    at_least: float | None = None
+    no_better_for: int = 0
+
+
+class PlannedEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """When the policy is evaluated, and on what: `samples` episodes of each task of the `sets`.
+
+    Versions that are multiples of `every` are evaluated, and the first and the last one where that is wanted. Besides
+    the mean reward there is pass@k for each k of `passes`. With `overlap` the next step goes on beside an evaluation.
+    `keep_best` is the metric by which one version is the best; empty: none is.
+    """
+
+    sets: tuple[EvaluationSet, ...]
+    samples: int
+    timeout_ns: Nanoseconds
+    every: int = 0
+    at_start: bool = True
+    at_end: bool = True
+    passes: tuple[int, ...] = (1,)
+    overlap: bool = False
+    keep_best: str = ""
+    stop: StopRule | None = None
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is to do: `steps` steps in all, of which as many are done as the trainer's weights version says.
 
@@ -490,6 +526,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     `InfrastructureCause`."""
     own_loss: str = ""
     """The code by which the trainer computes a loss of its user's own: what may hold it up."""
+    evaluation: PlannedEvaluation | msgspec.UnsetType = msgspec.UNSET
+    """Unset where the policy is not evaluated."""
 
 
 class BudgetForecast(msgspec.Struct, frozen=True, kw_only=True):

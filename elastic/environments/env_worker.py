@@ -22,7 +22,7 @@ import httpx
 import msgspec
 import structlog
 
-from elastic.core.ids import agent_id, parse_trajectory
+from elastic.core.ids import agent_id, is_evaluated, parse_trajectory
 from elastic.environments.agent import (
     AgentSettings,
     BadOutcome,
@@ -274,7 +274,9 @@ class FunctionPlayer:
 
     def _task(self, begun: TrajectoryBegun) -> EpisodeTask:
         number = begun.number
-        seed = random.Random(f"{self._work.seed}/{number}").getrandbits(63)
+        # Tasks of evaluations are none of those that groups have, and the same each time.
+        of = "evaluation/" if is_evaluated(begun.trajectory) else ""
+        seed = random.Random(f"{self._work.seed}/{of}{number}").getrandbits(63)
         if (rows := self._rows) is None:
             return EpisodeTask(number=number, seed=seed, place=begun.place)
         row = rows.of_group(begun.place, begun.row)

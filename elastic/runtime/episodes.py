@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.core.ids import parse_trajectory
+from elastic.core.ids import drawn_from, is_evaluated
 from elastic.core.types import SamplingParameters, TrajectoryId, TurnId, WorkerId
 from elastic.protocol import wire
 from elastic.protocol.sampled import TOKEN_BYTES, Sampled, SampledBranch, SampledRun, ids_of, pack_ids
@@ -130,14 +130,19 @@ def stable_hash(*parts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """Limits of trajectories. `sampling` holds for each of their turns, except for its noise. Token ids are below
-    `vocab_size`."""
+    """Limits of trajectories. `sampling` holds for each of their turns, except for its noise; `evaluation` for those
+    that are evaluated, where it is another. Token ids are below `vocab_size`."""
 
     max_turns: int
     max_context_tokens: int
     environment_timeout_s: float
     sampling: SamplingParameters
     vocab_size: int
+    evaluation: SamplingParameters | None = None
+
+    def sampling_of(self, trajectory: TrajectoryId) -> SamplingParameters:
+        """How the trajectory's turns are drawn, their noise aside."""
+        return self.sampling if self.evaluation is None or not is_evaluated(trajectory) else self.evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +189,7 @@ class FinishedEpisodes:
         """What a function needs to score the trajectory."""
         assert self.scoring is not None
         episode = self._episode(trajectory)
-        step, group, _ = parse_trajectory(trajectory)
+        step, group, _ = drawn_from(trajectory)
         return FinishedTrajectory(
             trajectory=trajectory,
             token_ids=ids_of(episode.token_ids),

@@ -316,19 +316,21 @@ class Orchestrator:
         """The trajectories of an environment that speaks token ids."""
         config, wiring = self._config, self._wiring
         played = wiring.token_level[environment.name]
+        sampling = SamplingParameters(
+            max_new_tokens=config.rollout.max_tokens_per_turn,
+            noise_seed=0,
+            stop_token_ids=played.stop_token_ids,
+            temperature=config.rollout.temperature,
+        )
         return Rollouts(
             config.run.seed,
             RolloutLimits(
                 config.rollout.max_turns,
                 config.engine.max_context_tokens,
                 environment.step_timeout_s,
-                SamplingParameters(
-                    max_new_tokens=config.rollout.max_tokens_per_turn,
-                    noise_seed=0,
-                    stop_token_ids=played.stop_token_ids,
-                    temperature=config.rollout.temperature,
-                ),
+                sampling,
                 vocabulary(wiring.welcome.model, INTEGER_MAX),
+                _evaluated(config, sampling),
             ),
             played.make,
             run.feed,
@@ -593,6 +595,19 @@ class Orchestrator:
                 log.warning("a provider is asked for nothing more", provider=provider, cause=fault)
                 self._journal.meta(f"{REMARK}{provider}: start", f"its workers could not start: {fault}")
         self._stopped = stopped
+
+
+def _evaluated(config: Config, sampling: SamplingParameters) -> SamplingParameters | None:
+    """How turns of evaluations are drawn, where the policy is evaluated."""
+    own = config.evaluation
+    if own is None:
+        return None
+    return msgspec.structs.replace(
+        sampling,
+        max_new_tokens=own.max_tokens or sampling.max_new_tokens,
+        temperature=sampling.temperature if own.temperature is None else own.temperature,
+        top_p=sampling.top_p if own.top_p is None else own.top_p,
+    )
 
 
 async def _closed(provider: Provider) -> str:

@@ -22,7 +22,7 @@ import structlog
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ids import parse_trajectory, turn_id
+from elastic.core.ids import drawn_from, turn_id
 from elastic.core.types import SamplingParameters, TrajectoryId, TurnId
 from elastic.environments.answers import Answers, BadAnswer
 from elastic.environments.base import Environment
@@ -329,7 +329,7 @@ class Rollouts:
         return self._finished.drop(trajectories)
 
     async def _run(self, trajectory: TrajectoryId) -> None:
-        step, group, _ = parse_trajectory(trajectory)
+        step, group, _ = drawn_from(trajectory)
         episode = RolloutTrajectory(trajectory, self._clock_ns(), stable_hash(self._seed, step, group))
         try:
             environment = self._make_environment()
@@ -385,8 +385,8 @@ class Rollouts:
         self.cancel(episode.trajectory)
 
     async def _play(self, episode: RolloutTrajectory, environment: Environment) -> None:
-        limits = self._limits
-        step, group, member = parse_trajectory(episode.trajectory)
+        limits, sampling = self._limits, self._limits.sampling_of(episode.trajectory)
+        step, group, member = drawn_from(episode.trajectory)
         answers = Answers(type(environment).__name__, limits.vocab_size)
         async with self._time_to_answer(episode):
             prompt = await environment.reset(episode.seed)
@@ -394,12 +394,12 @@ class Rollouts:
         episode.tag = answers.tag(getattr(environment, "tag", ""))
         if not self._has_room(episode):
             raise NoRoom(
-                f"the prompt leaves no room for a turn of {limits.sampling.max_new_tokens} tokens "
+                f"the prompt leaves no room for a turn of {sampling.max_new_tokens} tokens "
                 f"in a context of {limits.max_context_tokens}"
             )
         while episode.turns < limits.max_turns and self._has_room(episode):
             noise_seed = stable_hash(self._seed, step, group, member, episode.turns)
-            turn = await self._generate(episode, msgspec.structs.replace(limits.sampling, noise_seed=noise_seed))
+            turn = await self._generate(episode, msgspec.structs.replace(sampling, noise_seed=noise_seed))
             episode.act(turn)
             async with self._time_to_answer(episode):
                 answer = await environment.step(ids_of(turn.token_ids))
@@ -422,7 +422,8 @@ class Rollouts:
         )
 
     def _has_room(self, episode: RolloutTrajectory) -> bool:
-        return episode.tokens + self._limits.sampling.max_new_tokens <= self._limits.max_context_tokens
+        most_tokens = self._limits.sampling_of(episode.trajectory).max_new_tokens
+        return episode.tokens + most_tokens <= self._limits.max_context_tokens
 
     async def _generate(self, episode: RolloutTrajectory, sampling: SamplingParameters) -> OpenTurn:
         turns, number, tokens = self._running[episode.trajectory], episode.turns, episode.tokens

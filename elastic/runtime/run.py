@@ -169,6 +169,7 @@ class Run:
             c.RecordReward: lambda k: trajectories.record_reward(k.trajectory, k.reward, k.cause),
             c.TrainGroup: self._train_group,
             c.DropGroup: self._drop_group,
+            c.EndEvaluation: lambda _: None,
             c.UpdateWeights: self._update_weights,
             c.AskPermit: lambda _: self._once_durable(ports.pool.ask_permit),
             c.YieldPermit: lambda k: self._once_durable(

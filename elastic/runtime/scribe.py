@@ -10,7 +10,7 @@ import msgspec
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ids import group_of, lease_of, parse_trajectory, provider_of
+from elastic.core.ids import group_of, is_evaluated, lease_of, parse_trajectory, provider_of
 from elastic.core.scheduler import Scheduler
 from elastic.core.steps import CUT_OFF
 from elastic.core.types import DEATHS, EndCause, LeaseId, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
@@ -20,6 +20,8 @@ from elastic.runtime.engine_meters import EngineMeters
 from elastic.runtime.journal import (
     BookRow,
     CallRow,
+    EvaluatedRow,
+    EvaluationRow,
     GroupRow,
     JournalRecord,
     JournalWriter,
@@ -224,6 +226,9 @@ class Scribe:
             c.RecordReward: self._record_reward,
             c.TrainGroup: lambda t, k: self._group_over(t, k, ""),
             c.DropGroup: lambda t, k: self._group_over(t, k, k.reason),
+            c.EndEvaluation: lambda t, k: self._rows.append(
+                EvaluationRow(version=k.record.version, t_ns=t, record=k.record, best=k.best)
+            ),
         }
         if not self._keeps:  # Nobody reads rows: only what the status shows is kept.
             shown = (e.LeaseGranted, e.LeaseEnded, e.WorkerReported)
@@ -372,8 +377,6 @@ class Scribe:
     def _trajectory_ended(
         self, now_ns: Nanoseconds, trajectory: TrajectoryId, ended: Ended | None, reward: float | None, cause: str = ""
     ) -> None:
-        if reward is not None:
-            self.rewards.append(reward)
         self._count_end(trajectory, reward)
         if ended is not None:
             self._rows.append(self._row(trajectory, now_ns, ended, reward, cause))
@@ -508,8 +511,6 @@ class Scribe:
                 self._rows.append(msgspec.structs.replace(row, ended_ns=now_ns, cause=command.cause))
 
     def _record_reward(self, now_ns: Nanoseconds, command: c.RecordReward) -> None:
-        if command.reward is not None:
-            self.rewards.append(command.reward)
         self._count_end(command.trajectory, command.reward)
         if (row := self._take_unscored(command.trajectory)) is not None:
             self._rows.append(msgspec.structs.replace(row, ended_ns=now_ns, reward=command.reward, cause=command.cause))
@@ -523,6 +524,9 @@ class Scribe:
 
     def _group_over(self, now_ns: Nanoseconds, command: c.TrainGroup | c.DropGroup, dropped: str) -> None:
         """Record the end of a group, with the length of each member so far and the age of its tokens."""
+        if is_evaluated(command.group):
+            self._forget_members(command.group)
+            return
         version = self._scheduler.version or 0
         known = [self._trajectories[t] for t in command.trajectories if t in self._trajectories]
         for trajectory in known:
@@ -554,10 +558,19 @@ class Scribe:
         self._rows.append(row)
         if not dropped:
             self._trained[row.group] = row
-        for trajectory in self._members.pop(command.group, ()):
+        self._forget_members(command.group)
+
+    def _forget_members(self, group: str) -> None:
+        self._environments.pop(group, None)
+        for trajectory in self._members.pop(group, ()):
             self._forget_member(trajectory)
 
     def _count_end(self, trajectory: TrajectoryId, reward: float | None) -> None:
+        """Count it among those of the step; what is evaluated is none of them."""
+        if is_evaluated(trajectory):
+            return
+        if reward is not None:
+            self.rewards.append(reward)
         if (counts := self._counts_of(self._environments.get(group_of(trajectory), ""))) is not None:
             if reward is None:
                 counts.failed += 1
@@ -572,7 +585,8 @@ class Scribe:
         self, trajectory: TrajectoryId, now_ns: Nanoseconds, ended: Ended, reward: float | None, cause: str
     ) -> TrajectoryRow:
         sampled, group = ended.sampled, group_of(trajectory)
-        return TrajectoryRow(
+        kind = EvaluatedRow if is_evaluated(trajectory) else TrajectoryRow
+        return kind(
             trajectory=trajectory,
             step=parse_trajectory(trajectory).step,
             group=group,

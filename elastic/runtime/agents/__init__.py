@@ -2,7 +2,7 @@
 
 from elastic.runtime.agents.chats import CHATS_NOTE, ChatLimits, Chats, ChatTotals, LendingWorkers, chats_of
 from elastic.runtime.agents.env_workers import EnvWorkerOrder, EnvWorkersOrder
-from elastic.runtime.agents.limits import AgentLimits, EpisodeTimes
+from elastic.runtime.agents.limits import AgentLimits, EpisodeTimes, EvaluatedSampling
 from elastic.runtime.agents.metrics import RunMetrics
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.service import AgentService, AgentsWiring, Fronts, ServingFronts

@@ -21,6 +21,16 @@ class EpisodeTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedSampling:
+    """How turns of evaluations are sampled. Where nothing is said agents choose their temperature, and the rest is as
+    of the run's other turns."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLimits:
     """`sampling` is the run's: of each turn its most tokens, its temperature and the tokens at which it stops."""
 
@@ -40,6 +50,7 @@ class AgentLimits:
     """Further names of the model, each of which stands for a policy of its own."""
     upstream: UpstreamBounds | None = None
     """Of calls of models elsewhere; None where there are none."""
+    evaluation: EvaluatedSampling = EvaluatedSampling()
 
     def times(self, environment: str | None) -> EpisodeTimes:
         known = None if environment is None else self.of_environments.get(environment)
@@ -53,8 +64,9 @@ class AgentLimits:
                 status, "unknown_policy", f"no policy {policy!r}; allowed: {known}", param="policy", retry=False
             )
 
-    def granted(self, wanted: WantedSampling, prompt_tokens: int) -> SamplingParameters:
-        """What a call gets of what it wants. Raises `CallRefused` where the context has no room."""
+    def granted(self, wanted: WantedSampling, prompt_tokens: int, *, evaluated: bool = False) -> SamplingParameters:
+        """What a call gets of what it wants; nothing is pinned where the policy is `evaluated`. Raises `CallRefused`
+        where the context has no room."""
         room = self.max_context_tokens - prompt_tokens
         if room < 1:
             raise CallRefused(
@@ -66,19 +78,33 @@ class AgentLimits:
             )
         if not prompt_tokens:
             raise CallRefused(400, "invalid_prompt", "the prompt is empty", param="prompt")
-        temperature = self.sampling.temperature
-        if wanted.temperature is not None and "temperature" not in self.pinned:
-            temperature = wanted.temperature
-            if not 0 < temperature <= TEMPERATURE_MAX:
-                found = f"temperature is {temperature}; allowed, as its tokens are trained on: above 0, at most 2"
-                raise CallRefused(400, "invalid_temperature", found, param="temperature")
+        own = self.evaluation if evaluated else EvaluatedSampling()
         stops = () if wanted.ignore_eos else self.sampling.stop_token_ids
         return SamplingParameters(
-            max_new_tokens=min(wanted.max_tokens or room, self.sampling.max_new_tokens, room),
+            max_new_tokens=min(wanted.max_tokens or room, own.max_tokens or self.sampling.max_new_tokens, room),
             noise_seed=0,
             stop_token_ids=tuple(sorted({*stops, *wanted.stop_token_ids})),
-            temperature=temperature,
+            temperature=self._temperature(wanted, evaluated=evaluated),
+            top_p=self.top_p(evaluated=evaluated),
         )
+
+    def _temperature(self, wanted: WantedSampling, *, evaluated: bool) -> float:
+        if evaluated and self.evaluation.temperature is not None:
+            return self.evaluation.temperature
+        temperature = wanted.temperature
+        if temperature is None or ("temperature" in self.pinned and not evaluated):
+            return self.sampling.temperature
+        if evaluated and 0 <= temperature <= TEMPERATURE_MAX:
+            return temperature
+        if not 0 < temperature <= TEMPERATURE_MAX:
+            found = f"temperature is {temperature}; allowed, as its tokens are trained on: above 0, at most 2"
+            raise CallRefused(400, "invalid_temperature", found, param="temperature")
+        return temperature
+
+    def top_p(self, *, evaluated: bool) -> float:
+        """The share of probability that turns are drawn from: all of it, but for evaluations that say otherwise."""
+        own = self.evaluation.top_p
+        return own if evaluated and own is not None else 1.0
 
     def check_ids(self, ids: bytes) -> None:
         """Raises `CallRefused` for what is no packed list of ids of the vocabulary."""

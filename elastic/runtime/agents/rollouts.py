@@ -15,7 +15,7 @@ import msgspec
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ids import agent_id, environment_of, group_of, parse_trajectory, turn_id
+from elastic.core.ids import agent_id, drawn_from, environment_of, group_of, is_evaluated, turn_id
 from elastic.core.types import NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId, TurnId
 from elastic.protocol import wire
 from elastic.protocol.front_messages import (
@@ -274,7 +274,7 @@ class AgentRollouts:
             branch, tokens = trajectory.branches.nearest(ids, ask.call.policy)
             ids = ids[tokens * TOKEN_BYTES :]
         prompt_tokens = tokens + len(ids) // TOKEN_BYTES
-        sampling = limits.granted(ask.sampling, prompt_tokens)
+        sampling = limits.granted(ask.sampling, prompt_tokens, evaluated=is_evaluated(trajectory.trajectory))
         turns: list[AgentTurn] = []
         for choice in choices:
             asked = notes.TurnAsked(
@@ -311,12 +311,13 @@ class AgentRollouts:
     def _open(
         self, trajectory: AgentTrajectory, turn: TurnId, asked: notes.TurnAsked, max_new_tokens: int
     ) -> AgentTurn:
-        step, group, member = parse_trajectory(trajectory.trajectory)
+        step, group, member = drawn_from(trajectory.trajectory)
         sampling = SamplingParameters(
             max_new_tokens=max_new_tokens,
             noise_seed=stable_hash(asked.seed, step, group, member, trajectory.asked),
             stop_token_ids=asked.stop_token_ids,
             temperature=asked.temperature,
+            top_p=self._limits.top_p(evaluated=is_evaluated(trajectory.trajectory)),
         )
         opened = self._turns[turn] = trajectory.ask(turn, asked, sampling)
         return opened

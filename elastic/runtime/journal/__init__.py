@@ -14,6 +14,8 @@ from elastic.runtime.journal.records import (
     UNEXPECTED,
     BookRow,
     CallRow,
+    EvaluatedRow,
+    EvaluationRow,
     EventRow,
     GroupRow,
     MoveRow,

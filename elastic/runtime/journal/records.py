@@ -1,10 +1,12 @@
-"""What a journal keeps, one record type a table. A change of these is a new `SCHEMA_VERSION`."""
+"""What a journal keeps, one record type a table. A change of these is a new `SCHEMA_VERSION`, but for tables that come
+with their first record (`LATER`): a journal without one is as one that has it, and empty."""
 
 import math
 from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 
+from elastic.core.evaluation import EvaluationRecord
 from elastic.core.ledger import DeviceBook
 from elastic.core.policy import StepRecord
 from elastic.core.steps import CUT_OFF
@@ -118,6 +120,26 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     @property
     def metrics_by_name(self) -> dict[str, float]:
         return msgspec.msgpack.decode(self.metrics, type=dict[str, float]) if self.metrics else {}
+
+
+class EvaluatedRow(TrajectoryRow, frozen=True, gc=False):
+    """An episode of an evaluation that is over, as in `TrajectoryRow`: `step` is the version that was evaluated."""
+
+    TABLE: ClassVar[str] = "evaluated"
+    LATER: ClassVar[bool] = True
+
+
+class EvaluationRow(JournalRecord, frozen=True):
+    """An evaluation that is over. `best`: no version before was as good, by the metric that the run is told to keep."""
+
+    TABLE: ClassVar[str] = "evaluations"
+    KEY: ClassVar[str] = "version"
+    LATER: ClassVar[bool] = True
+
+    version: int
+    t_ns: Nanoseconds
+    record: EvaluationRecord
+    best: bool = False
 
 
 class TrajectoryPlace(NamedTuple):
@@ -298,5 +320,7 @@ KINDS: tuple[type[JournalRecord], ...] = (
     PullRow,
     CallRow,
     BookRow,
+    EvaluatedRow,
+    EvaluationRow,
 )
 TABLES: dict[type[JournalRecord], JournalTable] = {kind: JournalTable(kind) for kind in KINDS}

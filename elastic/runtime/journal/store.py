@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 from elastic.config import ConfigError, JournalConfig, given_path
+from elastic.core.ids import is_evaluated
 from elastic.core.types import TrajectoryId
 from elastic.runtime.journal.reader import JournalReader
-from elastic.runtime.journal.records import TrajectoryRow
+from elastic.runtime.journal.records import EvaluatedRow, TrajectoryRow
 from elastic.runtime.journal.writer import SqliteJournal
 from elastic.system.files import write_whole
 
@@ -119,7 +120,8 @@ class RunDirectory:
         for path in reversed(self.journal_paths()):
             if left := [name for name in names if name not in found]:
                 with JournalReader(path) as journal:
-                    found |= journal.by_key(TrajectoryRow, left)
+                    found |= journal.by_key(TrajectoryRow, [name for name in left if not is_evaluated(name)])
+                    found |= journal.by_key(EvaluatedRow, [name for name in left if is_evaluated(name)])
         return found
 
     def discard_journal(self, path: Path) -> None:

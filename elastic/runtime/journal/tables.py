@@ -26,10 +26,11 @@ _PLAIN: dict[Any, str] = {int: "INTEGER", bool: "INTEGER", str: "TEXT", bytes: "
 
 
 class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the journal's table of this name."""
+    """A row of the journal's table of this name. A table that is made `LATER` comes with its first row."""
 
     TABLE: ClassVar[str]
     KEY: ClassVar[str] = ""
+    LATER: ClassVar[bool] = False
 
 
 R = TypeVar("R", bound=JournalRecord)
@@ -74,6 +75,8 @@ class JournalTable(Generic[R]):
 
     def insert(self, connection: sqlite3.Connection, kept: "Sequence[R | Row]") -> None:
         """Insert what was `kept` of records, in order."""
+        if self.kind.LATER:
+            connection.execute(self.create.replace("CREATE TABLE", "CREATE TABLE IF NOT EXISTS", 1))
         rows = [values if isinstance(values, tuple) else msgspec.structs.astuple(values) for values in kept]
         whole = len(rows) - len(rows) % ROWS_AT_ONCE
         for begin in range(0, whole, ROWS_AT_ONCE):
@@ -81,18 +84,29 @@ class JournalTable(Generic[R]):
             connection.execute(self._insert_many, values)
         connection.executemany(self._insert_one, rows[whole:])
 
+    def lacks(self, connection: sqlite3.Connection) -> bool:
+        """Whether the journal has no such table, as none of its records came yet."""
+        there = "SELECT 1 FROM sqlite_schema WHERE type = 'table' AND name = ?"
+        return self.kind.LATER and connection.execute(there, (self.name,)).fetchone() is None
+
     def read(self, connection: sqlite3.Connection) -> Iterator[R]:
         """Every record, in order. Raises `msgspec.ValidationError` or `msgspec.DecodeError` for a damaged one."""
+        if self.lacks(connection):
+            return
         for row in connection.execute(f"{self._select} ORDER BY rowid"):
             yield self._record(row)
 
     def read_where(self, connection: sqlite3.Connection, clause: str, values: Sequence[float]) -> Iterator[R]:
         """The records that a condition, and an order, in SQL say. Raises as `read` does."""
+        if self.lacks(connection):
+            return
         for row in connection.execute(f"{self._select} WHERE {clause}", values):
             yield self._record(row)
 
     def last(self, connection: sqlite3.Connection) -> R | None:
         """The record that was written last. Raises as `read` does."""
+        if self.lacks(connection):
+            return None
         row = connection.execute(f"{self._select} ORDER BY rowid DESC LIMIT 1").fetchone()
         return None if row is None else self._record(row)
 
@@ -109,6 +123,8 @@ class JournalTable(Generic[R]):
 
     def find(self, connection: sqlite3.Connection, key: str) -> R | None:
         """The record with this key, of a kind that has keys. Raises as `read` does."""
+        if self.lacks(connection):
+            return None
         row = connection.execute(f'{self._select} WHERE "{self.kind.KEY}" = ?', (key,)).fetchone()
         return None if row is None else self._record(row)
 

@@ -311,7 +311,8 @@ class SqliteJournal:
                 connection.execute("PRAGMA journal_mode=WAL")
                 connection.execute("BEGIN")
                 for table in TABLES.values():
-                    connection.execute(table.create)
+                    if not table.kind.LATER:
+                        connection.execute(table.create)
                 all_notes = {"schema_version": str(SCHEMA_VERSION), **notes}
                 TABLES[NoteRow].insert(connection, [NoteRow(key=key, value=value) for key, value in all_notes.items()])
                 connection.execute("COMMIT")

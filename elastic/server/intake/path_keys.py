@@ -47,6 +47,9 @@ def _settings_at(raw: Mapping[str, Any], place: Place) -> tuple[type[BaseModel] 
             return settings_of("elastic.environments", _kind_of(raw["environment"])), tuple(rest)
         case ("environments", number, "settings", *rest) if number.isdecimal():
             return settings_of("elastic.environments", _kind_of(raw["environments"][int(number)])), tuple(rest)
+        case ("evaluation", "splits", number, "settings", *rest) if number.isdecimal():
+            split = raw["evaluation"]["splits"][int(number)]
+            return settings_of("elastic.environments", _kind_of(split)), tuple(rest)
         case ("rewards", "pool_settings", *rest):
             return settings_of("elastic.function_pools", raw["rewards"].get("pool", "local")), tuple(rest)
     return Config, place

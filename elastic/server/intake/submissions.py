@@ -134,11 +134,13 @@ def _forbidden(raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         section, _, name = key.partition(".")
         if isinstance(raw.get(section), dict) and name in raw[section]:
             yield ConfigProblem("is the server's to choose; leave it out", (section, name))
-    several = raw.get("environments")
-    for number, environment in enumerate(several if isinstance(several, list) else ()):
-        for name in ("python", "container", "network"):
-            if isinstance(environment, dict) and name in environment:
-                yield ConfigProblem("is the server's to choose; leave it out", ("environments", str(number), name))
+    evaluation = raw.get("evaluation")
+    splits = evaluation.get("splits") if isinstance(evaluation, dict) else None
+    for place, several in ((("environments",), raw.get("environments")), (("evaluation", "splits"), splits)):
+        for number, environment in enumerate(several if isinstance(several, list) else ()):
+            for name in ("python", "container", "network"):
+                if isinstance(environment, dict) and name in environment:
+                    yield ConfigProblem("is the server's to choose; leave it out", (*place, str(number), name))
     for top in ("engine", "providers", "trainer"):
         for path, _ in _leaves(raw.get(top), (top,)):
             if _REFUSED_KEYS & set(path):

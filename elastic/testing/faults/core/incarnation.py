@@ -122,6 +122,8 @@ class SimulatedJournal:
         if self._outside.digesting:
             self.digests.append(digest(self._scheduler))
         for command in commands:
+            if isinstance(command, c.EndEvaluation):
+                continue  # It is kept, and nothing else comes of it.
             what = command.lease if isinstance(command, c.ReleaseLease) else command
             self._decided.setdefault(what, len(self.events))
         self._judge(now_ns, event, commands)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
-from elastic.core.ids import group_of, parse_turn
+from elastic.core.ids import group_of, is_evaluated, parse_trajectory, parse_turn
 from elastic.core.types import FinishReason, LeaseId, Nanoseconds, Plan, TrajectoryId, TurnId, WorkerId, WorkerRole
 
 
@@ -66,6 +66,8 @@ class RunRecord:
         self.lease_of: dict[WorkerId, LeaseId] = {}
         self.trained = dict(trained)
         self.rewards: dict[TrajectoryId, float] = {}
+        self.evaluated: dict[int, c.EndEvaluation] = {}
+        """By version."""
         self.run_ended: str | None = None
         self._commands: set[str] = set()
         self._caps: dict[str, int | None] = {}
@@ -170,6 +172,8 @@ class RunRecord:
                 self._refilled(command)
             case c.TrainGroup() | c.UpdateWeights():
                 self._to_the_trainer(command, again=isinstance(event, e.WorkerSlept | e.PermitGranted))
+            case c.EndEvaluation():
+                self._evaluated(command)
             case c.FenceWorker():
                 self.refused.add(command.worker)
             case c.EndRun():
@@ -237,6 +241,23 @@ class RunRecord:
         self.replaced[failed] = further
         self._members.add(further)
 
+    def _evaluated(self, command: c.EndEvaluation) -> None:
+        """A version is evaluated once, on its own tokens alone, and what is told of it is what its episodes came to."""
+        found, version = command.record, command.record.version
+        self.require(version == self.version, f"version {version} is evaluated at version {self.version}")
+        self.require(version not in self.evaluated, f"version {version} is evaluated twice")
+        self.evaluated[version] = command
+        episodes = [name for name in self._members if is_evaluated(name) and parse_trajectory(name).step == version]
+        others = {name for name in episodes if {self.oldest.get(name), self.newest.get(name)} - {None, version}}
+        self.require(not others, f"{others} are evaluated with tokens of other versions than {version}")
+        told = [reward for one in found.sets.values() for task in one.rewards for reward in task]
+        self.require(len(told) == len(episodes), f"{len(told)} of {len(episodes)} episodes are told of")
+        known = sorted(self.rewards[name] for name in episodes if name in self.rewards)
+        scored = sorted(reward for reward in told if reward is not None)
+        self.require(found.timed_out or scored == known, f"scored {scored}, told {known}")
+        cut_off = sum(one.cut_off for one in found.sets.values())
+        self.require(found.timed_out is (cut_off > 0), f"{cut_off} episodes are cut off, in time: {found.timed_out}")
+
     def _to_the_trainer(self, command: c.TrainGroup | c.UpdateWeights, *, again: bool) -> None:
         """Checks orders to the trainer. One that has come back, or has its device again, gets its last order again."""
         if again and command == self._order:
@@ -257,6 +278,7 @@ class RunRecord:
         members = len(command.trajectories)
         self.require(members <= self._sizes[command.group], f"{command.group} is trained with {members} members")
         for trajectory in command.trajectories:
+            self.require(not is_evaluated(trajectory), f"{trajectory} is evaluated, and trained on")
             self.require(trajectory in self._members, f"{trajectory} was never started")
             self.require(trajectory not in self.replaced, f"{trajectory} is trained, and so is who replaces it")
             self.require(trajectory not in self.trained, f"{trajectory} is trained twice")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ids import parse_turn, turn_id
+from elastic.core.ids import is_evaluated, parse_turn, turn_id
 from elastic.core.types import NS_PER_S, TrajectoryId, TurnId
 from elastic.testing.faults.core.record import RunRecord
 
@@ -67,7 +67,9 @@ class SimulatedRollouts:
             self._think(trajectory)
 
     def _count(self, group: c.StartGroup) -> None:
-        """Whatever dies, groups are numbered without a gap and without a repeat."""
+        """Whatever dies, groups are numbered without a gap and without a repeat; tasks of evaluations are none."""
+        if is_evaluated(group.group):
+            return
         assert group.number == self._groups, f"group {group.group} has number {group.number}, not {self._groups}"
         self._groups += 1
 

@@ -1,0 +1,102 @@
+"""How a run's policy is evaluated: on which tasks, of which none may be one that is trained on."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from elastic.compose.data import data_source
+from elastic.config import Config, ConfigError, ConfigProblem, EnvironmentConfig, EvaluationConfig, SplitConfig
+from elastic.core.types import NS_PER_S, EvaluationSet, PlannedEvaluation, StopRule
+from elastic.environments.hub_rows import HubSource
+from elastic.environments.rows import BadData, DataSource, Rows, read_rows
+
+
+def planned_evaluation(config: Config) -> PlannedEvaluation | UnsetType:
+    """When the run's policy is evaluated, and on what; unset where it is not."""
+    own = config.evaluation
+    if own is None:
+        return UNSET
+    splits = {split.name: split.tasks for split in own.splits}
+    stop = own.stop_when
+    return PlannedEvaluation(
+        sets=tuple(EvaluationSet(environment=name, tasks=splits.get(name) or own.tasks) for name in config.evaluated),
+        samples=own.samples,
+        timeout_ns=round(own.timeout_s * NS_PER_S),
+        every=own.every,
+        at_start=own.at_start,
+        at_end=own.at_end,
+        passes=own.passes,
+        overlap=own.overlap,
+        keep_best=own.keep_best,
+        stop=None
+        if stop is None
+        else StopRule(metric=stop.metric, at_least=stop.at_least, no_better_for=stop.no_better_for or 0),
+    )
+
+
+def with_tasks(config: Config, where: str) -> Config:
+    """The configuration with the number of tasks of each split. Raises `ConfigError` for rows that cannot be read, and
+    for more tasks than rows."""
+    own = config.evaluation
+    if own is None:
+        return config
+    splits = [_with_tasks(config, own, number, where) for number in range(len(own.splits))]
+    return config.model_copy(update={"evaluation": own.model_copy(update={"splits": tuple(splits)})})
+
+
+def _with_tasks(config: Config, own: EvaluationConfig, number: int, where: str) -> SplitConfig:
+    split, section = own.splits[number], ("evaluation", "splits", str(number))
+    source = data_source(split, config.run.seed)
+    if source is None or (split.tasks is not None and _read_elsewhere(split, source)):
+        return split.model_copy(update={"tasks": split.tasks or own.tasks})
+    rows = len(_rows(source, (*section, "data"), where).rows)
+    if split.tasks is not None and split.tasks > rows:
+        problem = f"found {split.tasks}, but {source.source} has {rows} rows; allowed: up to {rows}"
+        raise ConfigError(ConfigProblem(problem, (*section, "tasks"), where))
+    return split.model_copy(update={"tasks": split.tasks or rows})
+
+
+def _read_elsewhere(environment: EnvironmentConfig, source: DataSource) -> bool:
+    """Whether the rows may be readable to another interpreter alone."""
+    return isinstance(source.source, HubSource) and bool(environment.python or environment.container)
+
+
+def _rows(source: DataSource, section: Sequence[str], where: str) -> Rows:
+    try:
+        return read_rows(source)
+    except BadData as error:
+        raise ConfigError(ConfigProblem(str(error), tuple(section), where)) from error
+
+
+def check_evaluation(config: Config, where: str) -> None:
+    """Raises `ConfigError` where a split has rows that are trained on, which it tells the number of."""
+    own, sources = config.evaluation, [data_source(one, config.run.seed) for one in config.mixture]
+    trained = [
+        (config.mixture[number], source)
+        for number, source in enumerate(sources[: len(config.trained)])
+        if source is not None and not _read_elsewhere(config.mixture[number], source)
+    ]
+    for place, split in enumerate(() if own is None else own.splits):
+        source, section = sources[len(config.trained) + place], ("evaluation", "splits", str(place), "data")
+        if source is None or _read_elsewhere(split, source):
+            continue
+        tasks = _prompts(source, section, where)[: split.tasks]
+        for number, (environment, other) in enumerate(trained):
+            known = set(_prompts(other, (*config.environment_section(number), "data"), where))
+            if shared := sum(task in known for task in tasks):
+                problem = (
+                    f"{shared} of the {len(tasks)} tasks of {split.name!r} have prompts that are trained on, by "
+                    f"{environment.name!r}; allowed: others"
+                )
+                raise ConfigError(ConfigProblem(problem, section, where))
+
+
+def _prompts(source: DataSource, section: Sequence[str], where: str) -> list[str]:
+    rows = _rows(source, section, where)
+    return [_plain(rows.prompt(row)) for row in rows.rows]
+
+
+def _plain(prompt: Any) -> str:
+    return json.dumps(prompt, sort_keys=True, default=str)

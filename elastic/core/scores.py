@@ -1,0 +1,82 @@
+"""What the episodes of an evaluation come to: avg@k, pass@k, their standard errors, and differences of pairs. Pure.
+
+Source: Chen et al., "Evaluating Large Language Models Trained on Code" (the unbiased estimator of pass@k).
+"""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+PASSING = 0.0
+"""An episode has passed whose reward is above this."""
+NORMAL_95 = 1.959963984540054
+"""Standard errors on either side of a mean within which 95 % of normally distributed means are."""
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """A mean over `tasks` tasks, and its standard error, None where there is but one task."""
+
+    mean: float
+    error: float | None
+    tasks: int
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Where the mean of all such tasks is, in 95 of 100 cases; None where the error is not known."""
+        return None if self.error is None else (self.mean - NORMAL_95 * self.error, self.mean + NORMAL_95 * self.error)
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """The probability that one of k episodes passes, estimated without bias from `samples` of which so many `passed`.
+
+    That is 1 - C(samples - passed, k) / C(samples, k), as a product, which does not overflow. Raises `ValueError`
+    where there are fewer than k episodes, or more passed than there are.
+    """
+    if not 1 <= k <= samples or not 0 <= passed <= samples:
+        raise ValueError(f"pass@{k} of {samples} episodes, {passed} of which passed; allowed: k from 1 to {samples}")
+    if samples - passed < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / number for number in range(samples - passed + 1, samples + 1))
+
+
+def avg_at_k(rewards: Sequence[float]) -> float:
+    """The mean reward of a task's episodes. Raises `ValueError` where there is none."""
+    if not rewards:
+        raise ValueError("avg@k of no episode; allowed: at least one")
+    return math.fsum(rewards) / len(rewards)
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """The mean of one value a task, and its standard error over tasks; None where there is no task."""
+    if not values:
+        return None
+    tasks, mean = len(values), math.fsum(values) / len(values)
+    if tasks == 1:
+        return Estimate(mean=mean, error=None, tasks=1)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (tasks - 1)
+    return Estimate(mean=mean, error=math.sqrt(variance / tasks), tasks=tasks)
+
+
+def metrics(rewards: Sequence[Sequence[float]], samples: int, passes: Sequence[int]) -> dict[str, Estimate]:
+    """avg@`samples`, and pass@k for each k of `passes`, of tasks whose finished episodes had these rewards.
+
+    Failed episodes are not among them. A task without any counts in no metric, and one with fewer than k episodes not
+    in pass@k. A metric without a task is left out.
+    """
+    found = {f"avg@{samples}": estimate([avg_at_k(task) for task in rewards if task])}
+    for k in passes:
+        tasks = [task for task in rewards if len(task) >= k]
+        passed = [sum(reward > PASSING for reward in task) for task in tasks]
+        found[f"pass@{k}"] = estimate([pass_at_k(len(task), n, k) for task, n in zip(tasks, passed, strict=True)])
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def paired(ones: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> Estimate | None:
+    """How much higher `ones` are than `others`, task by task, in mean reward; None where no task has episodes of both.
+
+    Both are rewards of finished episodes by task, of the same tasks in the same order. Raises `ValueError` where they
+    are of different numbers of tasks.
+    """
+    pairs = [(one, other) for one, other in zip(ones, others, strict=True) if one and other]
+    return estimate([avg_at_k(one) - avg_at_k(other) for one, other in pairs])
