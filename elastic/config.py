@@ -298,9 +298,6 @@ class EvaluationConfig(_Section):
         (),
         description="the run's environments that are evaluated, on tasks that training never has; without `splits` all",
     )
-    splits: tuple[SplitConfig, ...] = Field(
-        (), description="environments that are evaluated alone, each with the keys of `environment` and `tasks`"
-    )
     temperature: float | None = Field(
         None, ge=0, le=2, description="of sampling, whatever `rollout.pin` says; 0 takes the likeliest token"
     )
@@ -316,6 +313,11 @@ class EvaluationConfig(_Section):
         "", description="metric by which the best version is, whose checkpoint is kept; empty: none is kept for that"
     )
     stop_when: StopWhenConfig | None = Field(None, description="ends the run by what evaluations have come to")
+    splits: tuple[SplitConfig, ...] = Field(
+        (),
+        description="environments that are evaluated alone: keys of `environment`, `tasks`, and `like`, an environment "
+        "of the run whose keys it has besides",
+    )
 
     @property
     def passes(self) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.evaluation import EvaluationRecord
 from elastic.core.ledger import DeviceBook, Ledger
 from elastic.core.policy import StepRecord
 from elastic.core.types import Account, Chunk, EndCause, FinishReason
@@ -32,6 +33,8 @@ from elastic.protocol import wire
 from elastic.runtime.journal import (
     SCHEMA_VERSION,
     BookRow,
+    EvaluatedRow,
+    EvaluationRow,
     JournalError,
     JournalReader,
     MoveRow,
@@ -221,7 +224,22 @@ class TestRecords:
         with closing(sqlite3.connect(path)) as connection:
             for kind in KINDS:
                 columns = [c[1] for c in connection.execute(f"PRAGMA table_info({kind.TABLE})")]
-                assert [name for name in columns if name != "seq"] == list(kind.__struct_fields__)
+                expected = [] if kind.LATER else list(kind.__struct_fields__)
+                assert [name for name in columns if name != "seq"] == expected
+
+    def test_a_table_that_is_made_later_comes_with_its_first_record(self, path: Path) -> None:
+        journal = SqliteJournal(path, 3600.0)
+        with reading(path) as reader:
+            assert reader.rows(EvaluationRow) == []
+            assert reader.last(EvaluationRow) is None
+            assert reader.by_key(EvaluatedRow, ["e0/0/0"]) == {}
+        record = EvaluationRecord(version=3, started_ns=1, ended_ns=2, timed_out=False, metrics={}, sets={})
+        row = EvaluationRow(version=3, t_ns=2, record=record)
+        journal.append(row, msgspec.structs.replace(row, version=4))
+        journal.close()
+        with reading(path) as reader:
+            assert reader.rows(EvaluationRow) == [row, msgspec.structs.replace(row, version=4)]
+            assert reader.by_key(EvaluatedRow, ["e0/0/0"]) == {}
 
 
 class TestBooks:

@@ -4,7 +4,17 @@ from random import Random
 
 import msgspec
 
-from elastic.core.types import NS_PER_S, Limits, Nanoseconds, Plan, StalenessDrop, WeightMode, WorkerRole
+from elastic.core.types import (
+    NS_PER_S,
+    EvaluationSet,
+    Limits,
+    Nanoseconds,
+    Plan,
+    PlannedEvaluation,
+    StalenessDrop,
+    WeightMode,
+    WorkerRole,
+)
 
 MS = NS_PER_S // 1000
 
@@ -160,6 +170,23 @@ def draw_groups(rng: Random, settings: WorldSettings) -> WorldSettings:
     refill_most, drop = rng.choice((0, 1, 2)), rng.choice(list(StalenessDrop))
     plan = msgspec.structs.replace(settings.plan, refill_most=refill_most, staleness_drop=drop)
     return msgspec.structs.replace(settings, plan=plan)
+
+
+def draw_evaluation(rng: Random, settings: WorldSettings) -> WorldSettings:
+    """Draw when the policy is evaluated, on what, and whether beside steps. It may be out of time."""
+    samples = rng.randint(1, 3)
+    evaluation = PlannedEvaluation(
+        sets=(EvaluationSet(environment="held", tasks=rng.randint(1, 3)), EvaluationSet(environment="other", tasks=1)),
+        samples=samples,
+        timeout_ns=rng.choice((3, 30, 200)) * NS_PER_S,
+        every=rng.randint(0, 2),
+        at_start=rng.random() < 2 / 3,
+        at_end=rng.random() < 2 / 3,
+        passes=(1, samples),
+        overlap=rng.random() < 1 / 2,
+        keep_best=rng.choice(("", f"avg@{samples}")),
+    )
+    return msgspec.structs.replace(settings, plan=msgspec.structs.replace(settings.plan, evaluation=evaluation))
 
 
 def draw_large_settings(rng: Random) -> WorldSettings:

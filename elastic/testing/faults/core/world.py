@@ -42,6 +42,7 @@ from elastic.testing.faults.core.settings import (
     MS,
     SimulatedProviderSettings,
     WorldSettings,
+    draw_evaluation,
     draw_groups,
     draw_large_settings,
     draw_settings,
@@ -60,6 +61,7 @@ TRAINER = SimulatedProviderSettings(
 LARGE_EVERY = 100
 """The last of so many seeds in a row draws a large world."""
 REPLAYED_EVERY = 25
+EVALUATED_EVERY = 8
 """One in this many seeds has its whole journal replayed and compared after every event."""
 
 
@@ -104,6 +106,8 @@ def simulate(
     if settings is None:
         settings = draw_sharing(Random(f"{seed}/sharing"), draw(rng))
         settings = draw_groups(Random(f"{seed}/groups"), settings)
+        if seed % EVALUATED_EVERY == EVALUATED_EVERY - 1:
+            settings = draw_evaluation(Random(f"{seed}/evaluation"), settings)
     faults = faults or draw_faults(rng, settings.fault_span_ns)
     commands: Sequence[TimedCommand] = ()
     if commanded:
