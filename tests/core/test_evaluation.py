@@ -48,6 +48,7 @@ def end(core: CoreHarness, trajectory: str, reward: float | None = 1.0) -> list[
 
 def end_all(core: CoreHarness, version: int, rewards: Sequence[float | None] = (1.0, 0.0, 1.0, 1.0)) -> list[c.Command]:
     """Each of the two tasks' two episodes."""
+    out: list[c.Command] = []
     for number, reward in enumerate(rewards):
         out = end(core, trajectory_id(version, number // 2, number % 2, evaluation=True), reward)
     return out
