@@ -118,8 +118,14 @@ class EvaluationManager:
         decides = [*([plan.keep_best] if plan.keep_best else []), *([plan.stop.metric] if plan.stop else [])]
         values = {metric: record.value(metric) for metric in decides}
         run.evaluated[record.version] = {metric: value for metric, value in values.items() if value is not None}
-        best = bool(plan.keep_best) and best_version(self._values(plan.keep_best)) == record.version
+        best = self.best_version == record.version
         run.out.append(c.EndEvaluation(record=record, best=best))
+
+    @property
+    def best_version(self) -> int | None:
+        """The best version so far, by the metric that decides it; None where none does, or none is known."""
+        plan = self.plan
+        return best_version(self._values(plan.keep_best)) if plan is not None and plan.keep_best else None
 
     def why_stop(self) -> str:
         """Why the run ends before its last step, by what its evaluations have come to; empty where it does not."""

@@ -272,6 +272,11 @@ class Scheduler:
         return self._run.evaluation
 
     @property
+    def best_version(self) -> int | None:
+        """The version whose checkpoint is to be kept for what its evaluation came to; None where there is none."""
+        return self._evaluation_manager.best_version
+
+    @property
     def history(self) -> list[StepRecord]:
         return self._run.history
 

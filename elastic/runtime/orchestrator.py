@@ -22,6 +22,7 @@ from elastic.core.types import INTEGER_MAX, NS_PER_S, Nanoseconds, SamplingParam
 from elastic.environments.base import Environment
 from elastic.pool.client import PoolClient
 from elastic.protocol import wire
+from elastic.protocol.best_checkpoint import keep_best
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.tls import Certificate
@@ -416,6 +417,13 @@ class Orchestrator:
     def ended(self) -> None:
         self._ended.set()
 
+    def keep(self, version: int) -> None:
+        """A checkpoint that cannot be kept is not worth the run."""
+        try:
+            keep_best(self._wiring.kept.path / states.CHECKPOINTS, version)
+        except OSError as error:
+            log.warning("the best checkpoint may not be kept", version=version, error=repr(error))
+
     def _when(self, done: "Future[None]", then: Callable[[], None]) -> None:
         """Call `then` on the loop's thread once `done` is, never if it fails; calls keep their order."""
         soon = _on_this_loop(then)
@@ -462,6 +470,8 @@ class Orchestrator:
                 if self._former is not None:
                     known = self._leases.known()
                     self._run.resume(self._former.budget_usd)
+                    if (best := self.scheduler.best_version) is not None:  # The former process may not have come to it.
+                        self.keep(best)
                 elif self._permits is not None:
                     self._permits.take_up(None, asked=False, last=0)
                 for event in self._told if self._former is None else ():

@@ -200,6 +200,10 @@ class Owner(Protocol):
         """The run is over: its last command has been carried out, or it was killed."""
         ...
 
+    def keep(self, version: int) -> None:
+        """Have the trainer's checkpoint of this version kept, in place of one that was kept before."""
+        ...
+
     def broken(self, event: e.Event | None, error: Exception) -> None:
         """The core or a port has raised. Nothing more is carried out unless this raises, too."""
         ...

@@ -169,7 +169,7 @@ class Run:
             c.RecordReward: lambda k: trajectories.record_reward(k.trajectory, k.reward, k.cause),
             c.TrainGroup: self._train_group,
             c.DropGroup: self._drop_group,
-            c.EndEvaluation: lambda _: None,
+            c.EndEvaluation: self._end_evaluation,
             c.UpdateWeights: self._update_weights,
             c.AskPermit: lambda _: self._once_durable(ports.pool.ask_permit),
             c.YieldPermit: lambda k: self._once_durable(
@@ -368,6 +368,10 @@ class Run:
         if command.slot is not None:
             self._ports.trainer.remember(command)
             self._once_durable(self._ports.trainer.skip, command, dropped)
+
+    def _end_evaluation(self, command: c.EndEvaluation) -> None:
+        if command.best:
+            self._once_durable(self._ports.owner.keep, command.record.version)
 
     def _end_run(self, command: c.EndRun) -> None:
         self.failed = command.failed

@@ -17,6 +17,7 @@ from elastic.config import Config, TrainerPacingConfig
 from elastic.core.types import LogprobCheck, WeightMode
 from elastic.engine.base import RolloutEngine
 from elastic.protocol import wire
+from elastic.protocol.best_checkpoint import best_kept
 from elastic.system.host import here
 from elastic.system.logs import PaceLog
 from elastic.system.parking import Parkable, Switch
@@ -312,7 +313,9 @@ class TrainerHost:
         return WholeVersions(trainer, self._config, self._open_relay, self._request_poll_s)
 
     def _checkpoint_due(self) -> bool:
-        version = self._trainer.version
+        version, evaluation = self._trainer.version, self._config.evaluation
+        if evaluation is not None and evaluation.keep_best and evaluation.every and version % evaluation.every == 0:
+            return True
         return version % self._config.trainer.checkpoint_every_steps == 0 or version == self._config.run.steps
 
     @property
@@ -321,8 +324,10 @@ class TrainerHost:
 
     def _save(self) -> None:
         self._trainer.save(self._checkpoint_path)
+        best = best_kept(self._checkpoints)
         for old in saved(self._checkpoints)[:-KEEP_CHECKPOINTS]:
-            checkpoint.remove(old)
+            if best is None or old != checkpoint_path(self._checkpoints, best, self._config.trainer.gpus):
+                checkpoint.remove(old)
 
     def _restore(self) -> None:
         checkpoint.sweep(self._checkpoints)

@@ -288,6 +288,9 @@ class SimulatedRun(OneIncarnation):
         else:
             self._shared.ended()
 
+    def keep(self, version: int) -> None:
+        """There are no checkpoints of a modelled trainer."""
+
     def broken(self, event: e.Event | None, error: Exception) -> None:
         raise error
 

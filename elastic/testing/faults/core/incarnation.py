@@ -380,6 +380,9 @@ class Incarnation:
         self.over = True
         self._outside.loop.stop()
 
+    def keep(self, version: int) -> None:
+        self.record.require(version == self.scheduler.best_version, f"version {version} is kept, and is not the best")
+
     def broken(self, event: e.Event | None, error: Exception) -> None:
         raise error
 

@@ -1,0 +1,26 @@
+"""Which checkpoint is kept whatever later ones come: a note beside them, which the run writes and its trainer heeds."""
+
+from pathlib import Path
+
+import msgspec
+
+from elastic.system.files import write_whole
+
+_NOTE = "best.json"
+
+
+class _Best(msgspec.Struct, frozen=True):
+    version: int
+
+
+def keep_best(checkpoints: Path, version: int) -> None:
+    """Have the checkpoint of this version kept, and none before it for being the best. Raises `OSError`."""
+    write_whole(checkpoints / _NOTE, msgspec.json.encode(_Best(version)))
+
+
+def best_kept(checkpoints: Path) -> int | None:
+    """The version whose checkpoint is kept; None where there is no such note, or it cannot be read."""
+    try:
+        return msgspec.json.decode((checkpoints / _NOTE).read_bytes(), type=_Best).version
+    except (OSError, msgspec.DecodeError):
+        return None
