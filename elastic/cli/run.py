@@ -284,6 +284,8 @@ def _run(config: Config, names: list[str], where: str, resumed: Path | None, *, 
         more = " --budget-usd USD" if outcome.stopped.startswith(BUDGET_EXHAUSTED) else ""
         say(f"stopped: {outcome.stopped}; {go_on}{more}")
         return EXIT_STOPPED
+    if outcome.ended_early:
+        say(f"ended before its last step, as evaluation.stop_when says: {outcome.ended_early}")
     return 0
 
 

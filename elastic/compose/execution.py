@@ -63,6 +63,8 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     interrupted: bool
     stopped: str = ""
     """Why it was stopped before its end; empty where it was not."""
+    ended_early: str = ""
+    """Why it came to its end before its last step, by its evaluations; empty where it did not."""
 
 
 async def execute(
@@ -141,7 +143,13 @@ async def execute(
                 on_ready(orchestrator)
                 failed = await orchestrator.run()
             ending.conclude(failed, scheduler.stopped)
-    return RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == INTERRUPTED, stopped=scheduler.stopped)
+    return RunOutcome(
+        run_dir=run_dir,
+        failed=failed,
+        interrupted=failed == INTERRUPTED,
+        stopped=scheduler.stopped,
+        ended_early=scheduler.ended_early,
+    )
 
 
 def make_reward_pool(plan: RunPlan, run_dir: Path, meter: Meter) -> FunctionPool:

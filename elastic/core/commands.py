@@ -195,10 +195,11 @@ class DropGroup(_Command, frozen=True):
 
 class EndEvaluation(_Command, frozen=True):
     """An evaluation is over: keep what it came to. `best`: its version is the best so far, whose checkpoint is to be
-    kept."""
+    kept. `ends` is why the run ends with it, before its last step; empty where it goes on."""
 
     record: EvaluationRecord
     best: bool = False
+    ends: str = ""
 
 
 class UpdateWeights(_Command, frozen=True):

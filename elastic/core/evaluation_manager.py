@@ -119,7 +119,7 @@ class EvaluationManager:
         values = {metric: record.value(metric) for metric in decides}
         run.evaluated[record.version] = {metric: value for metric, value in values.items() if value is not None}
         best = self.best_version == record.version
-        run.out.append(c.EndEvaluation(record=record, best=best))
+        run.out.append(c.EndEvaluation(record=record, best=best, ends=self.ends_early))
 
     @property
     def best_version(self) -> int | None:
@@ -127,7 +127,8 @@ class EvaluationManager:
         plan = self.plan
         return best_version(self._values(plan.keep_best)) if plan is not None and plan.keep_best else None
 
-    def why_stop(self) -> str:
+    @property
+    def ends_early(self) -> str:
         """Why the run ends before its last step, by what its evaluations have come to; empty where it does not."""
         plan = self.plan
         return "" if plan is None or plan.stop is None else why_stop(plan.stop, self._values(plan.stop.metric))

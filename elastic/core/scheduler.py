@@ -272,6 +272,11 @@ class Scheduler:
         return self._run.evaluation
 
     @property
+    def ended_early(self) -> str:
+        """Why the run has come to its end before its last step, by its evaluations; empty where it has not."""
+        return self._evaluation_manager.ends_early
+
+    @property
     def best_version(self) -> int | None:
         """The version whose checkpoint is to be kept for what its evaluation came to; None where there is none."""
         return self._evaluation_manager.best_version

@@ -241,8 +241,8 @@ class StepController:
             return
         waited = run.between_steps
         self._evaluations.conclude()
-        if why := self._evaluations.why_stop():
-            run.stop(why)
+        if self._evaluations.ends_early:
+            run.over = True
         elif waited:
             if run.step is not None:
                 run.step.begin_now(run.now_ns)

@@ -227,7 +227,7 @@ class Scribe:
             c.TrainGroup: lambda t, k: self._group_over(t, k, ""),
             c.DropGroup: lambda t, k: self._group_over(t, k, k.reason),
             c.EndEvaluation: lambda t, k: self._rows.append(
-                EvaluationRow(version=k.record.version, t_ns=t, record=k.record, best=k.best)
+                EvaluationRow(version=k.record.version, t_ns=t, record=k.record, best=k.best, ends=k.ends)
             ),
         }
         if not self._keeps:  # Nobody reads rows: only what the status shows is kept.

@@ -169,8 +169,10 @@ class TestTheBestStep:
                 train(core, version)
         assert best == [True, True, False, False]
         assert core.scheduler.phase is Phase.STOPPING
-        assert core.scheduler.stopped == "avg@2 has not been above that of version 1 in 2 evaluations"
+        why = "avg@2 has not been above that of version 1 in 2 evaluations"
+        assert (core.scheduler.ended_early, core.one(c.EndEvaluation).ends) == (why, why)
         assert not core.scheduler.failed
+        assert not core.scheduler.stopped, "that is the run's end, and no interruption"
 
     @given(st.lists(st.one_of(st.none(), st.floats(-1, 1)), max_size=12), st.integers(1, 4), st.floats(-1, 1))
     def test_a_rule_holds_at_the_first_evaluation_where_it_does(

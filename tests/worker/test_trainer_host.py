@@ -14,9 +14,10 @@ import msgspec
 import pytest
 import torch
 
-from elastic.config import Config
+from elastic.config import Config, EvaluationConfig
 from elastic.core.types import Account, FinishReason
 from elastic.protocol import wire
+from elastic.protocol.best_checkpoint import keep_best
 from elastic.protocol.sampled import pack_logprobs
 from elastic.weights import directory
 from elastic.weights.errors import RelayError, RelayUnavailable
@@ -30,6 +31,7 @@ from elastic.weights.shared_memory import SHARED_MEMORY, in_memory
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import published_versions
 from elastic.worker.trainer import create_trainer
+from elastic.worker.trainer.base import saved
 from tests.worker.conftest import PATIENCE_S, generate, policy
 from tests.worker.trainer_house import GROUPS, TrainerHouse, config_of, step_of, train_group
 
@@ -402,6 +404,24 @@ async def test_a_resumed_host_goes_on_from_its_checkpoint(empty_house: TrainerHo
     assert stepped.metrics["groups"] == GROUPS
     published = await empty_house.first(wire.PublishedFrame, after=begin)
     assert published.version == 2
+
+
+async def test_the_best_checkpoint_stays_and_each_that_is_evaluated_has_one(base: Path, tmp_path: Path) -> None:
+    evaluation = EvaluationConfig(every=1, keep_best="avg@4")  # type: ignore[call-arg]
+    house = TrainerHouse(config_of(base).model_copy(update={"evaluation": evaluation}), tmp_path / "run")
+    async with house:
+        await house.ready()
+        house.send(wire.Sleep())
+        checkpoints = house.run_dir / "checkpoints"
+        await house.step(1)
+        keep_best(checkpoints, 1)
+        for version in (2, 3, 4):
+            await house.step(version)
+        assert [path.stem for path in saved(checkpoints)] == ["00000001", "00000003", "00000004"]
+        keep_best(checkpoints, 4)
+        for version in (5, 6):
+            await house.step(version)
+        assert [path.stem for path in saved(checkpoints)] == ["00000004", "00000005", "00000006"]
 
 
 async def test_for_an_engine_of_two_ranks_versions_are_cut_so_that_each_pulls_its_part(

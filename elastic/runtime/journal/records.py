@@ -130,7 +130,8 @@ class EvaluatedRow(TrajectoryRow, frozen=True, gc=False):
 
 
 class EvaluationRow(JournalRecord, frozen=True):
-    """An evaluation that is over. `best`: no version before was as good, by the metric that the run is told to keep."""
+    """An evaluation that is over. `best`: no version before was as good, by the metric that the run is told to keep.
+    `ends` is why the run ended with it before its last step; empty where it did not."""
 
     TABLE: ClassVar[str] = "evaluations"
     KEY: ClassVar[str] = "version"
@@ -140,6 +141,7 @@ class EvaluationRow(JournalRecord, frozen=True):
     t_ns: Nanoseconds
     record: EvaluationRecord
     best: bool = False
+    ends: str = ""
 
 
 class TrajectoryPlace(NamedTuple):
