@@ -1,6 +1,6 @@
 """A run's checkpoints, and the policies in them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,5 +31,4 @@ def adapter_of(config: Config, checkpoint: Path) -> "dict[str, Tensor]":
     """A checkpoint's adapter to the base policy, under the names of peft's files and for a scale of 1; empty where
     whole models are trained. Raises as `policy_of` does."""
     kind, settings = resolve_trainer(config.trainer, "the run's configuration")
-    exported: Callable[..., dict[str, Tensor]] | None = getattr(kind, "exported_adapter", None)
-    return {} if exported is None else exported(config, settings, checkpoint)
+    return kind.exported_adapter(config, settings, checkpoint)

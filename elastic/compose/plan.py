@@ -401,7 +401,7 @@ def _check_ranks(plan: RunPlan, *, for_pool: bool) -> None:
 def has_ranks(config: Config) -> bool:
     """Whether the run's trainer is several processes, each with a GPU."""
     kind, _ = resolve_trainer(config.trainer, "")
-    return config.trainer.gpus > 1 and getattr(kind, "ranks", False)
+    return config.trainer.gpus > 1 and kind.ranks
 
 
 def _check_devices(config: Config) -> None:
@@ -467,28 +467,22 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
 def _check_engines(
     plan: RunPlan, model: Mapping[str, Any], trainer: type[TrainerKind], trains: TrainerSettings
 ) -> None:
-    """Every engine of the run can serve the model, and what is trained of it; kinds of third parties need not say."""
-    unserved = getattr(trainer, "unserved", None)
+    """Every engine of the run can serve the model, and what is trained of it."""
     generates = not has_ranks(plan.config) or seeding_engines(plan.config) > 0
     providers = (*(() if not generates else (TRAINER_PROVIDER,)), *plan.providers)
     places = [("trainer",) if provider == TRAINER_PROVIDER else ("providers", provider) for provider in providers]
     engines = [(config, *resolve_engine(config, "")) for config in map(plan.engine, providers)]
     for place, (config, kind, own) in zip(places, engines, strict=True):
-        unfit = getattr(kind, "unfit", None)
-        if unfit is not None and (why := unfit(model)):
+        if why := kind.unfit(model):
             problem = f"found {config.kind!r}, which cannot serve {plan.config.model.checkpoint}: {why}"
             raise ConfigError(ConfigProblem(f"{problem}; allowed: 'vllm'", (*place, "engine", "kind")))
-        if unserved is not None and (why := unserved(plan.config, trains, config, own)):
+        if why := trainer.unserved(plan.config, trains, config, own):
             raise ConfigError(ConfigProblem(f"found {config.kind!r}, and {why}", (*place, "engine", "kind")))
     for place, (config, kind, own) in zip(places, engines, strict=True):
         try:
-            getattr(kind, "check", _nothing)(model, config, own)
+            kind.check(model, config, own)
         except ValueError as error:
             raise ConfigError(f"{'.'.join(place)}.{error}") from error
-
-
-def _nothing(*_: object) -> None:
-    """What a kind of engine without a check of its own has to say of a model."""
 
 
 def _check_reference(config: Config, vocab_size: int) -> None:

@@ -24,8 +24,7 @@ def create_engine(
     raises.
     """
     kind, settings = resolve_engine(config, "the engine's settings")
-    own: Mapping[str, Any] = {"devices": devices} if devices else {}
-    return kind.create(model_config, config, settings, share, **own)
+    return kind.create(model_config, config, settings, share, devices)
 
 
 def resolve_engine(

@@ -203,10 +203,20 @@ class EngineKind(Protocol):
     """What an entry point of the group "elastic.engines" names: a class that any process can import.
 
     An orchestrator imports it to check settings for workers elsewhere, so what the engine itself needs (torch, vLLM)
-    is imported by `create` alone.
+    is imported by `create` alone. A kind subclasses it, and need not say again what has a body here.
     """
 
     Settings: ClassVar[type[EngineSettings]]
+
+    @staticmethod
+    def unfit(model_config: Mapping[str, Any]) -> str:
+        """Why it cannot serve the model whose `config.json` this is; empty where it can, or says so as it starts."""
+        return ""
+
+    @staticmethod
+    def check(model_config: Mapping[str, Any], config: EngineConfig, settings: Any) -> None:
+        """Raises `ValueError` for settings that do not go with this model, before a process starts."""
+        return
 
     @staticmethod
     def create(
@@ -214,8 +224,10 @@ class EngineKind(Protocol):
         config: EngineConfig,
         settings: Any,
         share: DeviceShare | None = None,
+        devices: Sequence[int] = (),
     ) -> RolloutEngine:
         """An engine without weights for the model whose `config.json` this is; `settings` are of `Settings`. Blocks.
+        It is on these of this process's `devices`; where none are named, on those that it takes by itself.
 
         Raises `ValueError`, or a subclass, that names what does not fit, and what would mend it.
         """

@@ -68,6 +68,7 @@ class RankedProcess:
         assert said is not None
         given.write(json.dumps([what, one, *arguments]) + "\n")
         given.flush()
+        beside = ""
         for line in said:
             if line.startswith("["):
                 how, found = json.loads(line)
@@ -76,7 +77,8 @@ class RankedProcess:
                 if how == "failed":
                     raise RuntimeError(found)
                 return found
-        raise ConnectionError(f"the first rank ended with status {self._process.wait()}")
+            beside = line
+        raise ConnectionError(f"the first rank ended with status {self._process.wait()}: {beside}")
 
     def close(self) -> None:
         self._process.kill()

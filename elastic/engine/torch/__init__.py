@@ -1,10 +1,10 @@
 """The embedded engine: continuous batching over a paged KV cache in plain torch, replayable on the CPU."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from elastic.config import EngineConfig
-from elastic.engine.base import DeviceShare, EngineSettings
+from elastic.engine.base import DeviceShare, EngineKind, EngineSettings
 
 if TYPE_CHECKING:
     from elastic.engine.torch.engine import TorchEngine
@@ -12,14 +12,13 @@ if TYPE_CHECKING:
 __all__ = ["Torch"]
 
 
-class Torch:
+class Torch(EngineKind):
     """The entry point (`elastic.engine.base.EngineKind`). It has no settings beside those of every engine."""
 
     Settings: ClassVar = EngineSettings
 
     @staticmethod
     def unfit(model_config: Mapping[str, Any]) -> str:
-        """Why it cannot serve the model whose `config.json` this is; empty where it can."""
         from elastic.engine.model.config import ModelConfigError, Qwen3Config
 
         try:
@@ -34,8 +33,11 @@ class Torch:
         config: EngineConfig,
         settings: EngineSettings,
         share: DeviceShare | None = None,
+        devices: Sequence[int] = (),
     ) -> "TorchEngine":
         """Raises `ModelConfigError` for a `config.json` that is not a supported Qwen3 model."""
+        if devices:
+            raise ValueError("engine.kind: 'torch' is where engine.device says; on several devices: 'vllm'")
         from elastic.engine.model.config import Qwen3Config
         from elastic.engine.torch.engine import TorchEngine
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from elastic.config import EngineConfig
-from elastic.engine.base import DeviceShare, EngineSettings
+from elastic.engine.base import DeviceShare, EngineKind, EngineSettings
 
 if TYPE_CHECKING:
     from elastic.engine.vllm.engine import VllmEngine
@@ -54,15 +54,10 @@ class VllmSettings(EngineSettings):
         return self
 
 
-class Vllm:
+class Vllm(EngineKind):
     """The entry point (`elastic.engine.base.EngineKind`)."""
 
     Settings: ClassVar = VllmSettings
-
-    @staticmethod
-    def unfit(model_config: Mapping[str, Any]) -> str:
-        """Which models it serves is vLLM's to say, as it starts."""
-        return ""
 
     @staticmethod
     def check(model_config: Mapping[str, Any], config: EngineConfig, settings: VllmSettings) -> None:

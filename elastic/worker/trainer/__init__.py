@@ -29,11 +29,9 @@ def trainer_device(config: Config) -> str:
 
 
 def seeding_engines(config: Config) -> int:
-    """How many engines the trainer makes way for (`TrainerKind.seeding_engines`); kinds of third parties need not say.
-    Raises `ConfigError`."""
+    """How many engines the trainer makes way for (`TrainerKind.seeding_engines`). Raises `ConfigError`."""
     kind, settings = resolve_trainer(config.trainer, "the run's configuration")
-    number = getattr(kind, "seeding_engines", None)
-    return 0 if number is None else number(config, settings)
+    return kind.seeding_engines(config, settings)
 
 
 def resolve_trainer(trainer: TrainerConfig, where: str) -> tuple[type[TrainerKind], TrainerSettings]:

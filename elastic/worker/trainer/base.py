@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from elastic.config import Config
+from elastic.config import Config, EngineConfig
 from elastic.core.types import LogprobCheck
 from elastic.protocol import wire
 from elastic.system.parking import Switch
@@ -113,11 +113,12 @@ class TrainerKind(Protocol):
     """What an entry point of the group "elastic.trainers" names: a class that any process can import.
 
     An orchestrator imports it to check a run's settings, so what the trainer itself needs (torch) is imported by
-    `create` and `exported`, and by `check_checkpoint` at most.
+    `create` and `exported`, and by `check_checkpoint` at most. A kind subclasses it, and need not say again what has a
+    body here.
     """
 
     Settings: ClassVar[type[TrainerSettings]]
-    ranks: ClassVar[bool]
+    ranks: ClassVar[bool] = False
     """Whether `trainer.gpus` may be more than one: then its device does not generate."""
 
     @staticmethod
@@ -127,7 +128,12 @@ class TrainerKind(Protocol):
 
         Raises `ConfigError` for settings with which they cannot.
         """
-        ...
+        return 0
+
+    @staticmethod
+    def unserved(config: Config, settings: Any, engine: EngineConfig, own: Any) -> str:
+        """Why an engine with its `own` settings cannot serve what is trained; empty where it can."""
+        return ""
 
     @staticmethod
     def examine(config: Config, settings: Any) -> StoredPolicy:
@@ -162,6 +168,12 @@ class TrainerKind(Protocol):
         Raises `elastic.engine.model.stored.CheckpointError`.
         """
         ...
+
+    @staticmethod
+    def exported_adapter(config: Config, settings: Any, checkpoint: Path) -> "dict[str, Tensor]":
+        """The adapter of a trainer's checkpoint under the names of peft's files, for a scale of 1; empty where whole
+        models are trained. Raises `elastic.engine.model.stored.CheckpointError`."""
+        return {}
 
 
 SUFFIXES = (".safetensors", ".shards")

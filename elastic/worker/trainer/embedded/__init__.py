@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from elastic.config import Config, ConfigError, EngineConfig
-from elastic.worker.trainer.base import StoredPolicy, TrainerSettings
+from elastic.worker.trainer.base import StoredPolicy, TrainerKind, TrainerSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,19 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["Embedded"]
 
 
-class Embedded:
+class Embedded(TrainerKind):
     """The entry point (`elastic.worker.trainer.base.TrainerKind`). It has no settings beside those of `[trainer]`."""
 
     Settings: ClassVar = TrainerSettings
-    ranks: ClassVar = False
-
-    @staticmethod
-    def seeding_engines(config: Config, settings: TrainerSettings) -> int:
-        return 0
 
     @staticmethod
     def unserved(config: Config, settings: TrainerSettings, engine: EngineConfig, own: Any) -> str:
-        """Why an engine with its `own` settings cannot serve what is trained; empty where it can."""
         if (base := getattr(own, "base", None)) is None:
             return ""
         return (

@@ -8,7 +8,7 @@ from elastic.config import Config, EngineConfig
 from elastic.engine import resolve_engine
 from elastic.engine.base import PROOF_TOKENS
 from elastic.worker.trainer import trainer_engine
-from elastic.worker.trainer.base import PolicyTrainer, StoredPolicy
+from elastic.worker.trainer.base import PolicyTrainer, StoredPolicy, TrainerKind
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Transformers", "TransformersSettings"]
 
 
-class Transformers:
+class Transformers(TrainerKind):
     """The entry point (`elastic.worker.trainer.base.TrainerKind`)."""
 
     Settings: ClassVar = TransformersSettings
@@ -42,7 +42,6 @@ class Transformers:
 
     @staticmethod
     def unserved(config: Config, settings: TransformersSettings, engine: EngineConfig, own: Any) -> str:
-        """Why an engine with its `own` settings cannot serve what is trained; empty where it can."""
         lora, policy = settings.lora, config.model.checkpoint
         base: Path | None = getattr(own, "base", None)
         if lora is None:
@@ -93,8 +92,6 @@ class Transformers:
 
     @staticmethod
     def exported_adapter(config: Config, settings: TransformersSettings, checkpoint: Path) -> "dict[str, Tensor]":
-        """The adapter of a trainer's checkpoint under the names of peft's files, for a scale of 1; empty where whole
-        models are trained. Raises `elastic.engine.model.stored.CheckpointError`."""
         if settings.lora is None:
             return {}
         from elastic.worker.trainer.checkpoint import masters

@@ -143,6 +143,9 @@ class RankLine:
     def of_rank(cls, descriptor: int) -> "RankLine":
         return cls(descriptor, _to_rank)
 
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
     def send(self, message: ToRank | FromRank) -> None:
         with self._sending:
             self._connection.send_bytes(_encoder.encode(message))

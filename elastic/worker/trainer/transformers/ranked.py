@@ -28,6 +28,7 @@ from elastic.core.types import LogprobCheck
 from elastic.engine.model.stored import CheckpointError
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.system.parking import Switch
+from elastic.system.plain_values import told
 from elastic.system.processes import MARK_VARIABLE, RUN_VARIABLE, end_own_kin, inherited
 from elastic.system.supervision import how_ended
 from elastic.weights.errors import WeightsError
@@ -48,6 +49,8 @@ START_TIMEOUT_S = 600.0
 """For all ranks to have the policy."""
 LOOK_S = 0.25
 """Between two looks at whether an order takes too long."""
+AGREEMENT_S = 10.0
+"""For the first rank to refuse for itself what another one refuses."""
 DEATH_SHOWS_S = 1.0
 """After what it breaks, at most: a process's sockets are closed before it counts as dead."""
 SIGNALLED = 128
@@ -87,6 +90,20 @@ class Lines:
         except (OSError, EOFError) as error:
             self._broken(error)
 
+    def answers_as_they_come(self) -> Iterator[tuple[int, m.FromRank]]:
+        """What each rank has answered, with its number, whoever has answered first."""
+        try:
+            with selectors.DefaultSelector() as selector:
+                for rank, line in enumerate(self._lines, 1):
+                    selector.register(line, selectors.EVENT_READ, rank)
+                while selector.get_map():
+                    for key, _ in selector.select():
+                        selector.unregister(line := key.fileobj)
+                        assert isinstance(line, m.RankLine)
+                        yield key.data, line.receive()
+        except (OSError, EOFError) as error:
+            self._broken(error)
+
 
 class OtherRanks:
     """The processes of all ranks but the first, with lines to each."""
@@ -96,6 +113,8 @@ class OtherRanks:
         self.orders, self.publications = Lines(self._broken), Lines(self._broken)
         self._deadlines_s: dict[object, float] = {}
         self._closed = False
+        self._why = "the first one has ended"
+        """Why they were ended."""
 
     def start(self, number: int, meeting: int, pass_env: Sequence[str]) -> None:
         """Start so many, and watch them from now on. They inherit the descriptor `meeting`, and these variables."""
@@ -125,17 +144,50 @@ class OtherRanks:
         finally:
             del self._deadlines_s[this]
 
-    def give_up(self) -> None:
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """A context, in which this rank begins as they do. Raises `ValueError` at its end where one of them refuses
+        alone to begin. Where this rank waits for that one, in the context, the process ends."""
+        refused: list[str] = []
+        begun = threading.Event()
+
+        def hear() -> None:
+            with contextlib.suppress(RuntimeError):  # They were ended, as this one has failed.
+                for rank, answer in self.orders.answers_as_they_come():
+                    if isinstance(answer, m.RankRefused):
+                        refused.append(f"rank {rank} refuses what the first one does not: {answer.why}")
+                        break
+            if refused and not begun.wait(AGREEMENT_S):
+                self._end(refused[0])
+
+        hearing = threading.Thread(target=hear, name="beginnings", daemon=True)
+        hearing.start()
+        try:
+            yield
+        except (CheckpointError, ValueError) as refusal:
+            self.close(told(refusal))
+            raise
+        except Exception as error:
+            self.give_up(told(error))
+            raise
+        finally:
+            begun.set()
+        hearing.join()
+        if refused:
+            self.close(refused[0])
+            raise ValueError(refused[0])
+
+    def give_up(self, why: str) -> None:
         """End them, since work of the first rank's own has failed, and they are out of step with it.
 
         Where that work has failed since one of them is dead, this process ends meanwhile.
         """
         time.sleep(DEATH_SHOWS_S)
-        self.close()
+        self.close(why)
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
         """End them, and watch no longer."""
-        self._closed = True
+        self._closed, self._why = True, why
         self._kill()
 
     def _watch(self) -> None:
@@ -155,7 +207,7 @@ class OtherRanks:
     def _broken(self, error: Exception) -> NoReturn:
         time.sleep(DEATH_SHOWS_S)  # Whoever sees it dead, or has ended them all, says why.
         if self._closed:
-            raise RuntimeError("the ranks have been ended, since the first one failed") from error
+            raise RuntimeError(f"the ranks have been ended: {self._why}") from error
         self._end(f"the line to a rank is broken: {error!r}")
 
     def _end(self, why: str, status: int = 1) -> NoReturn:
@@ -282,25 +334,27 @@ class RankedTrainer:
             except (CheckpointError, ValueError) as refusal:
                 if all(isinstance(answer, m.RankRefused) for answer in self._others.orders.answers()):
                     raise
-                self._others.close()
-                raise RuntimeError(f"a rank did what the first one refuses: {refusal}") from refusal
-            except Exception:
-                self._others.give_up()
+                raise self._out_of_step(f"a rank did what the first one refuses: {refusal}") from refusal
+            except Exception as error:
+                self._others.give_up(told(error))
                 raise
             answers = self._others.orders.answers()
         for answer in answers:
             if isinstance(answer, m.RankRefused):
-                self._others.close()
-                raise RuntimeError(f"a rank refuses what the first one did: {answer.why}")
+                raise self._out_of_step(f"a rank refuses what the first one did: {answer.why}")
         return found, [
             answer.switch for answer in answers if isinstance(answer, m.RankDone) and answer.switch is not None
         ]
+
+    def _out_of_step(self, why: str) -> RuntimeError:
+        self._others.close(why)
+        return RuntimeError(why)
 
 
 def ranked_trainer(config: Config, settings: TransformersSettings, device: torch.device) -> RankedTrainer:
     """Start as many ranks as the trainer has GPUs, this process being the first. Blocks.
 
-    Raises what `trainer_on` does.
+    Raises what `trainer_on` does, and `ValueError` where another rank refuses alone.
     """
     size, timeout_s = config.trainer.gpus, config.trainer.step_timeout_s
     devices = [f"cuda:{rank}" if device.type == "cuda" else "cpu" for rank in range(size)]
@@ -314,17 +368,10 @@ def ranked_trainer(config: Config, settings: TransformersSettings, device: torch
         others.orders.tell(
             [m.BeRank(rank, size, devices[rank], meeting, START_TIMEOUT_S, given) for rank in range(1, size)]
         )
-        try:
+        with others.beginning():
             own_device = torch.device(devices[0])
             ranks = ProcessRanks.joined(0, size, own_device, meeting, START_TIMEOUT_S)
             own = trainer_on(config, settings, own_device, ranks)
-        except (CheckpointError, ValueError):
-            others.close()
-            raise
-        except Exception:
-            others.give_up()
-            raise
-        others.orders.answers()
     return RankedTrainer(own, OwnPart(config, own, 0), others, timeout_s)
 
 
