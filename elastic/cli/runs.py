@@ -20,7 +20,7 @@ from elastic.compose.runs import is_claimed
 from elastic.protocol.api import ENDED, HostedRun, RunBudget
 from elastic.protocol.api_client import Client
 from elastic.report import as_json as report_as_json
-from elastic.report import closing_table, source_words, sources_of, summarise
+from elastic.report import closing_table, evaluation_words, source_words, sources_of, summarise
 from elastic.runtime.journal import RUNNING, UNEXPECTED, DirectoryStore, JournalError, RunDirectory, SampleRow
 from elastic.runtime.status import RunStatus, core_words, refilled_words, tokens_at_risk, upstream_words
 
@@ -151,6 +151,8 @@ def show(
         shown.print(
             "last step, " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), highlight=False
         )
+    if words := evaluation_words(summary.evaluations):
+        shown.print(words, soft_wrap=True, highlight=False)
     for source in sources_of(step.trainer for step in summary.steps[-1:]):
         shown.print(f"last step, {source_words(source)}", highlight=False)
     shown.print(closing_table(summary))

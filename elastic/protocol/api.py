@@ -327,12 +327,45 @@ class StepMetrics(_Resource):
     environments: dict[str, EnvironmentMetrics] = {}
 
 
+class MetricEstimate(_Resource):
+    """A mean over `tasks` tasks, and its standard error, null where there is but one task."""
+
+    mean: float
+    error: float | None
+    tasks: int
+
+
+class EvaluatedEnvironment(_Resource):
+    """One environment's part of an evaluation. Of its episodes so many `finished` with a reward, `failed`, or were
+    `cut_off` as time was up."""
+
+    finished: int
+    failed: int
+    cut_off: int
+    metrics: dict[str, MetricEstimate]
+
+
+class EvaluationMetrics(_Resource):
+    """The evaluation of a weights version: avg@k and pass@k of all tasks, and of each environment's. One that
+    `timed_out` has what it had by then; the `best` version is so by the metric that the run keeps the best by, or by
+    the mean reward."""
+
+    version: int
+    at_s: float
+    duration_s: float
+    timed_out: bool
+    best: bool
+    metrics: dict[str, MetricEstimate]
+    environments: dict[str, EvaluatedEnvironment]
+
+
 class Metrics(_Resource):
-    """A run's series: finished steps, and how it stood at moments in between."""
+    """A run's series: finished steps, evaluations, and how it stood at moments in between."""
 
     object: Literal["metrics"] = "metrics"
     run: str
     steps: list[StepMetrics]
+    evaluations: list[EvaluationMetrics] = []
     samples: list[RunFigures]
 
 

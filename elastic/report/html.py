@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from elastic.report import charts, document, learning_charts, tables
+from elastic.report import charts, document, evaluation_charts, learning_charts, tables
 from elastic.report.comparison import Comparison
 from elastic.report.document import Chart, Concern, Page
 from elastic.report.samples import Chosen, samples_of
@@ -50,6 +50,7 @@ def _charts(summary: Summary) -> list[Chart]:
             caption="The share of trajectories with a reward above 0. Band: one standard error over the step's "
             "trajectories.",
         ),
+        *evaluation_charts.charts_of(summary.evaluations),
         Chart(title="Cost by provider", picture=charts.cost(summary), caption="Each provider's sum at the right."),
         Chart(
             title="Where the GPU time went",

@@ -127,14 +127,5 @@ def _plot(
             if points
         ],
         dots=[points[-1] for _, points in lines if points],
-        labels=_apart(labels),
+        labels=svg.apart(labels),
     )
-
-
-def _apart(labels: Sequence[svg.Label]) -> list[svg.Label]:
-    """Labels that do not cover each other: the lower of two moves down."""
-    found: list[svg.Label] = []
-    for label in sorted(labels, key=lambda label: label.y):
-        y = max(label.y, found[-1].y + 14) if found else label.y
-        found.append(label._replace(y=y))
-    return found

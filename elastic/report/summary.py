@@ -22,6 +22,7 @@ from elastic.report.batches import TRAINED, Batches, batches_of
 from elastic.report.coserving import CoServingHost, co_serving_of
 from elastic.report.diagnoses import Course, Diagnosis, diagnoses_of
 from elastic.report.environments import EnvironmentUsage, environments_of
+from elastic.report.evaluations import Evaluations, evaluations_of
 from elastic.report.functions import FunctionUsage, functions_of
 from elastic.report.history import History, Segment, history_of
 from elastic.report.lanes import WorkerLane, lanes, replacements
@@ -155,6 +156,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[StepSummary]
     learning: list[StepLearning]
     """Empty in a simulation, where no policy learns."""
+    evaluations: Evaluations
     success_first: float | None
     success_last: float | None
     mean_reward_first: float | None
@@ -310,6 +312,7 @@ def _summary(history: History) -> Summary:
         steps_planned=status.steps if status else config.get("run", {}).get("steps"),
         steps=steps,
         learning=learning,
+        evaluations=evaluations_of(history),
         success_first=rated[0] if rated else None,
         success_last=rated[-1] if rated else None,
         mean_reward_first=means[0] if means else None,

@@ -222,6 +222,15 @@ def path(x: Scale, y: Scale, points: Iterable[tuple[float, float]]) -> str:
     return "L".join(f"{x(at):.1f},{y(value):.1f}" for at, value in points)
 
 
+def apart(labels: Sequence[Label]) -> list[Label]:
+    """Labels that do not cover each other: the lower of two moves down."""
+    found: list[Label] = []
+    for label in sorted(labels, key=lambda label: label.y):
+        y = max(label.y, found[-1].y + 14) if found else label.y
+        found.append(label._replace(y=y))
+    return found
+
+
 def text_width(words: str) -> float:
     """Estimate a text's width at the charts' letter size of 12 units, since fonts cannot be measured here."""
     return sum(4.2 if c in _NARROW else 10.5 if c in _WIDE else 7.0 for c in words)

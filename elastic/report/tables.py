@@ -12,6 +12,7 @@ from elastic.report.agreement import sources_of
 from elastic.report.batches import TRAINED
 from elastic.report.comparison import Comparison
 from elastic.report.document import Figure, Table
+from elastic.report.evaluations import EvaluatedVersion, Evaluations, estimate_words
 from elastic.report.summary import Moves, Pulls, Quantiles, StepSummary, Summary
 from elastic.report.upstream import UpstreamUsage
 from elastic.report.usage import LeaseEnd, Usage
@@ -141,7 +142,21 @@ def _learnt(summary: Summary, steps: str) -> list[Figure]:
             units.reward(summary.mean_reward_last),
             f"from {units.reward(summary.mean_reward_first)}",
         ),
+        *_evaluated(summary.evaluations),
     ]
+
+
+def _evaluated(found: Evaluations) -> list[Figure]:
+    """What the policy comes to on what it is not trained on."""
+    if not found.versions or not found.metric:
+        return []
+    first, last = found.versions[0].version, found.versions[-1].version
+    words = [f"at version {last}"]
+    if first != last:
+        words.append(f"from {estimate_words(found.of(first))} at {first}")
+    if found.best not in (None, last):
+        words.append(f"best {estimate_words(found.of(found.best))} at {found.best}")
+    return [Figure(found.metric, estimate_words(found.of(last)), "; ".join(words))]
 
 
 def warnings(summary: Summary) -> list[str]:
@@ -235,6 +250,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _integrity(summary),
         _steps(summary),
         _step_environments(summary),
+        _evaluations(summary),
         _metrics(summary),
     ]
     return [table for table in found if table.rows]
@@ -886,6 +902,39 @@ def _step_environments(summary: Summary) -> Table:
         ],
         note="Of trajectories and groups that ended during the step.",
     )
+
+
+def _evaluations(summary: Summary) -> Table:
+    found = summary.evaluations
+    names = list(dict.fromkeys(name for one in found.versions for name in one.metrics))
+    return Table(
+        title="Evaluations",
+        header=["version", "of", *names, "tasks", "finished", "failed", "cut off", "took", ""],
+        rows=[row for one in found.versions for row in _evaluation_rows(one, names, one.version == found.best)],
+        note="Means over tasks, with their standard errors. Failed episodes, and those that were cut off as time was "
+        f"up, are in no mean. Best: by {found.metric}.",
+    )
+
+
+def _evaluation_rows(one: EvaluatedVersion, names: Sequence[str], best: bool) -> list[list[str]]:
+    """Of all tasks, and of each environment's where there are several."""
+    sets = one.environments
+    parts = [(name, of.metrics, [of]) for name, of in sets.items()]
+    if len(sets) != 1:
+        parts.insert(0, ("all", one.metrics, list(sets.values())))
+    marks = ", ".join(["best"] * best + ["timed out"] * one.timed_out)
+    return [
+        [
+            str(one.version),
+            name,
+            *(estimate_words(metrics.get(metric)) for metric in names),
+            units.count(max((found.tasks for found in metrics.values()), default=0)),
+            *(units.count(sum(getattr(of, count) for of in own)) for count in ("finished", "failed", "cut_off")),
+            units.duration(one.duration_s) if place == 0 else "",
+            marks if place == 0 else "",
+        ]
+        for place, (name, metrics, own) in enumerate(parts)
+    ]
 
 
 METRICS_SHOWN = 12

@@ -75,6 +75,11 @@ def in_environment(name: str, environment: str) -> str:
     return f"{name}/{environment}"
 
 
+def of_evaluation(metric: str, environment: str = "") -> str:
+    """The name of what evaluations come to in an environment, or in all of several together."""
+    return f"eval/{environment}/{metric}" if environment else f"eval/{metric}"
+
+
 def of_provider(provider: str, figure: str) -> str:
     """The name of a figure of one provider."""
     return f"elastic/{figure}/{provider}"

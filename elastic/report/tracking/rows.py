@@ -1,5 +1,7 @@
 """A run's finished steps as rows, read from its journals, also while it goes on.
 
+- What the evaluation of a version came to is in the row of the step that began with it: in that of step 10 stands what
+  ten steps have led to. The evaluation of the version with which a run ends is a row of its own, behind the last step.
 - A step's row is final once the step's weights are on the relay, a later step is over, or the run is.
 - A step that the run did again from a checkpoint keeps the row that it had first: loggers take none back.
 - Nothing is written, and each query is short: the run does not wait for it.
@@ -14,13 +16,16 @@ from datetime import datetime
 from pathlib import Path
 from statistics import fmean, pstdev
 
+import msgspec
+
 from elastic.core.types import NS_PER_S
 from elastic.report.metrics import mean_metrics
 from elastic.report.tracking.delivery import TrackedRow, TrackedSample
-from elastic.report.tracking.names import in_environment, named, of_environment, of_provider
+from elastic.report.tracking.names import in_environment, named, of_environment, of_evaluation, of_provider
 from elastic.report.tracking.samples import SampleBounds, ToText, chosen, sample_of
 from elastic.runtime.journal import (
     CONTINUES,
+    EvaluationRow,
     GroupRow,
     JournalReader,
     RunDirectory,
@@ -67,6 +72,8 @@ class StepSource:
         """Journals that have nothing more to say."""
         self._where: dict[int, Path] = {}
         """The journal that has a finished step."""
+        self._ends: dict[int, EvaluationRow] = {}
+        """Of the step behind the last one: the evaluation with which the run ended."""
         self._rows: OrderedDict[int, TrackedRow] = OrderedDict()
         self._group_places: dict[tuple[Path, int], _GroupPlaces] = {}
 
@@ -76,6 +83,16 @@ class StepSource:
         for path in paths[self._read :]:
             self._look(path, final=over or path != paths[-1])
         self._read = max(0, len(paths) - 1)
+        if over and paths and self.finished:
+            self._look_behind(paths[-1])
+
+    def _look_behind(self, path: Path) -> None:
+        """Take the evaluation with which a run ended as the row of the step that would have been next."""
+        journal, step = self._journal(path), self.finished[-1] + 1
+        if _ended_for_good(journal.meta()) and (found := _evaluated(journal, step)) is not None:
+            self._where[step] = path
+            self._ends[step] = found
+            self.finished.append(step)
 
     def _look(self, path: Path, *, final: bool) -> None:
         """Take a journal's steps. `final`: the run is over, or has gone on in a later journal."""
@@ -106,6 +123,9 @@ class StepSource:
         path = self._where[step]
         chain, earlier = self._chain(path)
         journal = self._journal(path)
+        if (end := self._ends.get(step)) is not None:
+            at_s = self._begun_s(chain[0]) + end.t_ns / NS_PER_S
+            return TrackedRow(step=step, at_s=at_s, figures=_finite(figures_of_evaluation(end)))
         (row,) = journal.since(StepRow, step, 1)
         trajectories: dict[str, TrajectoryRow] = {}
         groups: dict[str, GroupRow] = {}
@@ -120,12 +140,14 @@ class StepSource:
         figures = named(figures_of(row, ended, list(groups.values())))
         figures |= {of_environment(name): value for name, value in mean_metrics(ended).items()}
         figures |= figures_by_environment(row)
+        for evaluation in [found for place in chain if (found := _evaluated(self._journal(place), step)) is not None]:
+            figures |= figures_of_evaluation(evaluation)
         if status is not None:
             figures |= costs_of(status.status, before)
         return TrackedRow(
             step=step,
             at_s=self._begun_s(chain[0]) + row.t_ns / NS_PER_S,
-            figures={name: value for name, value in figures.items() if math.isfinite(value)},
+            figures=_finite(figures),
             samples=self._samples_of(ended, chain),
         )
 
@@ -184,6 +206,39 @@ class StepSource:
 def _file(path: Path) -> tuple[Path, int]:
     """Which journal it is: that of an incarnation that came to nothing is removed, and the next one's has its name."""
     return path, path.stat().st_ino
+
+
+def _finite(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if math.isfinite(value)}
+
+
+def _evaluated(journal: JournalReader, version: int) -> EvaluationRow | None:
+    row = journal.last_until(EvaluationRow, version)
+    return row if row is not None and row.version == version else None
+
+
+def _ended_for_good(meta: Mapping[str, str]) -> bool:
+    """Whether the run has come to its last step, or has stopped by what its evaluations came to."""
+    status = meta.get("status", "")
+    section = msgspec.json.decode(meta.get("config", "{}")).get("evaluation") or {}
+    metric = (section.get("stop_when") or {}).get("metric")
+    return status == "finished" or (bool(metric) and status.startswith(f"stopped: {metric} "))
+
+
+def figures_of_evaluation(row: EvaluationRow) -> dict[str, float]:
+    """What a version came to in each environment, and in all together where there are several, under loggers' names:
+    metrics, their standard errors, and how many episodes failed or were cut off."""
+    record, found = row.record, dict[str, float]()
+    together = {"": record.metrics} if len(record.sets) > 1 else {}
+    for environment, metrics in (together | {name: one.metrics for name, one in record.sets.items()}).items():
+        for name, estimate in metrics.items():
+            found[of_evaluation(name, environment)] = estimate.mean
+            if estimate.error is not None:
+                found[of_evaluation(f"{name}/stderr", environment)] = estimate.error
+    for environment, one in record.sets.items():
+        found[of_evaluation("failed", environment)] = float(one.failed)
+        found[of_evaluation("cut_off", environment)] = float(one.cut_off)
+    return found
 
 
 def figures_of(row: StepRow, trajectories: Sequence[TrajectoryRow], groups: Sequence[GroupRow]) -> dict[str, float]:

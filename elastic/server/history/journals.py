@@ -19,6 +19,7 @@ from elastic.core.types import NS_PER_S
 from elastic.protocol.api import (
     Checkpoint,
     EnvironmentMetrics,
+    EvaluationMetrics,
     HostedLease,
     HostedWorker,
     Metrics,
@@ -27,6 +28,7 @@ from elastic.protocol.api import (
 )
 from elastic.protocol.endpoint import Address
 from elastic.protocol.run_secrets import FILE, ROOT_BYTES, RunSecrets
+from elastic.report.evaluations import evaluations_of
 from elastic.report.history import History, history_of
 from elastic.report.samples import Chosen
 from elastic.report.usage import lease_ends
@@ -138,7 +140,17 @@ def metrics_of(run_dir: Path, run: str, samples_max: int) -> Metrics:
         means = history.mean_rewards()
         steps = [_step(row, means.get(row.step)) for row in history.rows(StepRow)]
         samples = [status for _, status in history.samples(samples_max)]
-    return Metrics(run=run, steps=steps, samples=[_figures(status) for status in _thinned(samples, samples_max)])
+        evaluations = evaluations_of(history)
+    evaluated = [
+        EvaluationMetrics(**msgspec.to_builtins(one), best=one.version == evaluations.best)
+        for one in evaluations.versions
+    ]
+    return Metrics(
+        run=run,
+        steps=steps,
+        evaluations=evaluated,
+        samples=[_figures(status) for status in _thinned(samples, samples_max)],
+    )
 
 
 def _thinned(samples: Sequence[RunStatus], most: int) -> Iterable[RunStatus]:

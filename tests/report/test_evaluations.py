@@ -1,0 +1,171 @@
+"""What evaluations came to, in the report, in loggers' rows, on the command line and in the server's series."""
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elastic.config import JournalConfig
+from elastic.core.evaluation import EvaluationRecord, SetFigures
+from elastic.core.policy import StepRecord
+from elastic.core.scores import metrics
+from elastic.core.types import NS_PER_S
+from elastic.report import as_json, evaluation_words, evaluations, tables
+from elastic.report.evaluation_charts import charts_of
+from elastic.report.html import as_html
+from elastic.report.tracking.rows import StepSource
+from elastic.report.tracking.samples import SampleBounds
+from elastic.runtime.journal import EvaluationRow, RunDirectory, StepRow
+from elastic.server.history.journals import metrics_of
+
+SAMPLES, PASSES = 2, (1, 2)
+GOOD, FAIR, BAD = [[1.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]
+
+
+def evaluation(
+    version: int, at_s: float, sets: Mapping[str, Sequence[Sequence[float]]], *, timed_out: bool = False
+) -> EvaluationRow:
+    """Of tasks with these rewards; one more episode failed in each set."""
+    every = [task for tasks in sets.values() for task in tasks]
+    record = EvaluationRecord(
+        version=version,
+        started_ns=round((at_s - 4) * NS_PER_S),
+        ended_ns=round(at_s * NS_PER_S),
+        timed_out=timed_out,
+        metrics=metrics(every, SAMPLES, PASSES),
+        sets={
+            name: SetFigures(
+                finished=sum(map(len, tasks)),
+                failed=1,
+                cut_off=0,
+                metrics=metrics(tasks, SAMPLES, PASSES),
+                rewards=[[*task] for task in tasks],
+            )
+            for name, tasks in sets.items()
+        },
+    )
+    return EvaluationRow(version=version, t_ns=round(at_s * NS_PER_S), record=record)
+
+
+def step(number: int, at_s: float) -> StepRow:
+    record = StepRecord(
+        step=number, duration_ns=NS_PER_S, seeding_ns=0, rollout_ns=0, groups_trained=1, groups_dropped=0
+    )
+    return StepRow(step=number, t_ns=round(at_s * NS_PER_S), record=record, success_rate=None, trainer={})
+
+
+def evaluated_run(directory: Path, *rows: EvaluationRow | StepRow, status: str = "finished", **section: object) -> Path:
+    config = msgspec.json.encode({"evaluation": section}).decode()
+    notes = {"run": "measured", "status": status, "config": config}
+    with closing(RunDirectory(directory).begin_journal(JournalConfig.model_validate({}), notes=notes)) as journal:
+        journal.append(*rows)
+    return directory
+
+
+def test_every_version_is_told_with_its_errors_and_the_best_one(summary_of) -> None:
+    def fill(run):
+        run.meta(config='{"evaluation": {"keep_best": "pass@1"}}')
+        for number, rewards in enumerate((BAD, GOOD, FAIR)):
+            run.journal.append(evaluation(10 * number, 60.0 * number + 5, {"sums": rewards}, timed_out=number == 2))
+
+    summary = summary_of(fill)
+    assert [one.version for one in summary.evaluations.versions] == [0, 10, 20]
+    assert (summary.evaluations.best, summary.evaluations.metric) == (10, "pass@1")
+    assert [one.duration_s for one in summary.evaluations.versions] == [4.0] * 3
+    (table,) = [one for one in tables.tables(summary) if one.title == "Evaluations"]
+    assert table.header[:5] == ["version", "of", "avg@2", "pass@1", "pass@2"]
+    assert table.rows[1][:3] == ["10", "sums", "0.750 ± 0.250"]
+    assert [row[-1] for row in table.rows] == ["", "best", "timed out"]
+    assert table.rows[0][-4:-1] == ["1", "0", "4 s"]
+    (headline,) = [one for one in tables.headline(summary) if one.name == "pass@1"]
+    assert headline.value == "0.250 ± 0.250"
+    assert "best 0.750 ± 0.250 at 10" in headline.detail
+    assert evaluation_words(summary.evaluations).startswith(
+        "evaluation of version 20: avg@2 0.250 ± 0.250, pass@1 0.250 ± 0.250, pass@2 0.500 ± 0.500 (timed out); best"
+    )
+    told = as_json(summary)["evaluations"]
+    assert told["versions"][1]["metrics"]["avg@2"] == {"mean": 0.75, "error": 0.25, "tasks": 2}
+
+
+def test_environments_stand_beside_each_other_and_all_is_drawn_on_the_drawing(summary_of) -> None:
+    def fill(run):
+        for version, worth in enumerate((-3.0, 0.5, 2.5)):
+            sets = {"sums": [[worth, worth - 1], [worth, worth + 1]], "words": GOOD}
+            run.journal.append(evaluation(version, 5.0 + version, sets))
+
+    summary = summary_of(fill)
+    (table,) = [one for one in tables.tables(summary) if one.title == "Evaluations"]
+    assert [row[:2] for row in table.rows[:4]] == [["0", "all"], ["0", "sums"], ["0", "words"], ["1", "all"]]
+    assert [chart.title for chart in charts_of(summary.evaluations)] == [
+        "Evaluation",
+        "Evaluation: sums",
+        "Evaluation: words",
+    ]
+    page = ElementTree.fromstring(as_html(summary).removeprefix("<!DOCTYPE html>"))
+    (drawn,) = [one for one in page.iter("svg") if one.get("aria-label") == "Evaluation: sums"]
+    heights = [float(dot.get("cy", "nan")) for dot in drawn.iter("circle")][:3]
+    assert heights == sorted(heights, reverse=True)
+    assert all(38 <= height <= 134 for height in heights)
+
+
+def test_what_was_not_evaluated_is_not_told(realistic) -> None:
+    assert realistic.evaluations == evaluations.Evaluations()
+    assert evaluation_words(realistic.evaluations) == ""
+    assert "Evaluation" not in as_html(realistic)
+
+
+def test_an_evaluation_of_which_no_episode_finished_is_told(summary_of) -> None:
+    summary = summary_of(lambda run: run.journal.append(evaluation(0, 5.0, {"sums": [[], []]}, timed_out=True)))
+    assert evaluation_words(summary.evaluations) == "evaluation of version 0: no episode finished (timed out)"
+    assert "Evaluations" in as_html(summary)
+
+
+@pytest.mark.parametrize(
+    ("status", "section", "last"),
+    [
+        ("finished", {}, True),
+        (
+            "stopped: avg@2 is 0.75 at version 2, of which at least 0.7 was wanted",
+            {"stop_when": {"metric": "avg@2"}},
+            True,
+        ),
+        ("stopped: by a person", {"stop_when": {"metric": "avg@2"}}, False),
+        ("running", {}, False),
+    ],
+)
+def test_loggers_get_an_evaluation_in_the_row_of_its_version(tmp_path, status: str, section, last: bool) -> None:
+    directory = evaluated_run(
+        tmp_path,
+        evaluation(0, 5.0, {"sums": BAD, "words": GOOD}),
+        step(0, 10.0),
+        step(1, 20.0),
+        evaluation(2, 25.0, {"sums": FAIR, "words": GOOD}),
+        status=status,
+        **section,
+    )
+    source = StepSource(RunDirectory(directory), SampleBounds(trajectories=0, bytes=0), {})
+    source.poll(over=True)
+    source.poll(over=True)
+    assert source.finished == ([0, 1, 2] if last else [0, 1])
+    first = {name: value for name, value in source.row(0).figures.items() if name.startswith("eval/")}
+    assert first["eval/sums/avg@2"] == 0.0
+    assert first["eval/words/avg@2"] == 0.75
+    assert first["eval/words/avg@2/stderr"] == 0.25
+    assert first["eval/avg@2"] == 0.375
+    assert first["eval/sums/failed"] == 1.0
+    assert not any(name.startswith("eval/") for name in source.row(1).figures)
+    if last:
+        row = source.row(2)
+        assert row.figures["eval/sums/pass@2"] == 0.5
+        assert row.at_s == 25.0
+    source.close()
+
+
+def test_the_servers_series_have_evaluations(tmp_path) -> None:
+    rows = [evaluation(0, 5.0, {"sums": BAD}), step(0, 10.0), evaluation(1, 15.0, {"sums": GOOD})]
+    found = metrics_of(evaluated_run(tmp_path, *rows), "run_1", 10)
+    assert [(one.version, one.best) for one in found.evaluations] == [(0, False), (1, True)]
+    assert found.evaluations[1].environments["sums"].metrics["avg@2"].mean == 0.75
