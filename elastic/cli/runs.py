@@ -17,7 +17,7 @@ from elastic.cli.tables import show_listing
 from elastic.cli.trajectories import trajectories, trajectory
 from elastic.cli.whole_help import WholeHelp
 from elastic.compose.runs import is_claimed
-from elastic.protocol.api import ENDED, HostedRun, RunBudget
+from elastic.protocol.api import ENDED, EvaluationFigures, HostedRun, RunBudget
 from elastic.protocol.api_client import Client
 from elastic.report import as_json as report_as_json
 from elastic.report import closing_table, evaluation_words, source_words, sources_of, summarise
@@ -174,10 +174,22 @@ def _show_hosted(name: str, *, as_json: bool) -> None:
     )
     if figures.flush_interval_s:
         shown.print(core_words(figures.core_share, figures.flush_interval_s, figures.tokens_per_s), highlight=False)
+    if (evaluation := figures.evaluation) is not None:
+        shown.print(_evaluation_words(evaluation), highlight=False)
     if budget.budget_usd is not None or budget.allotted_usd is not None:
         shown.print(_budget_words(budget), highlight=False)
     rows = [(one.type, one.status, one.reason, one.lastTransitionTime, one.message) for one in run.conditions]
     show_listing(("condition", "status", "reason", "since", "message"), rows)
+
+
+def _evaluation_words(evaluation: EvaluationFigures) -> str:
+    told = [
+        f"{name} {one.mean:.3f}{'' if one.error is None else f' ± {one.error:.3f}'}"
+        for name, one in evaluation.metrics.items()
+    ]
+    best = "" if evaluation.best_version is None else f"; best: version {evaluation.best_version}"
+    timed_out = " (timed out)" if evaluation.timed_out else ""
+    return f"evaluation of version {evaluation.version}: {', '.join(told) or 'no episode finished'}{timed_out}{best}"
 
 
 def _budget_words(budget: RunBudget) -> str:

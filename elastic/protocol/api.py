@@ -145,8 +145,26 @@ class BudgetFigures(_Resource):
     ends_in_s: float | None
 
 
+class MetricEstimate(_Resource):
+    """A mean over `tasks` tasks, and its standard error, null where there is but one task."""
+
+    mean: float
+    error: float | None
+    tasks: int
+
+
+class EvaluationFigures(_Resource):
+    """What a run's last evaluation came to: avg@k and pass@k of all tasks. `best_version` is the best so far, where the
+    run keeps it."""
+
+    version: int
+    timed_out: bool
+    metrics: dict[str, MetricEstimate]
+    best_version: int | None
+
+
 class RunFigures(_Resource):
-    """How far a run is: the newest sample of its journal."""
+    """How far a run is: the newest sample of its journal, and its last evaluation."""
 
     step: int = 0
     steps: int = 0
@@ -169,6 +187,7 @@ class RunFigures(_Resource):
     pacing_holds: bool = True
     providers: dict[str, ProviderFigures] = {}
     budget: BudgetFigures | None = None
+    evaluation: EvaluationFigures | None = None
 
 
 class HostedRun(_Resource):
@@ -325,14 +344,6 @@ class StepMetrics(_Resource):
     groups_dropped: int
     trainer: dict[str, float | None]
     environments: dict[str, EnvironmentMetrics] = {}
-
-
-class MetricEstimate(_Resource):
-    """A mean over `tasks` tasks, and its standard error, null where there is but one task."""
-
-    mean: float
-    error: float | None
-    tasks: int
 
 
 class EvaluatedEnvironment(_Resource):

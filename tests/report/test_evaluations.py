@@ -18,8 +18,9 @@ from elastic.report.evaluation_charts import charts_of
 from elastic.report.html import as_html
 from elastic.report.tracking.rows import StepSource
 from elastic.report.tracking.samples import SampleBounds
-from elastic.runtime.journal import EvaluationRow, RunDirectory, StepRow
-from elastic.server.history.journals import metrics_of
+from elastic.runtime.journal import EvaluationRow, RunDirectory, SampleRow, StepRow
+from elastic.server.history.journals import figures_of, metrics_of
+from tests.run_status import run_status
 
 SAMPLES, PASSES = 2, (1, 2)
 GOOD, FAIR, BAD = [[1.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]
@@ -57,7 +58,9 @@ def step(number: int, at_s: float) -> StepRow:
     return StepRow(step=number, t_ns=round(at_s * NS_PER_S), record=record, success_rate=None, trainer={})
 
 
-def evaluated_run(directory: Path, *rows: EvaluationRow | StepRow, status: str = "finished", **section: object) -> Path:
+def evaluated_run(
+    directory: Path, *rows: EvaluationRow | SampleRow | StepRow, status: str = "finished", **section: object
+) -> Path:
     config = msgspec.json.encode({"evaluation": section}).decode()
     notes = {"run": "measured", "status": status, "config": config}
     with closing(RunDirectory(directory).begin_journal(JournalConfig.model_validate({}), notes=notes)) as journal:
@@ -169,3 +172,15 @@ def test_the_servers_series_have_evaluations(tmp_path) -> None:
     found = metrics_of(evaluated_run(tmp_path, *rows), "run_1", 10)
     assert [(one.version, one.best) for one in found.evaluations] == [(0, False), (1, True)]
     assert found.evaluations[1].environments["sums"].metrics["avg@2"].mean == 0.75
+
+
+def test_a_runs_figures_on_a_server_have_its_last_evaluation_and_the_best_version(tmp_path) -> None:
+    sample = SampleRow(t_ns=NS_PER_S, status=run_status())
+    best = msgspec.structs.replace(evaluation(0, 5.0, {"sums": GOOD}), best=True)
+    evaluated_run(tmp_path, best, step(0, 10.0), sample, status="failed: interrupted")
+    evaluated_run(tmp_path, evaluation(1, 15.0, {"sums": FAIR}), sample)
+    figures = figures_of(tmp_path)
+    assert figures is not None
+    assert figures.evaluation is not None
+    assert (figures.evaluation.version, figures.evaluation.best_version) == (1, 0)
+    assert figures.evaluation.metrics["avg@2"].mean == 0.25

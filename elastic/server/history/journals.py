@@ -19,6 +19,7 @@ from elastic.core.types import NS_PER_S
 from elastic.protocol.api import (
     Checkpoint,
     EnvironmentMetrics,
+    EvaluationFigures,
     EvaluationMetrics,
     HostedLease,
     HostedWorker,
@@ -35,6 +36,7 @@ from elastic.report.usage import lease_ends
 from elastic.runtime.journal import (
     AGENTS,
     CONTINUES,
+    EvaluationRow,
     JournalError,
     JournalReader,
     RunDirectory,
@@ -99,17 +101,38 @@ def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
 def _figures_of(run_dir: Path, former: int) -> RunFigures | None:
     paths = _journal_paths(run_dir)
     newest: RunFigures | None = None
+    evaluation: EvaluationFigures | None = None
     continued = False
     for number in reversed(range(len(paths))):
         with contextlib.suppress(JournalError, OSError), JournalReader(paths[number]) as journal:
             if newest is None and number < former:
                 return None
+            evaluation = _evaluation(evaluation, journal)
             sample = None if continued else journal.last(SampleRow)
             if sample is not None:
                 earlier = RunFigures.model_validate(msgspec.to_builtins(sample.status))
                 newest = earlier if newest is None else _with_earlier(newest, earlier)
             continued = newest is not None and CONTINUES in journal.meta()
-    return newest
+    return newest and newest.model_copy(update={"evaluation": evaluation})
+
+
+def _evaluation(newer: EvaluationFigures | None, journal: JournalReader) -> EvaluationFigures | None:
+    """The last evaluation of a journal and of `newer` ones, and the version that was the best last."""
+    if newer is not None and newer.best_version is not None:
+        return newer
+    rows = journal.rows(EvaluationRow)
+    if not rows:
+        return newer
+    best_version = next((row.version for row in reversed(rows) if row.best), None)
+    if newer is not None:
+        return newer.model_copy(update={"best_version": best_version})
+    record = rows[-1].record
+    return EvaluationFigures(
+        version=record.version,
+        timed_out=record.timed_out,
+        metrics=msgspec.to_builtins(record.metrics),
+        best_version=best_version,
+    )
 
 
 @apart()
