@@ -37,10 +37,12 @@ class EvaluatedVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 class Evaluations(msgspec.Struct, frozen=True, kw_only=True):
     """All of a run's, in the order of their versions. `metric` is the one by which the `best` version was looked for:
-    `evaluation.keep_best`, else that by which the run was to stop, else the mean reward of all tasks."""
+    `evaluation.keep_best`, else that by which the run was to stop, else the mean reward of all tasks. `ends` is why the
+    run ended before its last step by what they came to; empty where it did not."""
 
     metric: str = ""
     best: int | None = None
+    ends: str = ""
     versions: list[EvaluatedVersion] = []
 
     def of(self, version: int) -> Estimate | None:
@@ -61,6 +63,7 @@ def evaluations_of(history: History) -> Evaluations:
     return Evaluations(
         metric=metric,
         best=best_version({version: row.record.value(metric) for version, row in rows.items()}),
+        ends=rows[max(rows)].ends,
         versions=[_version(rows[version]) for version in sorted(rows)],
     )
 

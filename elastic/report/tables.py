@@ -151,12 +151,21 @@ def _evaluated(found: Evaluations) -> list[Figure]:
     if not found.versions or not found.metric:
         return []
     first, last = found.versions[0].version, found.versions[-1].version
-    words = [f"at version {last}"]
-    if first != last:
-        words.append(f"from {estimate_words(found.of(first))} at {first}")
-    if found.best not in (None, last):
-        words.append(f"best {estimate_words(found.of(found.best))} at {found.best}")
-    return [Figure(found.metric, estimate_words(found.of(last)), "; ".join(words))]
+    now = found.of(last)
+    words = [
+        f"at version {last}" if now is None or now.error is None else f"± {units.reward(now.error)} at version {last}"
+    ]
+    words += [
+        f"{what} {_mean_of(found, version)} at {version}"
+        for what, version in (("from", first), ("best", found.best))
+        if version is not None and version != last
+    ]
+    return [Figure(found.metric, _mean_of(found, last), "; ".join(words))]
+
+
+def _mean_of(found: Evaluations, version: int) -> str:
+    one = found.of(version)
+    return units.NONE if one is None else units.reward(one.mean)
 
 
 def warnings(summary: Summary) -> list[str]:
@@ -167,6 +176,8 @@ def warnings(summary: Summary) -> list[str]:
         found += [f"{note}." for note in summary.notes]
     if summary.outcome == "failed":
         found.append(f"The run failed: {summary.cause or 'no cause was recorded'}.")
+    if why := summary.evaluations.ends:
+        found.append(f"The run ended before its last step, as evaluation.stop_when says: {why}.")
     if summary.outcome == INTERRUPTED:
         found.append("The run was interrupted, and goes on with --resume.")
     if summary.outcome == "stopped":

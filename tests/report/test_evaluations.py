@@ -84,13 +84,26 @@ def test_every_version_is_told_with_its_errors_and_the_best_one(summary_of) -> N
     assert [row[-1] for row in table.rows] == ["", "best", "timed out"]
     assert table.rows[0][-4:-1] == ["1", "0", "4 s"]
     (headline,) = [one for one in tables.headline(summary) if one.name == "pass@1"]
-    assert headline.value == "0.250 ± 0.250"
-    assert "best 0.750 ± 0.250 at 10" in headline.detail
+    assert headline.value == "0.250"
+    assert headline.detail == "± 0.250 at version 20; from 0.000 at 0; best 0.750 at 10"
     assert evaluation_words(summary.evaluations).startswith(
         "evaluation of version 20: avg@2 0.250 ± 0.250, pass@1 0.250 ± 0.250, pass@2 0.500 ± 0.500 (timed out); best"
     )
     told = as_json(summary)["evaluations"]
     assert told["versions"][1]["metrics"]["avg@2"] == {"mean": 0.75, "error": 0.25, "tasks": 2}
+
+
+def test_why_a_run_ended_early_is_said_before_all_figures(summary_of) -> None:
+    why = "pass@1 is 0.75 at version 1, of which at least 0.7 was wanted"
+
+    def fill(run):
+        run.meta(status="finished", config='{"evaluation": {"stop_when": {"metric": "pass@1"}}}')
+        run.journal.append(evaluation(0, 5.0, {"sums": BAD}))
+        run.journal.append(msgspec.structs.replace(evaluation(1, 9.0, {"sums": GOOD}), ends=why))
+
+    summary = summary_of(fill)
+    assert (summary.evaluations.metric, summary.evaluations.best) == ("pass@1", 1)
+    assert tables.warnings(summary) == [f"The run ended before its last step, as evaluation.stop_when says: {why}."]
 
 
 def test_environments_stand_beside_each_other_and_all_is_drawn_on_the_drawing(summary_of) -> None:
@@ -127,19 +140,14 @@ def test_an_evaluation_of_which_no_episode_finished_is_told(summary_of) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "section", "last"),
+    ("status", "last"),
     [
-        ("finished", {}, True),
-        (
-            "stopped: avg@2 is 0.75 at version 2, of which at least 0.7 was wanted",
-            {"stop_when": {"metric": "avg@2"}},
-            True,
-        ),
-        ("stopped: by a person", {"stop_when": {"metric": "avg@2"}}, False),
-        ("running", {}, False),
+        ("finished", True),
+        ("stopped: by a person", False),
+        ("running", False),
     ],
 )
-def test_loggers_get_an_evaluation_in_the_row_of_its_version(tmp_path, status: str, section, last: bool) -> None:
+def test_loggers_get_an_evaluation_in_the_row_of_its_version(tmp_path, status: str, last: bool) -> None:
     directory = evaluated_run(
         tmp_path,
         evaluation(0, 5.0, {"sums": BAD, "words": GOOD}),
@@ -147,7 +155,6 @@ def test_loggers_get_an_evaluation_in_the_row_of_its_version(tmp_path, status: s
         step(1, 20.0),
         evaluation(2, 25.0, {"sums": FAIR, "words": GOOD}),
         status=status,
-        **section,
     )
     source = StepSource(RunDirectory(directory), SampleBounds(trajectories=0, bytes=0), {})
     source.poll(over=True)

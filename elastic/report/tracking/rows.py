@@ -16,8 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from statistics import fmean, pstdev
 
-import msgspec
-
 from elastic.core.types import NS_PER_S
 from elastic.report.metrics import mean_metrics
 from elastic.report.tracking.delivery import TrackedRow, TrackedSample
@@ -89,7 +87,7 @@ class StepSource:
     def _look_behind(self, path: Path) -> None:
         """Take the evaluation with which a run ended as the row of the step that would have been next."""
         journal, step = self._journal(path), self.finished[-1] + 1
-        if _ended_for_good(journal.meta()) and (found := _evaluated(journal, step)) is not None:
+        if journal.meta().get("status") == "finished" and (found := _evaluated(journal, step)) is not None:
             self._where[step] = path
             self._ends[step] = found
             self.finished.append(step)
@@ -215,14 +213,6 @@ def _finite(figures: Mapping[str, float]) -> dict[str, float]:
 def _evaluated(journal: JournalReader, version: int) -> EvaluationRow | None:
     row = journal.last_until(EvaluationRow, version)
     return row if row is not None and row.version == version else None
-
-
-def _ended_for_good(meta: Mapping[str, str]) -> bool:
-    """Whether the run has come to its last step, or has stopped by what its evaluations came to."""
-    status = meta.get("status", "")
-    section = msgspec.json.decode(meta.get("config", "{}")).get("evaluation") or {}
-    metric = (section.get("stop_when") or {}).get("metric")
-    return status == "finished" or (bool(metric) and status.startswith(f"stopped: {metric} "))
 
 
 def figures_of_evaluation(row: EvaluationRow) -> dict[str, float]:
