@@ -22,7 +22,7 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.tls import Certificate
 from elastic.runtime.agents import AgentsWiring
 from elastic.runtime.journal import RunDirectory, SqliteJournal
-from elastic.runtime.orchestrator import Orchestrator, TokenLevel, Wiring
+from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.run import Decided
 from elastic.worker.connection import Ticket
 from providers.base import Emit, KnownLease, LeaseRequest, Provider, ProviderSettings
@@ -119,7 +119,7 @@ def orchestrator(
     plan = run_plan(resolve(config, [], RUN))
     wiring = Wiring(
         make_providers=make_providers,
-        token_level={} if agents else {one.name: TokenLevel(make_environment) for one in config.mixture},
+        token_level={} if agents else {one.name: make_environment for one in config.mixture},
         welcome=wire.Welcome(
             session_key="",
             epoch=0,

@@ -207,7 +207,7 @@ class EnvironmentConfig(_Section):
         description="an environment that takes longer is given up; an env worker that says nothing for longer is ended",
     )
     processes: int = Field(
-        1, ge=1, le=256, description="env workers: processes that play episodes of kinds `agent` and `chat`"
+        1, ge=1, le=256, description="env workers: processes that play its episodes, unless the run's own loop does"
     )
     python: GivenPath | None = Field(
         None, description="interpreter of env workers, with Elastic in its environment; else the run's own"

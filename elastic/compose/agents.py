@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from elastic.compose.plan import RunPlan, read_model_config
 from elastic.config import OUTSIDE, Config, ConfigError, ConfigProblem, FrontConfig
 from elastic.core.ids import env_worker_id
 from elastic.core.types import INTEGER_MAX, SamplingParameters
-from elastic.environments.env_worker import CHAT_KEY_VARIABLE, KEY_VARIABLE
 from elastic.environments.outside import OutsideSettings
 from elastic.environments.rows import BadData, check_first_row
+from elastic.environments.run_link import CHAT_KEY_VARIABLE, KEY_VARIABLE
 from elastic.front.addresses import agents_url
 from elastic.protocol.endpoint import Address, is_loopback
 from elastic.protocol.proxies import VARIABLES as PROXIES
@@ -24,6 +24,8 @@ from elastic.protocol.proxies import HttpSettingsError, proxy_for
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.tls import own_authority
 from elastic.runtime.agents import (
+    ENV_WORKERS,
+    EPISODE_HOSTS,
     AgentLimits,
     AgentsWiring,
     ChatLimits,
@@ -32,9 +34,11 @@ from elastic.runtime.agents import (
     EpisodeTimes,
     EvaluatedSampling,
     ServingFronts,
+    ServingHosts,
     UpstreamBounds,
 )
 from elastic.runtime.journal import AGENTS
+from elastic.runtime.orchestrator import MakeHosts
 from elastic.runtime.validation import vocabulary
 from elastic.system.given import read_json
 from elastic.system.processes import inherited
@@ -131,7 +135,18 @@ def agents_wiring(
 
 
 def _env_workers(plan: RunPlan, run_dir: Path) -> EnvWorkersOrder | None:
-    """How the run's env workers are started, if it has any. Each is the driver of its own trajectories."""
+    """How the run's env workers are started that call fronts, if it has any."""
+    return _workers_of(plan, run_dir, [one.config.name for one in plan.environments if one.in_workers], ENV_WORKERS)
+
+
+def make_hosts(plan: RunPlan, run_dir: Path) -> MakeHosts | None:
+    """What starts the run's env workers that play episodes in token ids, if it has any."""
+    order = _workers_of(plan, run_dir, plan.hosted, EPISODE_HOSTS)
+    return None if order is None else partial(ServingHosts, order, plan.driven_outside)
+
+
+def _workers_of(plan: RunPlan, run_dir: Path, names: Collection[str], owner: str) -> EnvWorkersOrder | None:
+    """How the env workers of these environments are started. Each is the driver of its own trajectories."""
     config, secrets = plan.config, RunSecrets.of(run_dir)
     authority = own_authority(run_dir) if config.front and not is_loopback(config.front.host) else None
     trusted = {} if authority is None else {"SSL_CERT_FILE": str(authority.resolve())}
@@ -139,12 +154,11 @@ def _env_workers(plan: RunPlan, run_dir: Path) -> EnvWorkersOrder | None:
     common = {**inherited(*config.run.pass_env), **trusted, CHAT_KEY_VARIABLE: chat_key}
     workers = dict[str, EnvWorkerOrder]()
     keys = list[str]()
-    for number, one in enumerate(plan.environments):
-        environment = one.config
+    for number, environment in enumerate(config.mixture):
         # Of an environment in containers the interpreter is in there.
         interpreter = sys.executable if environment.container else environment.python or sys.executable
         place = (str(run_dir.resolve()), "--environment", environment.name)
-        for process in range(environment.processes if one.in_workers else 0):
+        for process in range(environment.processes if environment.name in names else 0):
             name = env_worker_id(environment.name, process)
             keys.append(secrets.driver_key(name))
             workers[name] = EnvWorkerOrder(
@@ -154,7 +168,9 @@ def _env_workers(plan: RunPlan, run_dir: Path) -> EnvWorkersOrder | None:
                 max_restarts=environment.max_restarts,
                 section=".".join(config.environment_section(number)),
             )
-    return EnvWorkersOrder(run_dir=run_dir, workers=workers, secrets=(chat_key, *keys)) if workers else None
+    if not workers:
+        return None
+    return EnvWorkersOrder(run_dir=run_dir, workers=workers, secrets=(chat_key, *keys), owner=owner)
 
 
 def _environment(front: FrontConfig) -> dict[str, str]:

@@ -24,8 +24,8 @@ from elastic.environments.container import (
     remove,
 )
 from elastic.environments.doors import Streams, dial_socket, doors
-from elastic.environments.env_worker import CHAT_KEY_VARIABLE, KEY_VARIABLE
 from elastic.environments.limits import ProcessLimits
+from elastic.environments.run_link import CHAT_KEY_VARIABLE, KEY_VARIABLE
 from elastic.protocol.endpoint import Address, is_loopback
 from elastic.protocol.front_messages import SOCKET
 from elastic.protocol.run_secrets import RunSecrets
@@ -65,7 +65,7 @@ def check_containers(plan: RunPlan) -> None:
         environment, section = one.config, config.environment_section(number)
         if not environment.container:
             continue
-        if not one.in_workers:
+        if one.kind is not None and not one.in_workers:
             problem = f"found {environment.container!r}, and env workers play no episodes of kind {environment.kind!r}"
             raise ConfigError(ConfigProblem(problem, (*section, "container")))
         if config.front is not None and not is_loopback(config.front.host):

@@ -11,7 +11,7 @@ from secrets import token_hex
 import msgspec
 import structlog
 
-from elastic.compose.agents import agents_wiring
+from elastic.compose.agents import agents_wiring, make_hosts
 from elastic.compose.incarnations import (
     PastIncarnations,
     PreviousIncarnation,
@@ -36,7 +36,7 @@ from elastic.protocol.tls import Certificate, TlsError, given_certificate, run_c
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import INTERRUPTED, RELAY, RUNNING, RunDirectory
 from elastic.runtime.left_behind import left_behind, write_down
-from elastic.runtime.orchestrator import Orchestrator, TokenLevel, Wiring
+from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus
 from elastic.system.installed import installed
 from elastic.system.machine import raise_descriptor_limit
@@ -117,11 +117,8 @@ async def execute(
                         waiting_room=waiting_room,
                         pool=pool,
                     ),
-                    token_level={
-                        one.config.name: TokenLevel(one.make, one.kind.stop_token_ids)
-                        for one in plan.environments
-                        if not one.driven_outside
-                    },
+                    token_level={one.config.name: one.make for one in plan.environments if not one.driven_outside},
+                    make_hosts=make_hosts(plan, run_dir),
                     welcome=_welcome(config, run_dir.name, relay.far, certificate),
                     secrets=secrets,
                     kept=run,

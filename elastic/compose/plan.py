@@ -2,13 +2,14 @@
 
 import importlib.metadata
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from elastic.compose.checkpoints import checkpoints
 from elastic.compose.data import counted
@@ -28,7 +29,7 @@ from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
 from elastic.protocol.endpoint import is_loopback
 from elastic.system.cores import cores
 from elastic.system.given import read_json
-from elastic.system.installed import installed, load_point
+from elastic.system.installed import installed, is_ours, load_point
 from elastic.system.named_code import CodeUnusable, missing
 from elastic.worker.trainer import resolve_trainer, seeding_engines, trainer_device
 from elastic.worker.trainer.base import TrainerKind, TrainerSettings
@@ -43,11 +44,18 @@ TRACE_PLAYERS = {name: f"{name}-replay" for name in ("serving", "serverless", "s
 """The kinds of sections with these names and without a `kind`: they play traces on this machine."""
 
 
+class GivenSettings(BaseModel):
+    """Settings of an environment of a third party's, which env workers check: nobody else imports it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
 class ChosenEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment of a run: its section, the class of its kind, and the settings of that."""
+    """An environment of a run: its section, the class of its kind, and the settings of that. There is no class where
+    env workers play its episodes in token ids."""
 
     config: EnvironmentConfig
-    kind: type[Environment]
+    kind: type[Environment] | None
     settings: BaseModel
 
     @property
@@ -57,11 +65,13 @@ class ChosenEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_workers(self) -> bool:
-        """Whether env workers play its episodes."""
+        """Whether env workers play its episodes through fronts."""
         return bool(getattr(self.kind, "in_workers", False))
 
-    def make(self) -> Environment:
-        return self.kind(self.settings)
+    @property
+    def make(self) -> Callable[[], Environment] | None:
+        """What makes one for an episode; None where env workers do."""
+        return None if self.kind is None else partial(self.kind, self.settings)
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +100,11 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     def token_level(self) -> tuple[str, ...]:
         """The environments that speak token ids, by name."""
         return tuple(one.config.name for one in self.environments if not one.driven_outside)
+
+    @property
+    def hosted(self) -> tuple[str, ...]:
+        """Those of them whose episodes env workers play."""
+        return tuple(one.config.name for one in self.environments if one.kind is None)
 
     def engine(self, provider: str) -> EngineConfig:
         """Return the engine settings of a provider's workers, or of the trainer's device: the run's, with their own
@@ -238,12 +253,26 @@ def _chosen(config: Config, number: int, where: str) -> ChosenEnvironment:
     """The environment with this number. Raises `ConfigError`."""
     environment, section = config.mixture[number], config.environment_section(number)
     key = "name" if environment.kind == environment.name else "kind"
-    kind = _picked("environment", environment.kind, where, *section, key)
+    kind = _own_kind(environment, where, *section, key)
     if not ENVIRONMENT_NAME.fullmatch(environment.name):
         problem = f"found {environment.name!r}; allowed: up to 63 letters, digits, _ and -"
         raise ConfigError(ConfigProblem(problem, (*section, "name"), where))
-    settings = validate(kind.Settings, environment.settings, where, *section, "settings")
+    checked = GivenSettings if kind is None else kind.Settings
+    settings = validate(checked, environment.settings, where, *section, "settings")
     return ChosenEnvironment(config=environment, kind=kind, settings=settings)
+
+
+def _own_kind(environment: EnvironmentConfig, where: str, *key: str) -> type[Environment] | None:
+    """The class of a kind of ours, and None for a third party's, which env workers import. Raises `ConfigError` where
+    it is not installed, and could not be elsewhere."""
+    elsewhere = environment.python is not None or bool(environment.container)
+    if elsewhere and environment.kind not in installed("elastic.environments"):
+        return None
+    if not is_ours(_pick("environment", environment.kind, where, *key)):
+        return None
+    kind = _picked("environment", environment.kind, where, *key)
+    played = getattr(kind, "driven_outside", False) or getattr(kind, "in_process", False)
+    return kind if played else None
 
 
 def _check_pool(rewards: RewardsConfig, where: str) -> None:
@@ -453,7 +482,8 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
     policy = kind.examine(config, settings)
     _check_engines(plan, model, kind, settings)
     for one in plan.environments:
-        if policy.vocab_size < (words := len(one.kind.vocabulary)):
+        # Env workers say how many words theirs have.
+        if one.kind is not None and policy.vocab_size < (words := len(one.kind.vocabulary)):
             raise ConfigError(
                 f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {policy.vocab_size} tokens; "
                 f"environment {one.config.name!r} needs at least {words}"

@@ -31,6 +31,8 @@ T = TypeVar("T")
 PATIENCE_VARIABLE = "ELASTIC_ORCHESTRATOR_TIMEOUT_S"
 TICKET_VARIABLE = "ELASTIC_TICKET"
 FINGERPRINT_VARIABLE = "ELASTIC_JOIN_FINGERPRINT"
+NICENESS = 10
+"""Of env workers: their code computes when nothing of the run has to."""
 ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_RUN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
 
 
@@ -122,13 +124,16 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     Raises `ConfigError` for another environment than the run's, and for code that cannot be loaded.
     """
     from elastic.compose.data import data_source, episode_seed
+    from elastic.config import OUTSIDE
     from elastic.environments.container import INSIDE_VARIABLE
     from elastic.environments.env_worker import PLAYED_SETTINGS, EnvWork, serve_env_worker
+    from elastic.environments.hosting import HostWork, load_kind, serve_episodes
     from elastic.environments.limits import ProcessLimits
     from elastic.environments.rows import BadData
+    from elastic.environments.run_link import take_keys
 
     config = load_run_config(run_dir)
-    played = {one.name: (number, one) for number, one in enumerate(config.mixture) if one.kind in PLAYED_SETTINGS}
+    played = {one.name: (number, one) for number, one in enumerate(config.mixture) if one.kind != OUTSIDE}
     if environment not in played:
         known = ", ".join(map(repr, played)) or "none with env workers"
         raise ConfigError(f"--environment: found {environment!r}; the run has {known}")
@@ -138,22 +143,36 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
         from elastic.compose.containers import container_order, keep_container
 
         sys.exit(run_loop(keep_container(run_dir, container_order(run_dir, config, number))))
-    work = EnvWork(
-        run_dir=run_dir,
-        settings=validate(
-            PLAYED_SETTINGS[own.kind], own.settings, str(run_dir), *config.environment_section(number), "settings"
-        ),
-        model=config.served_name,
-        checkpoint=config.model.checkpoint,
-        seed=episode_seed(config, own.name),
-        away_s=config.run.orchestrator_timeout_s,
-        data=data_source(own, config.run.seed),
-        inside=inside,
-    )
-    limits = own.limits
+    os.nice(NICENESS)
+    limits, section = own.limits, (*config.environment_section(number), "settings")
     ProcessLimits(limits.memory_gb, limits.cpu_s, limits.files).hold()
+    away_s = config.run.orchestrator_timeout_s
     try:
-        run_loop(serve_env_worker(work))
+        if own.kind not in PLAYED_SETTINGS:
+            key = take_keys().run  # Before code of others is loaded: what that starts inherits none.
+            kind = load_kind(own.kind)
+            work = HostWork(
+                run_dir=run_dir,
+                key=key,
+                kind=kind,
+                settings=validate(kind.Settings, own.settings, str(run_dir), *section),
+                limit_s=own.step_timeout_s,
+                away_s=away_s,
+                inside=inside,
+            )
+            run_loop(serve_episodes(work))
+            return
+        chat_work = EnvWork(
+            run_dir=run_dir,
+            settings=validate(PLAYED_SETTINGS[own.kind], own.settings, str(run_dir), *section),
+            model=config.served_name,
+            checkpoint=config.model.checkpoint,
+            seed=episode_seed(config, own.name),
+            away_s=away_s,
+            data=data_source(own, config.run.seed),
+            inside=inside,
+        )
+        run_loop(serve_env_worker(chat_work))
     except (CodeUnusable, BadData) as error:
         raise ConfigError(str(error)) from error
 

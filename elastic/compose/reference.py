@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from elastic.compose.plan import TRACE_PLAYERS
 from elastic.compose.pool_config import PoolConfig
 from elastic.config import Config, ConfigError
-from elastic.system.installed import installed
+from elastic.system.installed import installed, is_ours
 
 UNITS = {
     "usd_per_gpu_hour": "$/GPU-hour",
@@ -71,6 +71,8 @@ def key_meanings() -> list[KeyMeaning]:
     found = list(_of(Config, "", ""))
     for place, group, applies in _INSTALLED:
         for _, point in sorted(installed(group).items()):
+            if group == "elastic.environments" and not is_ours(point):
+                continue  # Env workers alone import those.
             settings = getattr(point.load(), "Settings", None)
             if isinstance(settings, type) and issubclass(settings, BaseModel):
                 section = f"{place}.{point.name}" if place in _BY_KIND else place

@@ -18,11 +18,13 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class Environment(Protocol):
-    """One episode at a time; many instances run at once, so a method must not block the event loop.
+    """One episode at a time. Many instances run at once in an env worker, on one event loop: while a method computes,
+    the others wait, and one that takes longer than `environment.step_timeout_s` costs its episode or its env worker.
 
-    The same seed gives the same episode to the same actions. A turn of the policy ends at one of
-    `stop_token_ids` (included) or after `max_tokens_per_turn` tokens. An environment of several kinds of task may
-    have a `tag: str` after `reset`, under which it is learned what their turns cost.
+    The same seed gives the same episode to the same actions: an episode whose env worker is gone goes through its turns
+    once more. A turn of the policy ends at one of `stop_token_ids` (included) or after `max_tokens_per_turn` tokens. An
+    environment of several kinds of task may have a `tag: str` after `reset`, under which it is learned what their turns
+    cost. One of ours that says `in_process = True` is played on the run's own event loop.
     """
 
     Settings: ClassVar[type[BaseModel]]

@@ -8,7 +8,6 @@ its trajectory; what holds up this process the run notices, since it hears nothi
 import asyncio
 import importlib
 import inspect
-import os
 import random
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import httpx
 import msgspec
@@ -41,9 +40,9 @@ from elastic.environments.from_reasoning_gym import ReasoningGymSettings, load_r
 from elastic.environments.from_verifiers import VerifiersSettings, load_verifiers
 from elastic.environments.hidden_keys import HiddenKeys
 from elastic.environments.kinds import KindMeans, KindSettings
-from elastic.environments.limits import bound_output, end_with_input
+from elastic.environments.limits import end_with_input
 from elastic.environments.rows import DataSource, Rows, read_rows
-from elastic.environments.run_link import EnvRunLink, RunGone
+from elastic.environments.run_link import EnvRunLink, serve_run, take_keys
 from elastic.protocol.front_messages import (
     AgentCaller,
     BeginTrajectory,
@@ -56,7 +55,6 @@ from elastic.protocol.front_messages import (
 from elastic.protocol.http_clients import async_client
 from elastic.system.named_code import CodeUnusable, load
 from elastic.system.plain_values import told
-from elastic.system.signals import TERMINATION, act_on
 
 log = structlog.get_logger(__name__)
 
@@ -70,10 +68,6 @@ PLAYED_SETTINGS: Mapping[str, type[PlayedSettings]] = {
     "verifiers": VerifiersSettings,
 }
 """By the names of the environments."""
-KEY_VARIABLE = "ELASTIC_ENV_WORKER_KEY"
-"""Environment variable with the driver's key that an env worker shows to its run."""
-CHAT_KEY_VARIABLE = "ELASTIC_ENV_WORKER_CHAT_KEY"
-"""The same with a viewer's key, for judges that are the policy itself."""
 CAUSE_CHARACTERS = 2000
 TRACE_CHARACTERS = 4000
 REFUSED_WAIT_S = 1.0
@@ -105,11 +99,10 @@ async def serve_env_worker(work: EnvWork) -> None:
 
 
 async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
-    # Before any code of users' is loaded: what that starts inherits neither.
-    key, chat_key = (os.environ.pop(variable, "") for variable in (KEY_VARIABLE, CHAT_KEY_VARIABLE))
-    hidden = HiddenKeys(key, chat_key)
+    keys = take_keys()  # Before any code of users' is loaded: what that starts inherits none.
+    hidden = HiddenKeys(*keys)
     lasting.enter_context(hidden.in_output())
-    link = EnvRunLink(work.run_dir, key, work.away_s)
+    link = EnvRunLink(work.run_dir, keys.run, work.away_s)
     http = async_client(timeout=None, limits=httpx.Limits(max_connections=None))
     lasting.push_async_callback(http.aclose)
     means = KindMeans(
@@ -117,7 +110,7 @@ async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
         model=work.model,
         checkpoint=work.checkpoint,
         seed=work.seed,
-        key=key,
+        key=keys.run,
         bind=partial(_bind, link),
         lasting=lasting,
     )
@@ -127,25 +120,8 @@ async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
         base_url = f"http://127.0.0.1:{await lasting.enter_async_context(loopback(work.run_dir))}/v1"
     rollout, make_client = await load_episode(work.settings, means)
     rows = None if work.data is None else read_rows(work.data)
-    ended = asyncio.Event()
-    heed_no_more = act_on(TERMINATION, ended.set)
-    player = FunctionPlayer(link, rollout, make_client, work, rows, chat_key, base_url, hidden)
-    linking = asyncio.create_task(link.run(), name="run")
-    bounding = asyncio.create_task(bound_output(), name="output")
-    slots = [asyncio.create_task(player.play_on(), name=f"slot {n}") for n in range(work.settings.concurrency)]
-    waiting = asyncio.create_task(ended.wait(), name="signal")
-    try:
-        await asyncio.wait({linking, waiting, *slots}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (linking, *slots):
-            if task.done() and isinstance(error := task.exception(), Exception):
-                if not isinstance(error, RunGone):
-                    raise error
-                log.info("the run wants no env worker", reason=str(error))
-    finally:
-        heed_no_more()
-        for task in (linking, bounding, waiting, *slots):
-            task.cancel()
-        await asyncio.wait({linking, waiting, *slots}, timeout=1.0)
+    player = FunctionPlayer(link, rollout, make_client, work, rows, keys.chat, base_url, hidden)
+    await serve_run(link, [player.play_on() for _ in range(work.settings.concurrency)])
 
 
 async def load_episode(settings: PlayedSettings, means: KindMeans) -> tuple[Rollout, MakeClient]:
@@ -234,7 +210,7 @@ class FunctionPlayer:
         self._base_url = base_url
         self._hidden = hidden or HiddenKeys(chat_key)
 
-    async def play_on(self) -> None:
+    async def play_on(self) -> NoReturn:
         while True:
             begun = await self._link.ask(lambda n: BeginTrajectory(n, AgentCaller(), b"null", ""))
             if not isinstance(begun, TrajectoryBegun):

@@ -92,6 +92,7 @@ class FrozenLake:
     Settings: ClassVar[type[BaseModel]] = FrozenLakeSettings
     vocabulary: ClassVar[tuple[str, ...]] = VOCABULARY
     stop_token_ids: ClassVar[tuple[int, ...]] = tuple(encode(ACTIONS))
+    in_process: ClassVar[bool] = True
 
     def __init__(self, settings: BaseModel) -> None:
         if not isinstance(settings, FrozenLakeSettings):

@@ -6,14 +6,17 @@ was not answered.
 
 import asyncio
 import contextlib
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import structlog
 
 from elastic.core.types import TrajectoryId
+from elastic.environments.limits import bound_output
 from elastic.protocol.connection import Connection, ConnectionLost, SessionRefused, over_socket
 from elastic.protocol.frames import RefusedFrame, WireError
 from elastic.protocol.front_messages import (
@@ -31,9 +34,14 @@ from elastic.protocol.front_messages import (
 )
 from elastic.protocol.run_control import socket_address
 from elastic.system.host import here
+from elastic.system.signals import TERMINATION, act_on
 
 log = structlog.get_logger(__name__)
 
+KEY_VARIABLE = "ELASTIC_ENV_WORKER_KEY"
+"""Environment variable with the driver's key that an env worker shows to its run."""
+CHAT_KEY_VARIABLE = "ELASTIC_ENV_WORKER_CHAT_KEY"
+"""The same with a viewer's key, for judges that are the policy itself."""
 BEAT_S = 1.0
 WELCOME_S = 5.0
 REDIAL_S, REDIAL_MAX_S = 0.1, 1.0
@@ -41,21 +49,55 @@ REDIAL_S, REDIAL_MAX_S = 0.1, 1.0
 DriverAnswer: TypeAlias = TrajectoryBegun | TrajectoryShown | Declined
 
 
+class EnvWorkerKeys(NamedTuple):
+    """What an env worker shows to its run, and judges to the fronts."""
+
+    run: str = ""
+    chat: str = ""
+
+
+def take_keys() -> EnvWorkerKeys:
+    """The keys that this process was started with, which its environment has no more then."""
+    return EnvWorkerKeys(*(os.environ.pop(variable, "") for variable in (KEY_VARIABLE, CHAT_KEY_VARIABLE)))
+
+
 class RunGone(Exception):
     """No process has been at the run for too long, or it wants no env worker."""
 
 
-class EnvRunLink:
-    """`key` is a driver's. `holds` has the trajectories that are being played."""
+def _nothing_else(message: FromRun) -> None:
+    raise WireError(f"{type(message).__name__} is nothing for an env worker")
 
-    def __init__(self, run_dir: Path, key: str, away_s: float) -> None:
+
+class EnvRunLink:
+    """`key` is a driver's. `holds` has the trajectories that are being played. `hear` takes what answers no request,
+    and `welcomed` is called on each connection, before anything is heard. `connect` opens one, by the socket in the
+    run's directory unless another way is given; it may raise `OSError`."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        key: str,
+        away_s: float,
+        hear: Callable[[FromRun], None] = _nothing_else,
+        welcomed: Callable[[], None] = lambda: None,
+        connect: Callable[[], Awaitable[Connection[FromFront, FromRun]]] | None = None,
+    ) -> None:
         self.holds: set[TrajectoryId] = set()
         self._run_dir = run_dir
         self._key = key
         self._away_s = away_s
+        self._hears = hear
+        self._welcomed = welcomed
+        self._connect = connect or partial(_over_unix_socket, run_dir)
         self._connection: Connection[FromFront, FromRun] | None = None
         self._asked: dict[int, tuple[Callable[[int], FromFront], asyncio.Future[DriverAnswer]]] = {}
         self._number = 0
+
+    def say(self, message: FromFront) -> None:
+        """Tell the run, if it is there."""
+        if self._connection is not None:
+            self._connection.send(message)
 
     async def ask(self, request: Callable[[int], FromFront]) -> DriverAnswer:
         """The run's answer to what `request` makes of a number, however often the run is started again meanwhile."""
@@ -86,6 +128,7 @@ class EnvRunLink:
                 wait_s = min(2 * wait_s, REDIAL_MAX_S)
                 continue
             self._connection, welcome_s = connection, here().monotonic()
+            self._welcomed()
             if self._asked:
                 log.info("the run is asked again what it has not answered", questions=len(self._asked))
             for number, (request, _) in list(self._asked.items()):
@@ -110,15 +153,7 @@ class EnvRunLink:
             await asyncio.sleep(BEAT_S)
 
     async def _dial(self) -> Connection[FromFront, FromRun]:
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            with socket_address(self._run_dir, SOCKET) as address:
-                end.connect(address)
-            end.send(b"\0")  # Behind which a front hands over its socket; here is none.
-            connection = await over_socket(end, FRONT_SIDE, "the run")
-        except BaseException:
-            end.close()
-            raise
+        connection = await self._connect()
         with contextlib.ExitStack() as unless_welcome:
             unless_welcome.callback(connection.abort)
             connection.send(DriverHello(FRONT_VERSION, self._key, sorted(self.holds)))
@@ -148,4 +183,38 @@ class EnvRunLink:
                 case RefusedFrame(reason, _):
                     raise ConnectionLost(reason)
                 case _:
-                    raise WireError(f"{type(message).__name__} is nothing for an env worker")
+                    self._hears(message)
+
+
+async def _over_unix_socket(run_dir: Path) -> Connection[FromFront, FromRun]:
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        with socket_address(run_dir, SOCKET) as address:
+            end.connect(address)
+        end.send(b"\0")  # Behind which a front hands over its socket; here is none.
+        return await over_socket(end, FRONT_SIDE, "the run")
+    except BaseException:
+        end.close()
+        raise
+
+
+async def serve_run(link: EnvRunLink, work: Sequence[Coroutine[Any, Any, NoReturn]]) -> None:
+    """Keep the link, and do this beside it, until the run is over, or a signal. Raises what the work raises."""
+    ended = asyncio.Event()
+    heed_no_more = act_on(TERMINATION, ended.set)
+    linking = asyncio.create_task(link.run(), name="run")
+    bounding = asyncio.create_task(bound_output(), name="output")
+    slots = [asyncio.create_task(one, name=f"slot {number}") for number, one in enumerate(work)]
+    waiting = asyncio.create_task(ended.wait(), name="signal")
+    try:
+        await asyncio.wait({linking, waiting, *slots}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (linking, *slots):
+            if task.done() and isinstance(error := task.exception(), Exception):
+                if not isinstance(error, RunGone):
+                    raise error
+                log.info("the run wants no env worker", reason=str(error))
+    finally:
+        heed_no_more()
+        for task in (linking, bounding, waiting, *slots):
+            task.cancel()
+        await asyncio.wait({linking, waiting, *slots}, timeout=1.0)

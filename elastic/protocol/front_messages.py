@@ -26,7 +26,7 @@ from elastic.protocol.connection import MessageCodec
 from elastic.protocol.frames import MAX_FRAME_BYTES, RefusedFrame, WireError, framed
 from elastic.protocol.metrics import Buckets
 
-FRONT_VERSION = 3
+FRONT_VERSION = 4
 SOCKET = "front.sock"
 """The socket's name in the run's directory."""
 DIGEST_BYTES = 16
@@ -40,6 +40,8 @@ ALL_IDS = 2**31 - 1
 NAME_MAX = 512
 METRICS_MAX = 64
 """Most metrics of a trajectory."""
+CAUSE_MAX = 4096
+"""Characters of why something has failed."""
 UNREAD_BYTES = 64 * 1024 * 1024
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_MAX)]
@@ -223,7 +225,7 @@ class EndTrajectory(_FrontMessage, frozen=True):
 
     request: Count
     caller: AgentCaller
-    cause: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    cause: Annotated[str, msgspec.Meta(max_length=CAUSE_MAX)] = ""
     truncated: bool = False
     metrics: Annotated[dict[Name, float], msgspec.Meta(max_length=METRICS_MAX)] = {}
     """Numbers of the driver's own, by name."""
@@ -277,7 +279,64 @@ class AskMetrics(_FrontMessage, frozen=True):
     request: Count
 
 
+class EpisodesHosted(_FrontMessage, frozen=True):
+    """The first word of an env worker that plays episodes in token ids: at which tokens its environment's turns end,
+    and how many `words` its vocabulary has."""
+
+    stop_token_ids: tuple[int, ...]
+    words: Count
+
+
+class EpisodeAnswered(_FrontMessage, frozen=True):
+    """The environment's answer to what the run last asked of the episode: `token_ids` (packed) to append, whether the
+    episode is over, and its reward. `tag` comes with the answer to `ResetEpisode`."""
+
+    episode: Count
+    token_ids: bytes = b""
+    done: bool = False
+    reward: float = 0.0
+    tag: Name = ""
+
+
+class EpisodeFailed(_FrontMessage, frozen=True):
+    """The environment has answered nothing that its contract allows: the episode is over."""
+
+    episode: Count
+    cause: Annotated[str, msgspec.Meta(max_length=CAUSE_MAX)]
+
+
 # From the run.
+
+
+class ResetEpisode(_FrontMessage, frozen=True):
+    """Begin an episode in token ids below `vocab_size`. `EpisodeAnswered` or `EpisodeFailed` answers, as it does to
+    each of what follows. An `episode` is a number that the run gives once on a connection."""
+
+    episode: Count
+    seed: int
+    vocab_size: Count
+
+
+class StepEpisode(_FrontMessage, frozen=True):
+    """Take one turn of the policy, whose tokens these are (packed)."""
+
+    episode: Count
+    token_ids: bytes
+
+
+class TruncateEpisode(_FrontMessage, frozen=True):
+    """End an episode that is not done. The answer has its reward so far."""
+
+    episode: Count
+
+
+class CloseEpisode(_FrontMessage, frozen=True):
+    """Nothing more is asked of the episode, whatever is under way. Nothing answers."""
+
+    episode: Count
+
+
+EpisodeOrder: TypeAlias = ResetEpisode | StepEpisode | TruncateEpisode | CloseEpisode
 
 
 class FrontWelcome(_FrontMessage, frozen=True):
@@ -475,6 +534,9 @@ FromFront: TypeAlias = (
     | AskUpstream
     | UpstreamWaived
     | UpstreamOver
+    | EpisodesHosted
+    | EpisodeAnswered
+    | EpisodeFailed
 )
 FromRun: TypeAlias = (
     FrontWelcome
@@ -490,6 +552,10 @@ FromRun: TypeAlias = (
     | MetricsTold
     | UpstreamAllowed
     | Declined
+    | ResetEpisode
+    | StepEpisode
+    | TruncateEpisode
+    | CloseEpisode
 )
 
 _encode = msgspec.msgpack.Encoder().encode

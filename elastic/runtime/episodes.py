@@ -130,12 +130,13 @@ def stable_hash(*parts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """Limits of trajectories. `sampling` holds for each of their turns, except for its noise; `evaluation` for those
-    that are evaluated, where it is another. Token ids are below `vocab_size`."""
+    """Limits of trajectories. `sampling` holds for each of their turns, except for its noise and where it ends;
+    `evaluation` for those that are evaluated, where it is another. Token ids are below `vocab_size`. There is no
+    `environment_timeout_s` where an env worker keeps that time."""
 
     max_turns: int
     max_context_tokens: int
-    environment_timeout_s: float
+    environment_timeout_s: float | None
     sampling: SamplingParameters
     vocab_size: int
     evaluation: SamplingParameters | None = None

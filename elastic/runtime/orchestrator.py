@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import structlog
@@ -34,6 +35,7 @@ from elastic.runtime.agents import (
     AgentsWiring,
     Chats,
     ChatTotals,
+    HostProcesses,
     LendingWorkers,
     RunMetrics,
 )
@@ -42,6 +44,7 @@ from elastic.runtime.engine_meters import EngineMeters
 from elastic.runtime.episodes import RolloutLimits, ScoringSettings
 from elastic.runtime.flushing import SATURATED_SHARE, CoreLoad, FlushControl, follow_load, thread_busy_s
 from elastic.runtime.gateway import Gateway, GatewayError
+from elastic.runtime.hosted import EpisodeHosts
 from elastic.runtime.journal import AGENTS, JOIN, PUBLISHER, TRACEBACK, RunDirectory, SqliteJournal, TrajectoryRow
 from elastic.runtime.left_behind import write_down
 from elastic.runtime.listener import Listener
@@ -77,12 +80,8 @@ TRACEBACK_MAX = 8000
 """Characters of a traceback that are kept; the last ones say most."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLevel:
-    """An environment that speaks token ids: what makes one for an episode, and where its turns end."""
-
-    make: Callable[[], Environment]
-    stop_token_ids: tuple[int, ...] = ()
+MakeHosts: TypeAlias = Callable[[EpisodeHosts, Callable[[str], None]], HostProcesses]
+"""Makes what starts env workers, which dial these hosts; it may end the run for a cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,8 @@ class Wiring:
     """What a live run is put together from besides its configuration.
 
     `make_providers` gets the workers' endpoint and the run's clock. `token_level` are the environments that speak token
-    ids, by name; agents play the others. `engines` and `relays` have the engine settings and
+    ids, by name, with what makes one for an episode; those with None are in env workers, which `make_hosts` brings.
+    Agents play all others. `engines` and `relays` have the engine settings and
     the relay of those providers whose workers do not get the welcome's, `relay_rights` whom the weights' relay lets do
     what, where it can tell them apart. Workers of `resident` providers are processes that outlive their leases. With a
     `certificate` workers speak TLS; those that come by tickets wait in the `waiting_room`. Without `make_reward_pool`
@@ -98,7 +98,7 @@ class Wiring:
     """
 
     make_providers: Callable[[Endpoint, Callable[[], int]], Mapping[str, Provider]]
-    token_level: Mapping[str, TokenLevel]
+    token_level: Mapping[str, Callable[[], Environment] | None]
     welcome: wire.Welcome
     secrets: RunSecrets
     kept: RunDirectory
@@ -112,6 +112,7 @@ class Wiring:
     pool: PoolClient | None = None
     agents: AgentsWiring | None = None
     """Set where agents drive the trajectories."""
+    make_hosts: MakeHosts | None = None
     control_socket: bool = True
     """Whether commands come through a socket in the run's directory."""
     sample_interval_s: float = 0.5
@@ -208,7 +209,8 @@ class Orchestrator:
 
     def _lost(self) -> Mapping[str, LostPlays]:
         """What was played in vain, by environment."""
-        return {} if self._driven is None else self._driven.lost
+        played = {name: loops.lost for name, loops in self._loops.items()}
+        return played if self._driven is None else {**played, **self._driven.lost}
 
     def now_ns(self) -> int:
         """Nanoseconds since the run began: the core's time."""
@@ -239,14 +241,15 @@ class Orchestrator:
             self._door, self.scheduler, wiring.kept.trajectories, run.stop, kept_steps(config)
         )
         agents = wiring.agents
+        self._hosts, self._host_processes = self._make_hosts(run)
         rollouts = self._driven = self._make_driven(run, scoring)
+        self._loops = {
+            one.name: self._make_loops(run, scoring, one)
+            for one in config.mixture
+            if rollouts is None or one.name in wiring.token_level
+        }
         self._rollouts = played_by(
-            {
-                one.name: self._make_loops(run, scoring, one)
-                if rollouts is None or one.name in wiring.token_level
-                else rollouts
-                for one in config.mixture
-            }
+            {one.name: self._loops.get(one.name, cast("AgentRollouts", rollouts)) for one in config.mixture}
         )
         self._workers = GatewayWorkers(self._door, config, wiring.relay_rights)
         self._agents = self._chats = None
@@ -263,6 +266,7 @@ class Orchestrator:
                 self._chats,
                 wiring.secrets,
                 run.stop,
+                self._hosts,
             )
         self._permits = None if wiring.pool is None else PoolPermits(wiring.pool, run.feed, self.now_ns)
         pool = self._pool = make_pool(self._called) if make_pool else None
@@ -297,6 +301,16 @@ class Orchestrator:
         credit = SpareCredit(self.scheduler, round(agents.chat_wait_s * NS_PER_S))
         return Chats(agents.limits, agents.chats, credit, self._workers, self.now_ns)
 
+    def _make_hosts(self, run: Run) -> tuple[EpisodeHosts | None, HostProcesses | None]:
+        """The env workers of environments that speak token ids, if there are any."""
+        wiring, make_hosts = self._wiring, self._wiring.make_hosts
+        if make_hosts is None:
+            return None, None
+        remote = [name for name, make in wiring.token_level.items() if make is None]
+        words = vocabulary(wiring.welcome.model, INTEGER_MAX)
+        hosts = EpisodeHosts(wiring.welcome.run, remote, words, wiring.secrets, self._is_stopped, run.stop)
+        return hosts, make_hosts(hosts, run.stop)
+
     def _make_driven(self, run: Run, scoring: ScoringSettings | None) -> AgentRollouts | None:
         """The trajectories that agents play, if they play any."""
         if self._wiring.agents is None:
@@ -316,11 +330,10 @@ class Orchestrator:
     def _make_loops(self, run: Run, scoring: ScoringSettings | None, environment: EnvironmentConfig) -> Rollouts:
         """The trajectories of an environment that speaks token ids."""
         config, wiring = self._config, self._wiring
-        played = wiring.token_level[environment.name]
+        make, limit_s = wiring.token_level[environment.name], environment.step_timeout_s
         sampling = SamplingParameters(
             max_new_tokens=config.rollout.max_tokens_per_turn,
             noise_seed=0,
-            stop_token_ids=played.stop_token_ids,
             temperature=config.rollout.temperature,
         )
         return Rollouts(
@@ -328,12 +341,12 @@ class Orchestrator:
             RolloutLimits(
                 config.rollout.max_turns,
                 config.engine.max_context_tokens,
-                environment.step_timeout_s,
+                limit_s if make is not None else None,
                 sampling,
                 vocabulary(wiring.welcome.model, INTEGER_MAX),
                 _evaluated(config, sampling),
             ),
-            played.make,
+            make or self._remote(environment.name),
             run.feed,
             self.now_ns,
             self._spawn_apart,
@@ -343,6 +356,11 @@ class Orchestrator:
             self._raised,
             environment.name,
         )
+
+    def _remote(self, environment: str) -> Callable[[], Environment]:
+        """What makes the environment of an episode that an env worker plays."""
+        assert self._hosts is not None, "nobody brings env workers"
+        return cast("Callable[[], Environment]", partial(self._hosts.make, environment))
 
     def _is_stopped(self) -> bool:
         return bool(self.scheduler.failed or self.scheduler.stopped)
@@ -500,6 +518,8 @@ class Orchestrator:
                 if self._agents is not None:
                     self._journal.meta(AGENTS, await self._agents.start())
                     watches.append(tasks.create_task(self._agents.look_after(), name="agents"))
+                if self._host_processes is not None:
+                    await self._host_processes.start()
                 try:
                     await self._ended.wait()
                 finally:
@@ -542,6 +562,8 @@ class Orchestrator:
     async def _close(self) -> None:
         """Give back what is left, whatever happened before."""
         await self._control.aclose()
+        if self._host_processes is not None:
+            await self._host_processes.aclose()
         if self._agents is not None:
             await self._agents.aclose()
         providers = self._leases.providers

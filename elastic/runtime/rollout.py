@@ -2,12 +2,13 @@
 
 A loop asks for a turn and waits; which workers generate it, and how often it moves, it never learns. What has been
 accepted for a running trajectory is kept turn by turn: when its process dies, the next one's environment goes through
-the finished turns once more and comes to where it was. Its reward is
-the environment's, unless a function is to compute it: then its trajectory ends once the core says so. An episode that
-a limit of turns or tokens ends is truncated, and its environment says what it is worth so far. What is not the policy's
-doing (an environment that raises, hangs or answers what its contract does not allow, a prompt that leaves no room for a
-turn, a turn given up) ends the trajectory as failed, with its cause, and is never scored. However an environment ends a
-loop, also by `SystemExit` or a `CancelledError` of its own, the core hears of it.
+the finished turns once more and comes to where it was. An environment in an env worker that is gone goes through them
+in another one; if it comes to something else there, the trajectory begins again, with turns of higher numbers. Its
+reward is the environment's, unless a function is to compute it: then its trajectory ends once the core says so. An
+episode that a limit of turns or tokens ends is truncated, and its environment says what it is worth so far. What is not
+the policy's doing (an environment that raises, hangs or answers what its contract does not allow, a prompt that leaves
+no room for a turn, a turn given up) ends the trajectory as failed, with its cause, and is never scored. However an
+environment ends a loop, also by `SystemExit` or a `CancelledError` of its own, the core hears of it.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from elastic.environments.answers import Answers, BadAnswer
 from elastic.environments.base import Environment
 from elastic.protocol import wire
 from elastic.protocol.sampled import TOKEN_BYTES, ids_of
+from elastic.runtime.agents import notes
 from elastic.runtime.episodes import (
     FinishedEpisodes,
     OpenTurn,
@@ -36,8 +38,10 @@ from elastic.runtime.episodes import (
     ScoringSettings,
     stable_hash,
 )
+from elastic.runtime.hosted import RESTARTS_MAX, EpisodeLost, ReplayDiffers
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.ports import Feed
+from elastic.runtime.status import LostPlays
 from elastic.runtime.tasks import Spawn
 from elastic.system.plain_values import told
 from functions.rewards import FinishedTrajectory
@@ -140,6 +144,10 @@ class Rollouts:
         """Their turns, the one in progress last."""
         self._open: dict[TurnId, OpenTurn] = {}
         """Those in progress."""
+        self._left: dict[TrajectoryId, list[int]] = {}
+        """Of running trajectories that have begun again: with which turn, each time."""
+        self.lost = LostPlays()
+        """What trajectories had come to that have begun again."""
         self._finished = FinishedEpisodes(seed, scoring, stored)
         self._seed = seed
         self._limits = limits
@@ -198,8 +206,18 @@ class Rollouts:
                     self._finished.add(event.trajectory, None)
             case e.TrajectoryFailed():
                 self._leave(event.trajectory)
+            case e.AgentNoted():
+                note = notes.decode_note(event.note)
+                if isinstance(note, notes.BegunAgain) and note.trajectory in self._running:
+                    self._begin_again(note)
             case _:
                 pass
+
+    def _begin_again(self, note: notes.BegunAgain) -> None:
+        begun = self._left.setdefault(note.trajectory, [])
+        begun.append((begun[-1] if begun else 0) + len(self._running[note.trajectory]))
+        self._running[note.trajectory] = []
+        self.lost.times, self.lost.tokens = self.lost.times + 1, self.lost.tokens + note.tokens
 
     def _open_turn(self, trajectory: TrajectoryId, turn: OpenTurn) -> None:
         self._running[trajectory].append(turn)
@@ -208,6 +226,7 @@ class Rollouts:
     def _leave(self, trajectory: TrajectoryId) -> bool:
         """The trajectory does not run any more. Returns whether it did."""
         turns = self._running.pop(trajectory, None)
+        self._left.pop(trajectory, None)
         if turns:
             self._open.pop(turns[-1].id, None)
         return turns is not None
@@ -218,10 +237,13 @@ class Rollouts:
             trajectory: [OpenTurn(t.id, t.prompt_tokens, t.token_ids, t.logprobs, t.runs, t.ended) for t in of]
             for trajectory, of in self._running.items()
         }
-        return turns, self._finished.saved()
+        return turns, self._finished.saved(), self._left, self.lost
 
-    def restore(self, saved: tuple[dict[TrajectoryId, list[OpenTurn]], list[TrajectoryId]]) -> None:
-        self._running, finished = saved
+    def restore(
+        self,
+        saved: tuple[dict[TrajectoryId, list[OpenTurn]], list[TrajectoryId], dict[TrajectoryId, list[int]], LostPlays],
+    ) -> None:
+        self._running, finished, self._left, self.lost = saved
         self._open = {turn.id: turn for turns in self._running.values() for turn in turns if turn.ended is None}
         self._finished.restore(finished)
 
@@ -330,14 +352,24 @@ class Rollouts:
 
     async def _run(self, trajectory: TrajectoryId) -> None:
         step, group, _ = drawn_from(trajectory)
-        episode = RolloutTrajectory(trajectory, self._clock_ns(), stable_hash(self._seed, step, group))
+        begun_ns, seed = self._clock_ns(), stable_hash(self._seed, step, group)
+        episode = RolloutTrajectory(trajectory, begun_ns, seed)
         try:
-            environment = self._make_environment()
-            try:
-                await self._play(episode, environment)
-            finally:
-                await self._close(episode, environment)
-        except (TurnFailed, Diverged, NoRoom, BadAnswer, Unanswered) as failure:
+            while True:
+                environment = self._make_environment()
+                try:
+                    await self._play(episode, environment)
+                    break
+                except ReplayDiffers as differs:
+                    if (times := len(self._left.get(trajectory, ()))) >= RESTARTS_MAX:
+                        raise Diverged(f"it was begun {times + 1} times: {differs}") from differs
+                    again = notes.BegunAgain(trajectory, str(differs), episode.policy_tokens)
+                    self._begin_again(again)
+                    self._feed(e.AgentNoted(note=notes.encode_note(again)))
+                    episode = RolloutTrajectory(trajectory, begun_ns, seed)
+                finally:
+                    await self._close(episode, environment)
+        except (TurnFailed, Diverged, NoRoom, BadAnswer, Unanswered, EpisodeLost) as failure:
             self._failed(episode, str(failure))
         except BaseException as error:
             if isinstance(error, _ENDS) and self._is_told_to_end(trajectory):
@@ -376,11 +408,11 @@ class Rollouts:
         if episode.trajectory not in self._told_to_end:
             self._feed(e.TrajectoryFailed(trajectory=episode.trajectory, cause=cause), episode)
 
-    def _give_up(self, episode: RolloutTrajectory) -> None:
+    def _give_up(self, episode: RolloutTrajectory, limit_s: float) -> None:
         """Go on without an environment that catches what tells it to end. Its loop is told so again, and unheard."""
         if self._ending:
             return
-        self._failed(episode, f"{unanswered(self._limits.environment_timeout_s)}, and does not end")
+        self._failed(episode, f"{unanswered(limit_s)}, and does not end")
         self._leave(episode.trajectory)
         self.cancel(episode.trajectory)
 
@@ -398,8 +430,13 @@ class Rollouts:
                 f"in a context of {limits.max_context_tokens}"
             )
         while episode.turns < limits.max_turns and self._has_room(episode):
-            noise_seed = stable_hash(self._seed, step, group, member, episode.turns)
-            turn = await self._generate(episode, msgspec.structs.replace(sampling, noise_seed=noise_seed))
+            number = self._first_turn(episode.trajectory) + episode.turns
+            drawn = msgspec.structs.replace(
+                sampling,
+                noise_seed=stable_hash(self._seed, step, group, member, number),
+                stop_token_ids=environment.stop_token_ids,
+            )
+            turn = await self._generate(episode, drawn)
             episode.act(turn)
             async with self._time_to_answer(episode):
                 answer = await environment.step(ids_of(turn.token_ids))
@@ -413,11 +450,13 @@ class Rollouts:
             reward = await environment.truncate()
         episode.sampled.reward = answers.reward("truncate", reward)
 
-    def _time_to_answer(self, episode: RolloutTrajectory) -> "_TimeToAnswer":
+    def _time_to_answer(self, episode: RolloutTrajectory) -> contextlib.AbstractAsyncContextManager[None]:
+        if (limit_s := self._limits.environment_timeout_s) is None:
+            return contextlib.nullcontext()
         return _TimeToAnswer(
-            self._limits.environment_timeout_s,
+            limit_s,
             self._clock_ns,
-            give_up=lambda: self._give_up(episode),
+            give_up=lambda: self._give_up(episode, limit_s),
             told_to_end=lambda: self._is_told_to_end(episode.trajectory),
         )
 
@@ -425,12 +464,18 @@ class Rollouts:
         most_tokens = self._limits.sampling_of(episode.trajectory).max_new_tokens
         return episode.tokens + most_tokens <= self._limits.max_context_tokens
 
+    def _first_turn(self, trajectory: TrajectoryId) -> int:
+        """The number of the turn that the trajectory has begun with, the last time that it did."""
+        return self._left.get(trajectory, [0])[-1]
+
     async def _generate(self, episode: RolloutTrajectory, sampling: SamplingParameters) -> OpenTurn:
-        turns, number, tokens = self._running[episode.trajectory], episode.turns, episode.tokens
-        recalled = number < len(turns)
+        trajectory, tokens = episode.trajectory, episode.tokens
+        turns = self._running[trajectory]
+        recalled = episode.turns < len(turns)
         if not recalled:
-            self._open_turn(episode.trajectory, OpenTurn(turn_id(episode.trajectory, number), tokens))
-        turn = turns[number]
+            name = turn_id(trajectory, self._first_turn(trajectory) + episode.turns)
+            self._open_turn(trajectory, OpenTurn(name, tokens))
+        turn = turns[episode.turns]
         if turn.prompt_tokens != tokens:
             raise Diverged(
                 f"the environment did not repeat itself: {turn.id} began with {turn.prompt_tokens} tokens before the "

@@ -14,6 +14,7 @@ from elastic.system.plain_values import told
 
 CHECKOUT = Path(__file__).parents[2] / "pyproject.toml"
 """Ours, where this package is used from a checkout."""
+OWN_PACKAGE = __name__.partition(".")[0]
 
 
 def installed(group: str) -> Mapping[str, importlib.metadata.EntryPoint]:
@@ -22,6 +23,11 @@ def installed(group: str) -> Mapping[str, importlib.metadata.EntryPoint]:
     A checkout names its own entry points itself: what was noted as it was installed may be older.
     """
     return _read(group, tuple(sys.path))
+
+
+def is_ours(point: importlib.metadata.EntryPoint) -> bool:
+    """Whether an entry point leads into this package, so that loading it imports no code of others."""
+    return point.module.partition(".")[0] == OWN_PACKAGE
 
 
 def load_point(point: importlib.metadata.EntryPoint) -> Any:

@@ -13,21 +13,27 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from elastic.core.ids import agent_id
-from elastic.environments.env_worker import KEY_VARIABLE
+from elastic.environments.run_link import KEY_VARIABLE
 from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, ConnectionLost, over_socket
 from elastic.protocol.http_server import serving
 from elastic.protocol.run_control import private_socket
+from elastic.protocol.sampled import pack_ids
 from elastic.protocol.sockets import listening_socket
 
 MODEL, DRIVER_KEY, AGENT_KEY = "tiny", "driver-0123456789abcdef", "agent-0123456789abcdef-"
 BODY_BYTES_MAX = 4 * 1024 * 1024
 """Of a call: the stand-in refuses more, as fronts do beyond a limit of theirs."""
 LINE_CHARACTERS = 20_000
+WORDS = 256
+"""Of token-level environments under test: bytes."""
+
+_Episodes: TypeAlias = dict[int, "asyncio.Future[m.EpisodeAnswered | m.EpisodeFailed]"]
+"""By number, what answers the last order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +48,8 @@ class EnvironmentUnderTest:
     write: Callable[[Path, bool], Mapping[str, Any]]
     python: Path = Path(sys.executable)
     label: str = ""
+    token_level: bool = False
+    """Whether it is one that speaks token ids: those of a text are its bytes. At `truncate` it is not done."""
 
     def __str__(self) -> str:
         return self.label or self.name
@@ -156,6 +164,7 @@ class StandInRun:
 
     async def _talk(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
         self.connections += 1
+        episodes: _Episodes = {}
         with contextlib.ExitStack() as over:
             over.callback(connection.abort)
             over.enter_context(contextlib.suppress(ConnectionLost))
@@ -168,6 +177,10 @@ class StandInRun:
                 self.heard_s = asyncio.get_running_loop().time()
                 if isinstance(message, m.BeginTrajectory):
                     self._spawn(self._give(connection, message.request))
+                elif isinstance(message, m.EpisodesHosted):
+                    self._spawn(self._give_episodes(connection, episodes))
+                elif isinstance(message, m.EpisodeAnswered | m.EpisodeFailed):
+                    episodes[message.episode].set_result(message)
                 elif not isinstance(message, m.DriverBeat):
                     connection.send(self._answer(message))
 
@@ -182,6 +195,40 @@ class StandInRun:
             connection.send(begun)
         else:
             self._due.put_nowait(name)
+
+    async def _give_episodes(self, connection: Connection[m.FromRun, m.FromFront], episodes: "_Episodes") -> None:
+        while connection.open:
+            name = await self._due.get()
+            if connection.open:
+                episodes[len(episodes)] = asyncio.get_running_loop().create_future()
+                self._spawn(self._play_episode(connection, episodes, len(episodes) - 1, self._trajectories[name]))
+            else:
+                self._due.put_nowait(name)
+
+    async def _play_episode(
+        self, connection: Connection[m.FromRun, m.FromFront], episodes: "_Episodes", number: int, heard: Heard
+    ) -> None:
+        """Its only turn is what the policy says."""
+
+        async def asked(order: m.ResetEpisode | m.StepEpisode | m.TruncateEpisode) -> m.EpisodeAnswered | None:
+            answered = episodes[number] = asyncio.get_running_loop().create_future()
+            connection.send(order)
+            answer = await answered
+            if isinstance(answer, m.EpisodeFailed):
+                heard.ended = m.EndTrajectory(0, m.AgentCaller(), answer.cause)
+            return None if isinstance(answer, m.EpisodeFailed) else answer
+
+        answer = await asked(m.ResetEpisode(number, number, WORDS))
+        if answer is not None:
+            heard.asked.set()
+            answer = await asked(m.StepEpisode(number, pack_ids(list(heard.said.encode()))))
+        if answer is not None and not answer.done:
+            answer = await asked(m.TruncateEpisode(number))
+        if answer is not None:
+            heard.rewards.append(answer.reward)
+            heard.ended = m.EndTrajectory(0, m.AgentCaller(), truncated=heard.cut)
+        connection.send(m.CloseEpisode(number))
+        heard.over.set()
 
     def _answer(self, message: m.FromFront) -> m.FromRun:
         match message:

@@ -59,6 +59,11 @@ def test_a_trainer_whose_rank_dies_or_hangs_is_replaced_and_leaves_no_half_check
     assert simulate(seed, draw_plan(seed, [kind])).faults
 
 
+@pytest.mark.parametrize(("seed", "kind"), [(0, FaultKind.KILL_ENVIRONMENT), (3, FaultKind.HANG_ENVIRONMENT)])
+def test_episodes_go_on_as_if_nothing_were_where_their_env_workers_die_or_hang(seed: int, kind: FaultKind) -> None:
+    assert simulate(seed, draw_plan(seed, [kind])).faults
+
+
 @pytest.mark.parametrize("lie", LASTING_SEEDS)
 def test_a_worker_that_lies_on_and_on_is_named_and_holds_nobody_up(lie: str) -> None:
     seed, kind = LASTING_SEEDS[lie], FaultKind(lie)

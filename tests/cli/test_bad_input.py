@@ -120,7 +120,7 @@ def test_what_is_installed_and_cannot_be_loaded(
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     orders = "missing = nosuch.module:order\nraising = raising:Order\nnumber = number:order\n"
-    kinds = "[elastic.environments]\nworld = raising:World\n[elastic.engines]\nwarp = raising:Warp\n"
+    kinds = "[elastic.engines]\nwarp = raising:Warp\n"
     (about / "entry_points.txt").write_text(f"[elastic.curricula]\n{orders}{kinds}[elastic.trainers]\nodd = odd:Kind\n")
     (tmp_path / "site" / "raising.py").write_text("class Order:\n    table = [][0]\n")
     (tmp_path / "site" / "number.py").write_text("order = 3\n")
@@ -137,8 +137,6 @@ def test_what_is_installed_and_cannot_be_loaded(
     }.items():
         ended = elastic("run", config, "--set", f"{chat}'{name}'}}}}")
         refused(ended, f"environment.data.order: found {name!r}, ", *words, allowed)
-    ended = elastic("run", config, "--set", "environment={name = 'world'}")
-    refused(ended, "environment.name: found 'world', whose raising:World cannot be loaded by", "raising.py, line 2")
     refused(elastic("run", config, "--set", "engine.kind=warp"), "engine.kind: found 'warp'", "raising.py, line 2")
     refused(elastic("run", config, "--set", "trainer.kind=odd"), "trainer.kind: found 'odd'", "SystemExit: not today")
     assert not (config.parent / "runs").exists()

@@ -14,8 +14,6 @@ import pytest
 
 from elastic.environments.agent import AgentSettings, BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, outcome_of
 from elastic.environments.env_worker import (
-    CHAT_KEY_VARIABLE,
-    KEY_VARIABLE,
     EnvWork,
     FunctionPlayer,
     load_client,
@@ -24,6 +22,7 @@ from elastic.environments.env_worker import (
 )
 from elastic.environments.hidden_keys import HiddenKeys
 from elastic.environments.rows import DataSource, Rows, read_rows
+from elastic.environments.run_link import CHAT_KEY_VARIABLE, KEY_VARIABLE
 from elastic.protocol import front_messages as m
 from elastic.system.named_code import CodeUnusable
 

@@ -20,6 +20,7 @@ from elastic.testing.environment_conformance import *  # noqa: F403
 from elastic.testing.environment_conformance import over
 from elastic.testing.environments import EnvironmentUnderTest, EnvWorkerUnderTest, StandInRun
 from elastic.testing.misbehaviour import BIG_CHARACTERS
+from tests.envs.installed_environment import install_environment
 
 pytestmark = pytest.mark.environments
 
@@ -281,7 +282,45 @@ def openenv_server(folder: Path, code: str) -> Iterator[str]:
         process.wait()
 
 
+TOKEN_LEVEL = """
+from pydantic import BaseModel
+
+from elastic.environments.base import StepResult
+from elastic.testing.misbehaviour import BIG_CHARACTERS, behave
+
+
+class Saying:
+    class Settings(BaseModel):
+        pass
+
+    vocabulary = tuple(map(chr, range(128)))
+    stop_token_ids = (10,)
+
+    def __init__(self, settings):
+        pass
+
+    async def reset(self, seed):
+        return [32] * (BIG_CHARACTERS if BIG else 3)
+
+    async def step(self, token_ids):
+        said = bytes(token_ids).decode()
+        return StepResult([], said != "truncate", behave(said))
+
+    async def truncate(self):
+        return 1.0
+
+    async def aclose(self):
+        raise RuntimeError("it does not like to be closed")
+"""
+
+
+def write_token_level(folder: Path, big: bool) -> Mapping[str, Any]:
+    install_environment(folder, "saying", f"BIG = {big}\n{TOKEN_LEVEL}")
+    return {}
+
+
 KINDS = [
+    EnvironmentUnderTest(name="saying", write=write_token_level, label="token-level", token_level=True),
     EnvironmentUnderTest(name="agent", write=write_function),
     EnvironmentUnderTest(name="chat", write=write_reward),
     EnvironmentUnderTest(name="gymnasium", write=write_gymnasium),

@@ -16,6 +16,8 @@ LIMITS = RolloutLimits(4, 64, 5.0, SamplingParameters(max_new_tokens=8, noise_se
 
 
 class Waits:
+    stop_token_ids = ()
+
     async def reset(self, seed: int) -> list[int]:
         return [1]
 

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Coroutine, Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from elastic.protocol.sampled import ids_of
 from elastic.runtime.episodes import RolloutLimits, RolloutTrajectory
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.rollout import BEGUN_AT_ONCE, Rollouts
+from elastic.runtime.status import LostPlays
 from tests.standing_clock import StandingClock
 
 LIMITS = RolloutLimits(
@@ -33,6 +34,8 @@ LIMITS = RolloutLimits(
 
 class OneTurn:
     """An environment whose one turn earns `reward`, and which closes as `aclose` has it."""
+
+    stop_token_ids = ()
 
     def __init__(self, reward: Any, closing: BaseException | None = None) -> None:
         self._reward = reward
@@ -224,7 +227,10 @@ def test_what_is_no_list_of_token_ids_fails_its_trajectory(answer: Any, at_reset
     msgspec.msgpack.encode(episode.data())
 
 
-@pytest.mark.parametrize("answer", [None, ([], True, 1.0), {"done": True}, 3, StepResult([], "yes"), StepResult([], 1)])
+@pytest.mark.parametrize(
+    "answer",
+    [None, ([], True, 1.0), {"done": True}, 3, *(StepResult([], cast(bool, done)) for done in ("yes", 1))],
+)
 async def test_what_is_no_result_of_a_step_fails_its_trajectory(answer: Any) -> None:
     (failed,), _ = await play(Answering([1], answer))
     assert isinstance(failed, e.TrajectoryFailed)
@@ -299,7 +305,13 @@ async def test_who_is_told_to_end_says_nothing() -> None:
         begun.clear()
         async with asyncio.TaskGroup() as tasks:
             rollouts = Rollouts(
-                *(1, LIMITS, lambda: Waiting(1.0), lambda event, payload=None: heard.append(event), lambda: 0),
+                *(
+                    1,
+                    LIMITS,
+                    cast(Any, lambda: Waiting(1.0)),
+                    lambda event, payload=None: heard.append(event),
+                    lambda: 0,
+                ),
                 lambda work, name: tasks.create_task(work, name=name),
             )
             rollouts.start(c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0",)))
@@ -334,7 +346,7 @@ async def test_of_many_trajectories_few_begin_before_the_loop_comes_to_others() 
         await asyncio.sleep(0)
         rollouts.cancel_all()
     assert len(made) == len(names) - 1
-    assert rollouts.saved() == ({}, [])
+    assert rollouts.saved() == ({}, [], {}, LostPlays())
 
 
 @pytest.mark.parametrize("recalled", [False, True])
@@ -359,7 +371,7 @@ async def test_a_further_member_begins_where_its_group_did_and_samples_with_nois
     further = c.RefillMember(trajectory="0/0/1", replaces="0/0/0", cause=InfrastructureCause.ENGINE)
     async with asyncio.TaskGroup() as tasks:
         rollouts = Rollouts(
-            *(1, LIMITS, lambda: Seeded(1.0), feed, lambda: 0),
+            *(1, LIMITS, cast(Any, lambda: Seeded(1.0)), feed, lambda: 0),
             lambda work, name: tasks.create_task(work, name=name),
         )
         if recalled:

@@ -11,7 +11,7 @@ from elastic.protocol.sampled import Sampled, ids_of
 from elastic.report.bounds import cut
 from elastic.report.tracking.delivery import TrackedSample
 from elastic.runtime.journal import TrajectoryRow
-from elastic.system.installed import installed
+from elastic.system.installed import installed, is_ours
 
 ToText = Callable[[Sequence[int]], str]
 _HALF_CHARACTERS = re.compile("\N{REPLACEMENT CHARACTER}+")
@@ -63,7 +63,7 @@ def _cut(messages: Sequence[dict[str, str]], most_bytes: int) -> Iterator[dict[s
 def text_of(environment: str, checkpoint: Path) -> ToText:
     """How tokens become text: by the environment's words, else by the policy's tokenizer, else as numbers."""
     point = installed("elastic.environments").get(environment)
-    words: Sequence[str] = () if point is None else point.load().vocabulary
+    words: Sequence[str] = () if point is None or not is_ours(point) else point.load().vocabulary
     if words:
         return lambda ids: "".join(words[one] if one < len(words) else f"<{one}>" for one in ids)
     try:

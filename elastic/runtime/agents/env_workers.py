@@ -15,12 +15,14 @@ from elastic.core.types import TrajectoryId
 from elastic.system.last_words import last_words
 from elastic.system.outages import backoff
 from elastic.system.plain_values import told
-from elastic.system.supervision import KeptProcesses, WatchedProcess, how_ended
+from elastic.system.supervision import KeptProcesses, how_ended
 
 log = structlog.get_logger(__name__)
 
 ENV_WORKERS = "env workers"
 """Their owner in a run's records."""
+EPISODE_HOSTS = "episode hosts"
+"""The owner of those that play episodes in token ids."""
 START_S = 120.0
 """For a process to import its code and to dial, at least."""
 LOOK_S = 0.5
@@ -45,12 +47,13 @@ class EnvWorkerOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvWorkersOrder:
-    """A run's env workers, by name. A name is the driver's, too."""
+    """A run's env workers, by name. A name is the driver's, too. The run's records know them by their `owner`."""
 
     run_dir: Path
     workers: Mapping[str, EnvWorkerOrder]
     secrets: Collection[str]
     """That nobody is to read in what they said last."""
+    owner: str = ENV_WORKERS
 
 
 class Drivers(Protocol):
@@ -69,14 +72,50 @@ class Drivers(Protocol):
         ...
 
 
+class OneProcess(Protocol):
+    """As `elastic.system.supervision.WatchedProcess`."""
+
+    @property
+    def over(self) -> bool: ...
+
+    @property
+    def status(self) -> int | None: ...
+
+    async def wait(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+class Processes(Protocol):
+    """As `elastic.system.supervision.KeptProcesses`, which are those of this machine."""
+
+    async def take_over(self, names: Collection[str]) -> None: ...
+
+    def get(self, name: str) -> OneProcess | None: ...
+
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> OneProcess: ...
+
+    async def forget(self, name: str) -> None: ...
+
+    def log(self, name: str) -> Path: ...
+
+    async def aclose(self, drain_s: float) -> None: ...
+
+
 class EnvWorkers:
     """`fail` ends the run for a cause."""
 
-    def __init__(self, order: EnvWorkersOrder, drivers: Drivers, fail: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        order: EnvWorkersOrder,
+        drivers: Drivers,
+        fail: Callable[[str], None],
+        processes: Processes | None = None,
+    ) -> None:
         self._order = order
         self._drivers = drivers
         self._fail = fail
-        self._processes = KeptProcesses(order.run_dir, ENV_WORKERS)
+        self._processes = processes or KeptProcesses(order.run_dir, order.owner)
         self._keeping: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -104,8 +143,11 @@ class EnvWorkers:
         while True:
             before = self._drivers.finished(name)
             try:
-                watched = self._processes.get(name) or self._processes.start(name, order.command, order.variables)
-                cause = await self._ended(name, watched, order.step_timeout_s)
+                watched, start_s = self._processes.get(name), order.step_timeout_s  # It need only dial again.
+                if watched is None:
+                    watched = self._processes.start(name, order.command, order.variables)
+                    start_s = max(START_S, order.step_timeout_s)
+                cause = await self._ended(name, watched, start_s, order.step_timeout_s)
                 await self._processes.forget(name)
             except OSError as error:
                 cause = f"it does not start: {error}"
@@ -119,8 +161,9 @@ class EnvWorkers:
                 return
             await asyncio.sleep(backoff(deaths - 1, BACK_OFF_S, BACK_OFF_MAX_S))
 
-    async def _ended(self, name: str, watched: WatchedProcess, limit_s: float) -> str:
-        """Wait for its end, and bring that about if it says nothing; returns how it ended."""
+    async def _ended(self, name: str, watched: OneProcess, start_s: float, limit_s: float) -> str:
+        """Wait for its end, and bring that about if it does not come in `start_s`, or says nothing for `limit_s`;
+        returns how it ended."""
         loop = asyncio.get_running_loop()
         since_s = loop.time()
         while not watched.over:
@@ -129,7 +172,7 @@ class EnvWorkers:
                     await watched.wait()
             heard_s = self._drivers.heard_s(name)
             has_come = heard_s is not None and heard_s >= since_s
-            until_s = heard_s + limit_s if heard_s is not None and has_come else since_s + max(START_S, limit_s)
+            until_s = heard_s + limit_s if heard_s is not None and has_come else since_s + start_s
             if not watched.over and loop.time() > until_s:
                 watched.kill()
                 await watched.wait()

@@ -1,4 +1,4 @@
-"""The run's end of its fronts' connections: a Unix socket in the run's directory that only its user can open.
+"""The run's end of connections of fronts and env workers: a Unix socket in its directory that only its user can open.
 
 A front hands over the socket on which it serves agents as it connects, so that another front can be started on it after
 this process was replaced.
@@ -9,13 +9,13 @@ import contextlib
 import os
 import socket
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 
 from elastic.protocol import front_messages as m
-from elastic.protocol.connection import ConnectionLost, over_socket
+from elastic.protocol.connection import Connection, ConnectionLost, over_socket
 from elastic.protocol.run_control import private_socket
-from elastic.runtime.agents.streams import FrontStreams
 
 log = structlog.get_logger(__name__)
 
@@ -24,10 +24,25 @@ HAND_OVER_S = 5.0
 """For a front that has connected to hand over its socket."""
 
 
-class FrontHub:
-    """Takes fronts' connections to `streams` while it is open."""
+class Door(Protocol):
+    """Who serves those that connect."""
 
-    def __init__(self, run_dir: Path, streams: FrontStreams) -> None:
+    @property
+    def fronts(self) -> int:
+        """How many are served."""
+        ...
+
+    async def welcome(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
+        """Serve whoever has connected, once it has said hello. Raises `TimeoutError` and `ConnectionLost`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FrontHub:
+    """Takes connections of fronts and env workers to `streams` while it is open."""
+
+    def __init__(self, run_dir: Path, streams: Door) -> None:
         self.listening: socket.socket | None = None
         """On which fronts serve agents."""
         self.handed_over = asyncio.Event()

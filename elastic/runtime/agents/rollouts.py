@@ -689,7 +689,8 @@ class AgentRollouts:
             case notes.Truncated():
                 trajectories[note.trajectory].truncated = True
             case notes.BegunAgain():
-                self._claims.begin_again(note.trajectory, note.tokens)
+                if note.trajectory in trajectories:  # Else it is one of an environment that speaks token ids.
+                    self._claims.begin_again(note.trajectory, note.tokens)
             case notes.UpstreamAsked() | notes.UpstreamTold() | notes.UpstreamCarried():
                 self._upstream.apply(note)
             case notes.TurnAsked():

@@ -18,6 +18,7 @@ from elastic.runtime.agents.processes import FrontProcesses
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.streams import FrontStreams
 from elastic.runtime.gateway import GatewayError
+from elastic.runtime.hosted import EpisodeHosts
 
 LOOK_AFTER_S = 0.5
 
@@ -59,11 +60,12 @@ class AgentService:
         chats: Chats | None = None,
         secrets: RunSecrets | None = None,
         fail: Callable[[str], None] = lambda _: None,
+        hosts: EpisodeHosts | None = None,
     ) -> None:
         self._rollouts = rollouts
         self._chats = chats
         self._wiring = wiring
-        self._streams = FrontStreams(run_name, rollouts, durable, stopped, metrics, chats, secrets)
+        self._streams = FrontStreams(run_name, rollouts, durable, stopped, metrics, chats, secrets, hosts)
         self._fronts = wiring.make_fronts(self._streams)
         order = wiring.env_workers
         self._env_workers = None if order is None else EnvWorkers(order, self._streams, fail)
@@ -91,6 +93,39 @@ class AgentService:
         if self._env_workers is not None:
             await self._env_workers.aclose()
         await self._fronts.aclose()
+
+
+class HostProcesses(Protocol):
+    """The env workers of token-level environments, and the way in which they reach the run."""
+
+    async def start(self) -> None:
+        """Raises `GatewayError`, if that way is not to be had."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class ServingHosts:
+    """Those env workers as processes. Where the run has no fronts, whose socket they dial, they have one of theirs."""
+
+    def __init__(
+        self, order: EnvWorkersOrder, has_fronts: bool, hosts: EpisodeHosts, fail: Callable[[str], None]
+    ) -> None:
+        self._hub = None if has_fronts else FrontHub(order.run_dir, hosts)
+        self._workers = EnvWorkers(order, hosts, fail)
+
+    async def start(self) -> None:
+        try:
+            if self._hub is not None:
+                await self._hub.start()
+            await self._workers.start()
+        except OSError as error:
+            raise GatewayError(f"the socket of env workers is not to be had: {error.strerror or error}") from error
+
+    async def aclose(self) -> None:
+        await self._workers.aclose()
+        if self._hub is not None:
+            await self._hub.aclose()
 
 
 class ServingFronts:

@@ -22,6 +22,7 @@ from elastic.runtime.agents.metrics import RunMetrics
 from elastic.runtime.agents.refusals import TOO_MANY_TURNS, CallRefused, refused_turn
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.trajectory import AgentTurn
+from elastic.runtime.hosted import EpisodeHosts
 
 HELLO_S = 5.0
 """For a front to say hello."""
@@ -47,7 +48,7 @@ class _Front:
 
 class FrontStreams:
     """`durable` is the journal's; `run_name` is said to fronts. With `secrets` env workers are let in; `base_url` is
-    where their calls go.
+    where their calls go. Those of `hosts` play episodes in token ids.
 
     Once the run is `stopped` nothing is heard any more: whoever resumes it takes up from before the stop.
     """
@@ -61,8 +62,10 @@ class FrontStreams:
         metrics: RunMetrics | None = None,
         chats: Chats | None = None,
         secrets: RunSecrets | None = None,
+        hosts: EpisodeHosts | None = None,
     ) -> None:
         self.base_url = ""
+        self._hosts = hosts
         self._secrets = secrets
         self._begins: dict[str, deque[tuple[_Front, m.BeginTrajectory]]] = {}
         """Env workers that wait for a trajectory, by environment, the longest waiting first."""
@@ -102,6 +105,9 @@ class FrontStreams:
         if self._stopped():
             connection.close(STOPPING)
             return
+        if self._hosts is not None and self._hosts.plays(driver):
+            self._hosts.take(connection, driver)
+            return
         front = _Front(connection, driver)
         self._fronts.add(front)
         if isinstance(hello, m.DriverHello):
@@ -121,6 +127,8 @@ class FrontStreams:
     def close(self) -> None:
         for front in list(self._fronts):
             front.connection.close()
+        if self._hosts is not None:
+            self._hosts.close()
 
     def _lost(self, front: _Front) -> None:
         self._fronts.discard(front)
@@ -210,6 +218,8 @@ class FrontStreams:
                 rollouts.called(message)
             case m.FrontHello() | m.DriverHello() | m.DriverBeat():
                 raise WireError("a second hello")
+            case m.EpisodesHosted() | m.EpisodeAnswered() | m.EpisodeFailed():
+                raise WireError(f"{type(message).__name__} is nothing that a front may say")
 
     def _answer_driver(self, front: _Front, message: m.FromFront) -> None:
         """An env worker speaks for its own trajectories, and asks for no turns here."""

@@ -9,7 +9,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 
 from elastic.compose.plan import kind_of
 from elastic.config import Config, EngineConfig, TrainerConfig
-from elastic.system.installed import installed
+from elastic.system.installed import installed, is_ours
 from elastic.system.named_code import FORMAT
 
 Place = tuple[str, ...]
@@ -60,8 +60,10 @@ def _kind_of(environment: Mapping[str, Any]) -> object:
 
 
 def settings_of(group: str, name: object) -> type[BaseModel] | None:
-    """Return the settings of what is installed under this name; None if there are none."""
+    """Return the settings of what is installed under this name; None if there are none, or env workers alone know."""
     point = installed(group).get(str(name))
+    if point is not None and group == "elastic.environments" and not is_ours(point):
+        return None
     try:
         return None if point is None else getattr(point.load(), "Settings", None)
     except ImportError:  # What it needs is not installed here, and the plan says so.

@@ -83,6 +83,10 @@ class FaultKind(StrEnum):
     """Someone of the cloud, or the trainer, is replaced, and for a while all end before their first word, all alike."""
     KILL_FRONT = "kill_front"
     """A front is gone with all its streams. Its clients come again through another one."""
+    KILL_ENVIRONMENT = "kill_environment"
+    """An env worker is killed, with all episodes that it plays."""
+    HANG_ENVIRONMENT = "hang_environment"
+    """An env worker does not run for a while or for ever, so that it says nothing."""
 
     KILL_POOL = "kill_pool"
     KILL_KEEPER = "kill_keeper"
@@ -150,6 +154,8 @@ KINDS_OF_RUNS = tuple(FaultKind)[: tuple(FaultKind).index(FaultKind.KILL_POOL)]
 """What befalls a run of the production shell."""
 OF_RANKS = (FaultKind.KILL_RANK, FaultKind.HANG_RANK)
 """What befalls trainers of several ranks alone."""
+OF_HOSTS = (FaultKind.KILL_ENVIRONMENT, FaultKind.HANG_ENVIRONMENT)
+"""What befalls runs alone whose environment is in env workers."""
 LASTING = (FaultKind.HOLD, FaultKind.TRICKLE, FaultKind.BADSTART, FaultKind.SPAM, FaultKind.FLAP)
 """Lies that a worker tells for as long as it lives, in frames of which each is valid."""
 

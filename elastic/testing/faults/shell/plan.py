@@ -5,7 +5,7 @@ from random import Random
 
 import msgspec
 
-from elastic.testing.faults.kinds import KINDS_OF_RUNS, LASTING, OF_RANKS, Fault, FaultKind, draw_fault
+from elastic.testing.faults.kinds import KINDS_OF_RUNS, LASTING, OF_HOSTS, OF_RANKS, Fault, FaultKind, draw_fault
 
 LASTING_SHARE = 1 / 4
 """Share of worlds of all kinds of faults with such a liar."""
@@ -19,7 +19,7 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     `machines` machines join with tickets. With `far` workers may be on other machines. With `life_s` the cloud's leases
     expire after that. With `agents` these drive its trajectories, which end after `deadline_s`, or `idle_s` without a
     call. With `proves` workers prove which version they serve. The trainer has so many `ranks`; with more than one its
-    device does not generate.
+    device does not generate. The environment is in `hosts` env workers, or with none on the run's own loop.
     """
 
     seed: int
@@ -51,13 +51,14 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 8.0
     proves: bool = False
     ranks: int = 1
+    hosts: int = 0
     faults: tuple[Fault, ...] = ()
     end_s: float = 0.0
     only: tuple[FaultKind, ...] = ()
     """The kinds from which the faults were drawn; empty for all kinds."""
 
 
-SELDOM = (FaultKind.STILLBORN, FaultKind.SUSPEND, FaultKind.KILL_FRONT, *OF_RANKS, *LASTING)
+SELDOM = (FaultKind.STILLBORN, FaultKind.SUSPEND, FaultKind.KILL_FRONT, *OF_RANKS, *OF_HOSTS, *LASTING)
 OFTEN = tuple(kind for kind in KINDS_OF_RUNS if kind not in SELDOM)
 STILLBORN_SHARE = 1 / 8
 """Share of worlds with workers that cannot start, besides their other faults."""
@@ -69,6 +70,8 @@ RANKS_SHARE = 1 / 8
 """Share of worlds of all kinds of faults whose trainer has several ranks. These die and hang, too.
 
 The trainer's device does not generate there, so somebody else has to: no lease expires, and nobody lies on and on."""
+HOSTS_SHARE = 1 / 8
+"""Share of worlds of all kinds of faults whose environment is in env workers. These die and hang, too."""
 LONG_IDLE_SHARE = 1 / 8
 """Share of those in which a trajectory is idle for longer than a turn goes on without a client."""
 PROVING_SHARE = 1 / 3
@@ -108,6 +111,11 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
     agents = FaultKind.KILL_FRONT in only or (not only and not long and driven.random() < AGENTS_SHARE)
     if agents and not only:
         faults += [draw_fault(driven, FaultKind.KILL_FRONT, span_s) for _ in range(driven.choice((2, 8, 16)))]
+    hosted = Random(f"{seed}/hosts")
+    hosts = hosted.choice((1, 2, 3)) if set(OF_HOSTS).intersection(only) else 0
+    if not only and not long and not agents and hosted.random() < HOSTS_SHARE:
+        hosts = hosted.choice((1, 2, 3))
+        faults += [draw_fault(hosted, hosted.choice(OF_HOSTS), span_s) for _ in range(hosted.choice((2, 8, 16)))]
     faults.sort(key=lambda fault: fault.at_s)
     calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
     one_slot = rng.random() < 1 / 10
@@ -140,6 +148,7 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
         idle_s=40.0 if driven.random() < LONG_IDLE_SHARE else 4.0,
         proves=Random(f"{seed}/proofs").random() < PROVING_SHARE,
         ranks=ranks,
+        hosts=0 if agents else hosts,
         faults=(*faults, calm),
         end_s=span_s,
         only=tuple(only),

@@ -359,10 +359,25 @@ def _strike_all(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
             world.disk.full_until_ns = until_ns
         case FaultKind.KILL_FRONT:
             return world.agents is not None and world.agents.kill_front(fault.target, fault.duration_s)
+        case FaultKind.KILL_ENVIRONMENT | FaultKind.HANG_ENVIRONMENT:
+            return _strike_host(world, fault, until_ns)
         case FaultKind.ENVIRONMENT | FaultKind.FUNCTIONS:
             world.down_until_ns[fault.kind] = until_ns
         case _:
             return False
+    return True
+
+
+def _strike_host(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
+    """End an env worker, or have it do nothing for a while or for ever."""
+    alive = [host.process for host in world.hosts.values() if host.process is not None and host.process.alive]
+    if not alive:
+        return False
+    process = alive[int(fault.target * len(alive))]
+    if fault.kind is FaultKind.KILL_ENVIRONMENT:
+        process.end_after(_callbacks(fault.duration_s), partial(world.kill, process, noticed=True))
+    else:
+        process.freeze(world.until_ns(FOR_EVER_S) if fault.chance < 1 / 3 else until_ns)
     return True
 
 

@@ -26,7 +26,7 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.ticket_store import TicketBook
 from elastic.runtime.agents import AgentsWiring
 from elastic.runtime.journal import RUNNING, JournalError, RunDirectory, SqliteJournal
-from elastic.runtime.orchestrator import Orchestrator, TokenLevel, Wiring
+from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.system.host import here
 from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.outcome import Lived
@@ -35,6 +35,7 @@ from elastic.testing.faults.shell.agents.fronts import WorldFronts
 from elastic.testing.faults.shell.answers import intervals
 from elastic.testing.faults.shell.cloud import Cloud, CloudProvider
 from elastic.testing.faults.shell.disk import Disk
+from elastic.testing.faults.shell.hosts import HostProcess, WorldHosts
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import (
     STOP,
@@ -249,6 +250,8 @@ class World:
             found = lambda what: stage.found.append(AssertionError(what))  # noqa: E731
             self.agents = Agents(Random(f"{plan.seed}/agents"), plan.groups, plan.scored, found)
         self._agents: Process | None = None
+        self.hosts: dict[str, HostProcess] = {}
+        """Env workers, by name."""
         self.clouds = {
             TRAINER_PROVIDER: make(TRAINER_PROVIDER, WorkerRole.TRAINER, 1),
             ELASTIC: make(ELASTIC, WorkerRole.ELASTIC, plan.places, plan.life_s),
@@ -373,13 +376,8 @@ class World:
             with journaled(journal, scheduler) as ending:
                 wiring = Wiring(
                     make_providers=partial(self._make_providers, waiting_room, pool),
-                    token_level={
-                        name: TokenLevel(
-                            lambda: ModelEnvironment(NoSettings(), partial(self._mishap, FaultKind.ENVIRONMENT)),
-                            ModelEnvironment.stop_token_ids,
-                        )
-                        for name in resolved.token_level
-                    },
+                    token_level=dict.fromkeys(resolved.token_level, None if plan.hosts else self.make_environment),
+                    make_hosts=partial(WorldHosts, self, resolved.token_level[0]) if plan.hosts else None,
                     welcome=self._welcome(),
                     secrets=secrets,
                     kept=run,
@@ -412,6 +410,9 @@ class World:
                 failed = await orchestrator.run()
                 ending.conclude(failed, scheduler.stopped)
         return failed or scheduler.stopped
+
+    def make_environment(self) -> ModelEnvironment:
+        return ModelEnvironment(NoSettings(), partial(self._mishap, FaultKind.ENVIRONMENT))
 
     def _agents_wiring(self, plan: RunPlan) -> AgentsWiring | None:
         limits = agent_limits(plan)
@@ -604,7 +605,7 @@ class World:
                 self.witness.found.append(AssertionError(f"{process.name} has left: {end.reason}"))
             if not end.code and process.name in self._hosts:
                 self._kept(process.name, self._hosts[process.name])
-        if process is self._agents:
+        if process is self._agents or process.name in self.hosts:
             process.main.result()
         if process is not self.orchestrator:
             return
