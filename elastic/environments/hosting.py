@@ -102,7 +102,7 @@ async def serve_episodes(work: HostWork) -> None:
 
 
 @dataclass(slots=True)
-class _Episode:
+class _HostedEpisode:
     vocab_size: int
     environment: Environment | None = None
     playing: asyncio.Task[None] | None = None
@@ -117,7 +117,7 @@ class EpisodeHost:
         self._make = make
         self._limit_s = limit_s
         self._say = say
-        self._episodes: dict[int, _Episode] = {}
+        self._episodes: dict[int, _HostedEpisode] = {}
         self._due = deque[m.EpisodeOrder]()
         self._at_once, self._round_s = 1, 0.0
         self._closing = set[asyncio.Task[None]]()
@@ -154,12 +154,12 @@ class EpisodeHost:
             self._close(order.episode)
             return
         if isinstance(order, m.ResetEpisode):
-            self._episodes[order.episode] = _Episode(order.vocab_size)
+            self._episodes[order.episode] = _HostedEpisode(order.vocab_size)
         episode = self._episodes.get(order.episode)
         if episode is not None and not episode.over:
             episode.playing = asyncio.get_running_loop().create_task(self._play(order, episode))
 
-    async def _play(self, order: m.EpisodeOrder, episode: _Episode) -> None:
+    async def _play(self, order: m.EpisodeOrder, episode: _HostedEpisode) -> None:
         """Carry out an order and say what came of it."""
         number = order.episode
         answer: m.FromFront
@@ -180,13 +180,13 @@ class EpisodeHost:
             episode.over = isinstance(answer, m.EpisodeFailed)
             self._say(answer)
 
-    def _give_up(self, number: int, episode: _Episode) -> None:
+    def _give_up(self, number: int, episode: _HostedEpisode) -> None:
         episode.over = True
         if episode.playing is not None:
             episode.playing.cancel()
         self._say(m.EpisodeFailed(number, f"the environment did not answer within {self._limit_s:g} s"))
 
-    async def _answer(self, order: m.EpisodeOrder, episode: _Episode) -> m.EpisodeAnswered:
+    async def _answer(self, order: m.EpisodeOrder, episode: _HostedEpisode) -> m.EpisodeAnswered:
         """Raises `BadAnswer`, and whatever the environment raises."""
         if isinstance(order, m.ResetEpisode):
             episode.environment = self._make()

@@ -32,7 +32,7 @@ LINE_CHARACTERS = 20_000
 WORDS = 256
 """Of token-level environments under test: bytes."""
 
-_Episodes: TypeAlias = dict[int, "asyncio.Future[m.EpisodeAnswered | m.EpisodeFailed]"]
+_AnsweredEpisodes: TypeAlias = dict[int, "asyncio.Future[m.EpisodeAnswered | m.EpisodeFailed]"]
 """By number, what answers the last order."""
 
 
@@ -164,7 +164,7 @@ class StandInRun:
 
     async def _talk(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
         self.connections += 1
-        episodes: _Episodes = {}
+        episodes: _AnsweredEpisodes = {}
         with contextlib.ExitStack() as over:
             over.callback(connection.abort)
             over.enter_context(contextlib.suppress(ConnectionLost))
@@ -196,7 +196,9 @@ class StandInRun:
         else:
             self._due.put_nowait(name)
 
-    async def _give_episodes(self, connection: Connection[m.FromRun, m.FromFront], episodes: "_Episodes") -> None:
+    async def _give_episodes(
+        self, connection: Connection[m.FromRun, m.FromFront], episodes: "_AnsweredEpisodes"
+    ) -> None:
         while connection.open:
             name = await self._due.get()
             if connection.open:
@@ -206,7 +208,7 @@ class StandInRun:
                 self._due.put_nowait(name)
 
     async def _play_episode(
-        self, connection: Connection[m.FromRun, m.FromFront], episodes: "_Episodes", number: int, heard: Heard
+        self, connection: Connection[m.FromRun, m.FromFront], episodes: "_AnsweredEpisodes", number: int, heard: Heard
     ) -> None:
         """Its only turn is what the policy says."""
 

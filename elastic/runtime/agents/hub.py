@@ -24,7 +24,7 @@ HAND_OVER_S = 5.0
 """For a front that has connected to hand over its socket."""
 
 
-class Door(Protocol):
+class Doorkeeper(Protocol):
     """Who serves those that connect."""
 
     @property
@@ -42,7 +42,7 @@ class Door(Protocol):
 class FrontHub:
     """Takes connections of fronts and env workers to `streams` while it is open."""
 
-    def __init__(self, run_dir: Path, streams: Door) -> None:
+    def __init__(self, run_dir: Path, streams: Doorkeeper) -> None:
         self.listening: socket.socket | None = None
         """On which fronts serve agents."""
         self.handed_over = asyncio.Event()
