@@ -347,9 +347,10 @@ class StepMetrics(_Resource):
 
 
 class EvaluatedEnvironment(_Resource):
-    """One environment's part of an evaluation. Of its episodes so many `finished` with a reward, `failed`, or were
-    `cut_off` as time was up."""
+    """One environment's part of an evaluation, of so many `tasks`. Of their episodes so many `finished` with a reward,
+    `failed`, or were `cut_off` as time was up."""
 
+    tasks: int
     finished: int
     failed: int
     cut_off: int

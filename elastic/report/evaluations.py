@@ -14,9 +14,10 @@ from elastic.runtime.journal import EvaluationRow
 
 
 class EvaluatedSet(msgspec.Struct, frozen=True, kw_only=True):
-    """One environment's part of an evaluation. Of its episodes so many `finished` with a reward, `failed`, or were
-    `cut_off` as time was up."""
+    """One environment's part of an evaluation, of so many `tasks`. Of their episodes so many `finished` with a reward,
+    `failed`, or were `cut_off` as time was up."""
 
+    tasks: int
     finished: int
     failed: int
     cut_off: int
@@ -54,11 +55,15 @@ class Evaluations(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def evaluations_of(history: History) -> Evaluations:
-    """Of a version that was evaluated again, by a process that went on from before it, the last evaluation counts."""
+    """Of a version that was evaluated again, by a process that went on from before it, the last evaluation counts. A
+    simulation's rewards are drawn, and come to no metric."""
     rows = {row.version: row for row in history.rows(EvaluationRow)}
     if not rows:
         return Evaluations()
-    config = msgspec.json.decode(history.segments[-1].meta().get("config", "{}"))
+    meta = history.segments[-1].meta()
+    if "simulated" in meta:
+        return Evaluations(versions=[_version(rows[version], learns=False) for version in sorted(rows)])
+    config = msgspec.json.decode(meta.get("config", "{}"))
     metric = _metric(config.get("evaluation") or {}, rows[max(rows)])
     return Evaluations(
         metric=metric,
@@ -73,16 +78,22 @@ def _metric(section: Mapping[str, Any], row: EvaluationRow) -> str:
     return section.get("keep_best") or stop.get("metric") or next(iter(row.record.metrics), "")
 
 
-def _version(row: EvaluationRow) -> EvaluatedVersion:
+def _version(row: EvaluationRow, *, learns: bool = True) -> EvaluatedVersion:
     record = row.record
     return EvaluatedVersion(
         version=row.version,
         at_s=row.t_ns / NS_PER_S,
         duration_s=(record.ended_ns - record.started_ns) / NS_PER_S,
         timed_out=record.timed_out,
-        metrics=record.metrics,
+        metrics=record.metrics if learns else {},
         environments={
-            name: EvaluatedSet(finished=one.finished, failed=one.failed, cut_off=one.cut_off, metrics=one.metrics)
+            name: EvaluatedSet(
+                tasks=len(one.rewards),
+                finished=one.finished,
+                failed=one.failed,
+                cut_off=one.cut_off,
+                metrics=one.metrics if learns else {},
+            )
             for name, one in record.sets.items()
         },
     )
@@ -100,7 +111,8 @@ def evaluation_words(evaluations: Evaluations) -> str:
     if not evaluations.versions:
         return ""
     last = evaluations.versions[-1]
-    told = ", ".join(f"{name} {estimate_words(found)}" for name, found in last.metrics.items()) or "no episode finished"
+    told = ", ".join(f"{name} {estimate_words(found)}" for name, found in last.metrics.items())
+    told = told or f"{sum(one.finished for one in last.environments.values())} episodes finished"
     words = f"evaluation of version {last.version}: {told}{' (timed out)' if last.timed_out else ''}"
     if (best := evaluations.best) is not None:
         words += f"; best by {evaluations.metric}: version {best}, {estimate_words(evaluations.of(best))}"

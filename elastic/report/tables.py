@@ -923,7 +923,7 @@ def _evaluations(summary: Summary) -> Table:
         header=["version", "of", *names, "tasks", "finished", "failed", "cut off", "took", ""],
         rows=[row for one in found.versions for row in _evaluation_rows(one, names, one.version == found.best)],
         note="Means over tasks, with their standard errors. Failed episodes, and those that were cut off as time was "
-        f"up, are in no mean. Best: by {found.metric}.",
+        f"up, are in no mean.{f' Best: by {found.metric}.' if found.metric else ''}",
     )
 
 
@@ -939,8 +939,10 @@ def _evaluation_rows(one: EvaluatedVersion, names: Sequence[str], best: bool) ->
             str(one.version),
             name,
             *(estimate_words(metrics.get(metric)) for metric in names),
-            units.count(max((found.tasks for found in metrics.values()), default=0)),
-            *(units.count(sum(getattr(of, count) for of in own)) for count in ("finished", "failed", "cut_off")),
+            *(
+                units.count(sum(getattr(of, count) for of in own))
+                for count in ("tasks", "finished", "failed", "cut_off")
+            ),
             units.duration(one.duration_s) if place == 0 else "",
             marks if place == 0 else "",
         ]

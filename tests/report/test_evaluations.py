@@ -127,6 +127,18 @@ def test_environments_stand_beside_each_other_and_all_is_drawn_on_the_drawing(su
     assert all(38 <= height <= 134 for height in heights)
 
 
+def test_a_simulations_rewards_are_not_told(summary_of) -> None:
+    def fill(run):
+        run.meta(simulated="{}")
+        run.journal.append(evaluation(0, 5.0, {"sums": GOOD}))
+
+    summary = summary_of(fill)
+    (table,) = [one for one in tables.tables(summary) if one.title == "Evaluations"]
+    assert table.header == ["version", "of", "tasks", "finished", "failed", "cut off", "took", ""]
+    assert table.rows == [["0", "sums", "2", "4", "1", "0", "4 s", ""]]
+    assert charts_of(summary.evaluations) == []
+
+
 def test_what_was_not_evaluated_is_not_told(realistic) -> None:
     assert realistic.evaluations == evaluations.Evaluations()
     assert evaluation_words(realistic.evaluations) == ""
@@ -135,7 +147,7 @@ def test_what_was_not_evaluated_is_not_told(realistic) -> None:
 
 def test_an_evaluation_of_which_no_episode_finished_is_told(summary_of) -> None:
     summary = summary_of(lambda run: run.journal.append(evaluation(0, 5.0, {"sums": [[], []]}, timed_out=True)))
-    assert evaluation_words(summary.evaluations) == "evaluation of version 0: no episode finished (timed out)"
+    assert evaluation_words(summary.evaluations) == "evaluation of version 0: 0 episodes finished (timed out)"
     assert "Evaluations" in as_html(summary)
 
 

@@ -86,6 +86,12 @@ const count = (number) => Math.round(number).toLocaleString("en");
 const workers = (figures) => Object.values(figures.providers).reduce((sum, one) => sum + one.ready, 0);
 const phaseOf = (run) => el("span", { className: `phase ${run.phase}`, textContent: run.phase });
 const success = (figures) => percent(figures.last_success_rate ?? figures.success_rate);
+const evaluation = (found) => {
+  if (!found) return "";
+  const told = Object.entries(found.metrics).map(([name, one]) => `${name} ${signed(one.mean)}${one.error === null ? "" : ` ± ${signed(one.error)}`}`);
+  const best = found.best_version === null ? "" : `; best: version ${found.best_version}`;
+  return `Evaluation of version ${found.version}: ${told.join(", ") || "no episode finished"}${found.timed_out ? " (timed out)" : ""}${best}`;
+};
 const meanReward = (figures) => signed(figures.last_mean_reward ?? figures.mean_reward);
 
 function showSignIn(text = "") {
@@ -449,6 +455,7 @@ function showRun(id) {
   const rates = chart("Success by step");
   const speed = chart("Tokens/s");
   const cause = el("p", { className: "soft" });
+  const evaluated = el("p", { id: "evaluated", className: "soft" });
   const conditions = el("tbody");
   const providers = el("tbody");
   const checkpoints = el("ol", { className: "listed", id: "checkpoints" });
@@ -459,6 +466,7 @@ function showRun(id) {
     cause,
     el("div", { className: "tiles", id: "figures" }, ...Object.values(tiles).map((one) => one.node)),
     el("div", { className: "charts" }, rates.figure, speed.figure),
+    evaluated,
     el("h2", { textContent: "Providers" }),
     el("table", {}, heads("Provider", "Ready", "Booting", "Running turns", "Preemptions", "Deaths", "Cost", "$/hour"), providers),
     el("h2", { textContent: "Conditions" }),
@@ -482,6 +490,7 @@ function showRun(id) {
     resume.hidden = !may || !over || run.phase === "finished";
     remove.hidden = !may || !over;
     cause.textContent = run.cause;
+    evaluated.textContent = evaluation(figures.evaluation);
     const shown = {
       Step: `${figures.step}/${figures.steps}`,
       Success: success(figures),
