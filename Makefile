@@ -145,6 +145,7 @@ ENVIRONMENTS := openenv reasoning-gym verifiers verifiers-old
 
 test-environments: setup $(ENVIRONMENTS:%=.cache/environments-%/installed)
 	$(BIN)/python -m pytest -m environments tests/envs
+	.cache/environments-verifiers-old/bin/python -m pytest -m environments tests/envs/test_hub_rows.py
 
 .cache/environments-%/installed: tests/envs/requirements/%.txt
 	$(PYTHON) -m venv .cache/environments-$*

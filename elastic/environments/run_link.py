@@ -91,6 +91,7 @@ class EnvRunLink:
         self._welcomed = welcomed
         self._connect = connect or partial(_over_unix_socket, run_dir)
         self._connection: Connection[FromFront, FromRun] | None = None
+        self._was_there = False
         self._asked: dict[int, tuple[Callable[[int], FromFront], asyncio.Future[DriverAnswer]]] = {}
         self._number = 0
 
@@ -129,8 +130,9 @@ class EnvRunLink:
                 continue
             self._connection, welcome_s = connection, here().monotonic()
             self._welcomed()
-            if self._asked:
+            if self._asked and self._was_there:
                 log.info("the run is asked again what it has not answered", questions=len(self._asked))
+            self._was_there = True
             for number, (request, _) in list(self._asked.items()):
                 connection.send(request(number))
             beats = asyncio.create_task(self._beat(connection), name="beats")

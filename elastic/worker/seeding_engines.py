@@ -102,7 +102,7 @@ class SeveralEngines:
             accounts_ns = self._booked([one.accounts_ns for one in each])
             self._note_progress(each)
             rounds = self._rounds
-        versions = [one.weights_version for one in each if one.weights_version is not None]
+        held = [one.weights_version for one in each if one.weights_version is not None]
         return EngineStatistics(
             pending=sum(one.pending for one in each),
             executing=sum(one.executing for one in each),
@@ -114,7 +114,8 @@ class SeveralEngines:
             decoded_tokens=sum(one.decoded_tokens for one in each),
             progress=rounds,
             accounts_ns=accounts_ns,
-            weights_version=min(versions, default=None),
+            # One that was started again, and has no weights yet, is not hidden by the others.
+            weights_version=min(held) if len(held) == len(each) else None,
             asleep=all(one.asleep for one in each),
             waits_to_apply=any(one.waits_to_apply for one in each),
             load_progress=sum(one.load_progress for one in each),

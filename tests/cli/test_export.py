@@ -1,6 +1,7 @@
 """A run's policy as a directory, and what cannot be had of it."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ TOKENIZER = {"tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}", "g
 
 
 @pytest.fixture
-def run(config: Path, checkpoint: Path) -> Path:
-    """A run with checkpoints of two steps; its base policy has a tokenizer."""
+def run(config: Path, checkpoint: Path) -> Iterator[Path]:
+    """A run with checkpoints of two steps; its base policy has a tokenizer as long as the test lasts."""
+    before = {name: (checkpoint / name).read_bytes() for name in TOKENIZER if (checkpoint / name).exists()}
     for name, content in TOKENIZER.items():
         (checkpoint / name).write_text(content)
     run, made = new_run_dir(load_config(config)), create_trainer(load_config(config))
@@ -31,7 +33,11 @@ def run(config: Path, checkpoint: Path) -> Path:
             made.skip_group(group, 0, ())
         made.update()
         made.save(run / "checkpoints" / f"{step:08d}.safetensors")
-    return run
+    yield run
+    for name in TOKENIZER:
+        (checkpoint / name).unlink()
+        if name in before:
+            (checkpoint / name).write_bytes(before[name])
 
 
 def test_it_is_a_policy_like_any_other(elastic, run: Path, config: Path, checkpoint: Path, tmp_path: Path) -> None:

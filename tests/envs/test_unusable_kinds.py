@@ -24,6 +24,11 @@ def write_raising(folder: Path, _: bool) -> Mapping[str, Any]:
     return {"settings": {"id": f"{folder}/mine.py:Lake"}}
 
 
+def write_before(folder: Path, _: bool) -> Mapping[str, Any]:
+    (folder / "saying.py").write_text("def load_environment():\n    raise NotImplementedError\n")
+    return {"settings": {"id": "saying"}}
+
+
 def named(key: str, name: str) -> Callable[[Path, bool], Mapping[str, Any]]:
     return lambda *_: {"settings": {key: name}}
 
@@ -37,6 +42,8 @@ def named(key: str, name: str) -> Callable[[Path, bool], Mapping[str, Any]]:
         ("reasoning-gym", "openenv", write_reasoning, ("pip install reasoning-gym",)),
         ("openenv", "openenv", named("url", "http://127.0.0.1:9"), ("settings.url", "Failed to connect")),
         ("verifiers", "openenv", write_verifiers, ("verifiers cannot be imported",)),
+        ("verifiers", "verifiers", write_before, ("saying is a package for verifiers before 0.4", "has 0.4")),
+        ("verifiers", "verifiers", named("id", "nosuch-sums"), ("settings.id: found 'nosuch-sums'", "of which")),
         ("verifiers", "verifiers-old", write_verifiers, ("saying is a package for verifiers 0.4", "has 0.3")),
     ],
 )

@@ -161,6 +161,14 @@ class TestSeveralEngines:
         assert [len(engine.loads) for engine in engines] == [0, 1, 1]
         assert together.engine.statistics().weights_version == 0
 
+    def test_one_that_was_started_again_without_weights_is_given_them(self) -> None:
+        engines = [ScriptedEngine(version=7), ScriptedEngine()]
+        together = SeveralEngines(engines)
+        assert together.statistics().weights_version is None
+        together.load_version(RelaySource(run="r", version=7, relay="", publisher=""), WeightMode.FINISH)
+        assert together.statistics().weights_version == 7
+        assert [engine.loads for engine in engines] == [[(7, WeightMode.FINISH)]] * 2
+
 
 class Hanging(ScriptedEngine):
     """One whose iterations do not count."""
