@@ -90,17 +90,16 @@ def _write_words(plan: RunPlan, checkpoint: Path) -> None:
     write_words(checkpoint, plan.environments[0].kind.vocabulary)
 
 
-def _demonstrations(plan: RunPlan) -> tuple[str, int] | None:
-    """The function of the first environment that brings demonstrations, and how many steps they are imitated for."""
+def _demonstrations(plan: RunPlan) -> DemonstratedSettings | None:
+    """The settings of the first environment that brings demonstrations."""
     for one in plan.environments:
-        settings = one.settings
-        if isinstance(settings, DemonstratedSettings) and settings.demonstrations is not None:
-            return settings.demonstrations, settings.demonstration_steps
+        if isinstance(one.settings, DemonstratedSettings) and one.settings.demonstrations is not None:
+            return one.settings
     return None
 
 
 def _chat_model(
-    shown: tuple[str, int] | None, progress: Callable[[int, int, float], None]
+    shown: DemonstratedSettings | None, progress: Callable[[int, int, float], None]
 ) -> tuple[str, Callable[[Path], None]]:
     """A small chat model: its recipe, and what makes it in a directory. It has random weights, or has been warmed up on
     what a function demonstrates."""
@@ -128,16 +127,16 @@ def _chat_model(
         with tempfile.TemporaryDirectory() as folder:
             make(Path(folder))
             found = demonstrated(code, Path(folder))
-        settings, model = WarmupSettings(steps=steps), Qwen3Config(vocab_size=VOCABULARY)
+        settings, model = WarmupSettings(steps=steps, batch_size=batch), Qwen3Config(vocab_size=VOCABULARY)
         imitate(settings, model, sampled_batches(settings, found), checkpoint, progress)
         write_tokenizer(checkpoint)
 
-    if shown is None:
+    if shown is None or shown.demonstrations is None:
         return CHAT_RECIPE, make
-    code, steps = shown
+    code, steps, batch = shown.demonstrations, shown.demonstration_steps, shown.demonstration_batch
     place = NamedCode(*code.rsplit(":", 1)).place
     content = Path(place).read_bytes() if place.endswith(".py") else b""
-    return f"{CHAT_RECIPE}; {steps} steps of {code}, {zlib.crc32(content):08x}", warm_up
+    return f"{CHAT_RECIPE}; {steps} steps of {batch} of {code}, {zlib.crc32(content):08x}", warm_up
 
 
 def _holds_policy(directory: Path) -> bool:

@@ -26,7 +26,8 @@ class DemonstratedSettings(OutsideSettings):
     demonstrations: GivenCode | None = Field(
         None, description="function that returns conversations, which `elastic prepare` makes a small policy imitate"
     )
-    demonstration_steps: int = Field(300, ge=1, description="steps of that, of 32 conversations each")
+    demonstration_steps: int = Field(300, ge=1, description="steps of that")
+    demonstration_batch: int = Field(32, ge=1, le=4096, description="conversations a step")
 
 
 class AgentSettings(DemonstratedSettings):

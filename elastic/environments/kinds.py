@@ -18,8 +18,7 @@ from typing import Any, cast
 import httpx
 from pydantic import BaseModel, Field
 
-from elastic.environments.agent import PlayedTrajectory
-from elastic.environments.outside import OutsideSettings
+from elastic.environments.agent import DemonstratedSettings, PlayedTrajectory
 from elastic.system.named_code import CodeUnusable, where
 from elastic.system.plain_values import plain, told
 
@@ -28,7 +27,7 @@ SEEDS = 2**31
 """Seeds that every environment takes are below it."""
 
 
-class KindSettings(OutsideSettings):
+class KindSettings(DemonstratedSettings):
     concurrency: int = Field(32, ge=1, le=4096, description="episodes at once in each of the environment's processes")
 
 
