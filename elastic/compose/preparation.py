@@ -56,7 +56,7 @@ def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force
         if keep:
             same = not recipe.exists() or recipe.read_text() == key
             if not driven and same and recipe.exists() and not (checkpoint / "tokenizer.json").exists():
-                _write_words(plan, checkpoint)
+                _write_words(checkpoint)
             return Prepared.THERE if same else Prepared.OF_OTHER_SETTINGS
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
         make(checkpoint)
@@ -78,16 +78,17 @@ def _warmed_up(plan: RunPlan, progress: Callable[[int, int, float], None]) -> tu
 
     def make(checkpoint: Path) -> None:
         warm_up(settings, model, checkpoint, progress)
-        _write_words(plan, checkpoint)
+        _write_words(checkpoint)
 
     return cache_key(settings, model), make
 
 
-def _write_words(plan: RunPlan, checkpoint: Path) -> None:
-    """Have tokens of the policy be read as the environment's words."""
+def _write_words(checkpoint: Path) -> None:
+    """Have tokens of the policy be read as FrozenLake's words."""
+    from elastic.environments.frozenlake import FrozenLake
     from elastic.front.tiny import write_words
 
-    write_words(checkpoint, plan.environments[0].kind.vocabulary)
+    write_words(checkpoint, FrozenLake.vocabulary)
 
 
 def _demonstrations(plan: RunPlan) -> DemonstratedSettings | None:
