@@ -80,7 +80,7 @@ class RunConfig(_Section):
         description="name of the run, with which its directory begins",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="what all that is drawn is drawn from")
-    steps: int = Field(60, ge=1, description="training steps")
+    steps: int = Field(60, ge=0, description="training steps; 0 where the policy is only evaluated")
     budget_usd: float | None = Field(
         None,
         gt=0,
@@ -1210,6 +1210,8 @@ class Config(_Section):
     def _evaluates(self) -> "Config":
         own = self.evaluation
         if own is None:
+            if self.run.steps == 0:
+                raise ValueError("run.steps must be at least 1, or there is nothing to do without evaluation (found 0)")
             return self
         trained, splits = {one.name: one for one in self.trained}, [split.name for split in own.splits]
         if twice := sorted({name for name in splits if splits.count(name) > 1 or name in trained}):

@@ -44,8 +44,15 @@ COMMANDS = {
         "both.",
     ),
     "prepare": ("run", "Make an example's base policy by a short supervised warm-up, once."),
-    "report": ("report", "Write a run's report: what it cost, what it gained, where every GPU-second went."),
+    "report": (
+        "report",
+        "Write a run's report: what went wrong, what it cost, what it gained, where every GPU-second went.",
+    ),
     "track": ("track", "Bring what a run's journal says of each step to loggers: while it goes on, or afterwards."),
+    "evaluate": (
+        "evaluate",
+        "Evaluate a policy on the tasks of [evaluation], with the providers of a run and without training.",
+    ),
     "export": ("export", "Write a run's policy as a Hugging Face directory, with its tokenizer and a model card."),
     "cap": (
         "control",

@@ -114,6 +114,8 @@ class ProgressDisplay:
 def beginning(status: RunStatus) -> str:
     """Where a run is whose first step is not over, in one line."""
     parts = [f"step {status.step + 1}/{status.steps} begins" if status.phase == "running" else status.phase]
+    if evaluation := status.evaluation:
+        parts = [f"version {evaluation.version} is evaluated: {evaluation.ended} of {evaluation.episodes} episodes"]
     if status.phase in ("starting", "running"):
         parts.append(TRAINER.get(status.trainer, status.trainer))
     workers = [

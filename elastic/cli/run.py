@@ -1,10 +1,10 @@
 """`elastic run` and `elastic prepare`: options, and display around the composition root."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -55,6 +55,10 @@ from elastic.runtime.orchestrator import Orchestrator
 from elastic.system.logs import STANDARD_ERROR, log_to
 from elastic.system.outages import EXIT_OUTAGE, Outage
 from elastic.system.signals import TERMINATION_OR_HANGUP, act_on
+
+if TYPE_CHECKING:
+    from elastic.report.summary import Summary
+
 
 PREPARED = {
     Prepared.MADE: "made",
@@ -241,22 +245,36 @@ def _run(config: Config, names: list[str], where: str, resumed: Path | None, *, 
         say(f"all {past.steps_done} steps of {resumed} are done; --set run.steps=N asks for more")
         conclude(resumed, as_json=as_json)
         return 0
-    check_live(plan)
-    if past.status != RUNNING:  # Of a process that died; what it began with has been checked.
-        # A pool's job does not have seconds at its start, where its trainer says the same.
-        check_policy(plan, None if plan.in_turns else resumed)
-        check_front(plan)
-        check_evaluation(plan.config, where)
-        check_containers(plan)
-    check_logging(config)
+    # Of a process that died what it began with has been checked; a pool's job does not have seconds at its start, where
+    # its trainer says the same.
+    if past.status == RUNNING:
+        check_live(plan)
+        check_logging(config)
+    else:
+        check_run(plan, where, None if plan.in_turns else resumed)
     run_dir = resumed or new_run_dir(config)
+    return carry_out(plan, run_dir, resume=resumed is not None, then=lambda: conclude(run_dir, as_json=as_json))
+
+
+def check_run(plan: RunPlan, where: str, resumed: Path | None = None) -> None:
+    """Everything that can be checked before a run begins. Raises `ConfigError`."""
+    check_live(plan)
+    check_policy(plan, resumed)
+    check_front(plan)
+    check_evaluation(plan.config, where)
+    check_containers(plan)
+    check_logging(plan.config)
+
+
+def carry_out(plan: RunPlan, run_dir: Path, *, resume: bool, then: Callable[[], object] = lambda: None) -> int:
+    """Carry out a run; returns the exit code. `then` tells what it has come to."""
     progress = ProgressDisplay(console(stderr=True))
     go_on = f"go on with: {program()} run --resume {run_dir}"
     try:
         with _logging_to(run_dir / "logs" / "orchestrator.log"), progress.context:
-            outcome = run_loop(_execute(plan, run_dir, resume=resumed is not None, progress=progress))
+            outcome = run_loop(_execute(plan, run_dir, resume=resume, progress=progress))
     except CANNOT_BEGIN as error:
-        if not resumed:
+        if not resume:
             discard_run(run_dir)
         elif isinstance(error, Outage):
             say(f"error: {error}")
@@ -270,9 +288,14 @@ def _run(config: Config, names: list[str], where: str, resumed: Path | None, *, 
         say(f"error: the run failed: a task that an environment has started raised SystemExit: {ended.code}; {go_on}")
         return EXIT_FAILED
     try:
-        conclude(run_dir, as_json=as_json)
+        then()
     except (JournalError, OSError) as error:
         say(f"warning: no report could be written: {error}")
+    return _told(outcome, run_dir, go_on)
+
+
+def _told(outcome: RunOutcome, run_dir: Path, go_on: str) -> int:
+    """Say how the run has ended; returns the exit code."""
     if outcome.interrupted:
         say(f"interrupted; {go_on.replace('go on', 'goes on', 1)}")
         return EXIT_INTERRUPTED
@@ -323,16 +346,24 @@ def _kill(orchestrator: Orchestrator, progress: ProgressDisplay) -> None:
     progress.say("killing everything")
 
 
-def conclude(run_dir: Path, *, as_json: bool) -> None:
-    """The closing table and the report's path; with `--json` the same as one object."""
-    # A run that is taken up is waited for, and has no report to write yet.
-    from elastic.report import as_json as report_as_json
-    from elastic.report import causes, closing_table, summarise, write_html
+def write_report(run_dir: Path) -> "tuple[Summary, Path]":
+    """Write what a run has come to as a page in its directory. Raises `JournalError`, and `OSError`."""
+    from elastic.report import summarise, write_html
     from elastic.report.texts import told_samples
 
     run = RunDirectory(run_dir)
     summary, path = summarise(run), run_dir / "report.html"
     write_html(summary, path, chosen=told_samples(run))
+    return summary, path
+
+
+def conclude(run_dir: Path, *, as_json: bool) -> None:
+    """The closing table and the report's path; with `--json` the same as one object."""
+    # A run that is taken up is waited for, and has no report to write yet.
+    from elastic.report import as_json as report_as_json
+    from elastic.report import causes, closing_table
+
+    summary, path = write_report(run_dir)
     if as_json:
         emit(report_as_json(summary) | {"report": str(path)})
     else:

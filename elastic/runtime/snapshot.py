@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec import UNSET, UnsetType
+
 from elastic.core.allowance import budget_forecast, capped_gpus, gpus_of
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.fleet import Worker
@@ -13,6 +15,7 @@ from elastic.runtime.status import (
     LATE_SHARE_MAX,
     PROVIDER_STOPPED,
     EnvironmentStatus,
+    EvaluationStatus,
     LostPlays,
     ProviderCounts,
     ProviderStatus,
@@ -74,8 +77,17 @@ def run_status(
         mismatches=list(scheduler.agreement.mismatches),
         upstream=upstream,
         environments=_environment_statuses(scheduler, lost or {}, cut_tokens or {}),
+        evaluation=_evaluation_status(scheduler),
         refilled={str(cause): count for cause, count in scheduler.pieces[0].outcomes.refilled.items()},
     )
+
+
+def _evaluation_status(scheduler: Scheduler) -> EvaluationStatus | UnsetType:
+    evaluation = scheduler.evaluation
+    if evaluation is None:
+        return UNSET
+    episodes = sum(len(task.members) for task in evaluation.tasks.values())
+    return EvaluationStatus(version=evaluation.version, episodes=episodes, ended=episodes - evaluation.unended)
 
 
 def _environment_statuses(

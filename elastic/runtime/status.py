@@ -62,6 +62,14 @@ class EnvironmentStep(msgspec.Struct, frozen=True, kw_only=True):
     groups_dropped: int = 0
 
 
+class EvaluationStatus(msgspec.Struct, kw_only=True):
+    """The evaluation that is under way: of its `episodes` so many have ended."""
+
+    version: int
+    episodes: int
+    ended: int
+
+
 class RunCondition(msgspec.Struct, frozen=True, kw_only=True):
     """Something that keeps the run from working at full speed now: its kind, a reason of one word, and a message."""
 
@@ -138,6 +146,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     environments: dict[str, EnvironmentStatus] = {}
     refilled: dict[str, int] = {}
     """Trajectories in whose place another one came, in the whole run, by what had failed them."""
+    evaluation: EvaluationStatus | msgspec.UnsetType = msgspec.UNSET
 
 
 def tokens_at_risk(tokens_per_s: float, flush_interval_s: float) -> int:

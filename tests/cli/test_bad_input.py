@@ -43,7 +43,8 @@ from elastic.worker.trainer.embedded.trainer import GRPOTrainer
         ("run.host=0.0.0.0", ("run.advertise is missing", "run.host = 0.0.0.0", "--advertise HOST")),
         ("run.advertise=https://gpu-7", ("run.advertise", "allowed: HOST or HOST:PORT", "'https://gpu-7'")),
         ("run.certificate=cert.pem", ("run.certificate and run.certificate_key belong together",)),
-        ("run.steps=0", ("run.steps", "greater than or equal to 1", "found 0")),
+        ("run.steps=-1", ("run.steps", "greater than or equal to 0", "found -1")),
+        ("run.steps=0", ("run.steps must be at least 1", "found 0")),
         ("run.steps.x=1", ("steps is not a section",)),
         ("run=3", ("run: must be a section", "found 3")),
         ("run", ("expected section.key=value",)),
@@ -157,7 +158,7 @@ def test_a_pool_that_has_not_started_the_run(refused, elastic, config: Path) -> 
 
 
 def test_every_problem_has_a_line(refused, elastic, config: Path) -> None:
-    ended = elastic("run", config, "--set", "run.steps=0", "--set", "rollout.groups=x", "--set", "nosuch=1")
+    ended = elastic("run", config, "--set", "run.steps=-1", "--set", "rollout.groups=x", "--set", "nosuch=1")
     refused(ended, "run.steps", "rollout.groups", "nosuch")
     assert len(ended.err.strip().splitlines()) == 3
 
