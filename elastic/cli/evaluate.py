@@ -13,8 +13,8 @@ from elastic.cli.run import carry_out, check_run, write_report
 from elastic.cli.tables import show_listing
 from elastic.compose.evaluating import (
     ChosenPolicy,
+    ComparedPolicies,
     Evaluated,
-    Evaluations,
     compared,
     evaluated,
     evaluation_of,
@@ -144,7 +144,7 @@ def _remarks(plans: Sequence[RunPlan]) -> list[str]:
     return ["the two policies have different tokenizers: tasks and answers are the same as texts, and not as tokens"]
 
 
-def _show(found: Evaluations) -> None:
+def _show(found: ComparedPolicies) -> None:
     columns = ("metric", "mean", "± error", "95 %", "tasks")
     for one in found.policies:
         outcomes = list(one.sets.values())

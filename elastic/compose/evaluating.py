@@ -119,7 +119,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     sets: dict[str, SetFigures]
 
 
-class Evaluations(msgspec.Struct, frozen=True, kw_only=True):
+class ComparedPolicies(msgspec.Struct, frozen=True, kw_only=True):
     """One policy, or two on the same tasks and seeds with the differences of the first from the second: by set, and of
     all tasks together under `all`."""
 
@@ -145,10 +145,10 @@ def evaluated(run_dir: Path, words: str) -> Evaluated | None:
     )
 
 
-def compared(policies: Sequence[Evaluated], remarks: Sequence[str]) -> Evaluations:
+def compared(policies: Sequence[Evaluated], remarks: Sequence[str]) -> ComparedPolicies:
     """The policies beside each other, if they are two."""
     if len(policies) == 1:
-        return Evaluations(policies=list(policies), remarks=list(remarks))
+        return ComparedPolicies(policies=list(policies), remarks=list(remarks))
     one, other = policies
     sets = {name: (_finished(one.sets[name]), _finished(other.sets[name])) for name in one.sets}
     together = tuple(list(chain.from_iterable(pair[side] for pair in sets.values())) for side in range(2))
@@ -156,7 +156,7 @@ def compared(policies: Sequence[Evaluated], remarks: Sequence[str]) -> Evaluatio
     differences = {
         name: Difference(estimate=value, interval=value.interval) for name, value in found.items() if value is not None
     }
-    return Evaluations(policies=list(policies), differences=differences, remarks=list(remarks))
+    return ComparedPolicies(policies=list(policies), differences=differences, remarks=list(remarks))
 
 
 def _finished(figures: SetFigures) -> list[list[float]]:
