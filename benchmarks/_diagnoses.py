@@ -103,7 +103,7 @@ GOOD: Mapping[str, Script] = {
     "one provider": Script(providers={"reserved": ScriptedProvider(usd_per_gpu_hour=10.47, tokens_per_s=500.0)}),
 }
 
-SHORT = ("run.steps=9", "rollout.groups=8", "rollout.group_size=4", "rollout.max_turns=6")
+SHORT = ("run.steps=5", "rollout.groups=8", "rollout.group_size=4", "rollout.max_turns=6")
 SIMULATED: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "alone": ("examples/frozenlake.toml", [], SHORT),
     "spot": ("examples/frozenlake.toml", ["spot"], SHORT),

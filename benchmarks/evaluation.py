@@ -46,7 +46,7 @@ SETTINGS = (
 )
 EVALUATED = ("evaluation.every=1", f"evaluation.tasks={TASKS}", f"evaluation.samples={SAMPLES}")
 SIMULATED = (
-    "run.steps=4",
+    "run.steps=3",
     "rollout.groups=16",
     "rollout.group_size=8",
     "rollout.dynamic_sampling=false",

@@ -46,7 +46,7 @@ COMMANDS = {
     "prepare": ("run", "Make an example's base policy by a short supervised warm-up, once."),
     "report": (
         "report",
-        "Write a run's report: what went wrong, what it cost, what it gained, where every GPU-second went.",
+        "Write a run's report: what went wrong, what it cost and gained, where every GPU-second went.",
     ),
     "track": ("track", "Bring what a run's journal says of each step to loggers: while it goes on, or afterwards."),
     "evaluate": (

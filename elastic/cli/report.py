@@ -34,7 +34,7 @@ def report(
     directory: RunsDirectory = Path("runs"),
     pools: Annotated[Path, typer.Option(help="Where pools are kept.")] = Path("pools"),
 ) -> int:
-    """Write a run's report: what went wrong, what it cost, what it gained, where every GPU-second went.
+    """Write a run's report: what went wrong, what it cost and gained, where every GPU-second went.
 
     Of a pool: every node's turns, cycles, bubbles, slowdowns, switches and bills; of a job on it, its part of these.
 

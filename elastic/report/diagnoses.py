@@ -60,6 +60,8 @@ FAILED_MEMBERS = 5
 
 BILL_SHARE = 0.1
 """Of the bill: what a provider of less gives is no matter of money."""
+LEAST_GPU_S = 600.0
+"""GPU time of a provider that is long enough to judge it by: of less the first starts are a large part."""
 DEARER_BY = 3.0
 """Than the other paid providers' tokens: prices of one device differ by less between spot, on demand and serverless."""
 OVERHEAD_SHARE = 0.25
@@ -298,7 +300,7 @@ def _providers(course: Course) -> list[Diagnosis]:
     return [
         found
         for name, usage in course.rollouts.items()
-        if usage.usd > 0 and usage.usd >= BILL_SHARE * course.usd
+        if usage.gpu_s >= LEAST_GPU_S and usage.usd > 0 and usage.usd >= BILL_SHARE * course.usd
         for others in [[one for other, one in course.rollouts.items() if other != name]]
         for found in _provider(printable(name), usage, others, course.on_demand_usd_per_gpu_hour)
     ]

@@ -143,6 +143,7 @@ def test_failed_members_that_were_replaced_are_counted_once() -> None:
         ({"usd_per_million_tokens": 13.0}, [], False),  # nothing to compare with
         ({"usd_per_million_tokens": 1300.0, "usd": 0.9, "tokens": 692}, [USAGE], False),  # no matter of money
         ({"overhead_share": 0.7}, [], True),  # 4 / 0.3 is more than 10 on demand
+        ({"overhead_share": 0.7, "gpu_s": 500.0}, [], False),  # too short to tell
         ({"overhead_share": 0.5}, [], False),
         ({"overhead_share": 1.0, "usd_per_million_tokens": None, "tokens": 0}, [], True),
         ({"overhead_share": 0.1, "usd_per_gpu_hour": 12.0}, [], False),  # dear by its price
