@@ -136,7 +136,9 @@ class OtherRanks:
 
     @contextlib.contextmanager
     def within(self, timeout_s: float) -> Iterator[None]:
-        """A context: the process ends if it takes longer. Several threads may be in one."""
+        """A context: the process ends if it takes longer. Several threads may be in one. Raises `RuntimeError` once
+        they were ended: what a rank answered before that is not taken for another answer."""
+        self._check_there()
         this = object()
         self._deadlines_s[this] = time.monotonic() + timeout_s
         try:
@@ -206,9 +208,12 @@ class OtherRanks:
 
     def _broken(self, error: Exception) -> NoReturn:
         time.sleep(DEATH_SHOWS_S)  # Whoever sees it dead, or has ended them all, says why.
+        self._check_there(error)
+        self._end(f"the line to a rank is broken: {error!r}")
+
+    def _check_there(self, error: Exception | None = None) -> None:
         if self._closed:
             raise RuntimeError(f"the ranks have been ended: {self._why}") from error
-        self._end(f"the line to a rank is broken: {error!r}")
 
     def _end(self, why: str, status: int = 1) -> NoReturn:
         """End the process, whatever its threads are at, and all ranks: a collective cannot be left otherwise."""
