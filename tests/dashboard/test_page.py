@@ -77,7 +77,7 @@ def test_a_run_is_live(tab: Any, served: Served, submission: Submission, tmp_pat
     sign_in(tab, served)
     row = tab.locator("#runs tbody tr")
     row.get_by_text("3/100").wait_for()
-    assert row.inner_text().split("\t")[1:7] == ["running", "3/100", "25 %", "812", "$1.50", "3"]
+    assert row.inner_text().split("\t")[1:8] == ["running", "3/100", "25 %", "–", "812", "$1.50", "3"]
     tab.click(f"a[href='#/runs/{run}']")
     tab.wait_for_selector("#figures >> text=3/100")
     seen(served, run, RunPhase.RUNNING, step=4, usd=1.75, tokens_per_s=900, last_success_rate=0.5)

@@ -12,6 +12,7 @@ from typer.main import get_command
 from elastic.cli.app import app, main
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.store.tables import runs
+from tests.report.chat_run import ChatRun
 from tests.server.conftest import Site, Submission, served
 
 Elastic = Callable[..., str]
@@ -123,6 +124,24 @@ def test_runs_under_their_names(elastic: Elastic, site: Site, submission: Submis
     assert json.loads(elastic("runs", "stop", run, "--json"))["id"] == run
     for what in ("workers", "leases", "trajectories"):
         elastic("runs", what, NO_RUN, code=2)
+
+
+def test_trajectories_of_a_run_on_the_server(elastic: Elastic, site: Site, submission: Submission) -> None:
+    run = site.submitted(submission())
+    chats = ChatRun(site.settings.run_dir(run), site.settings.models[0] / "policy")
+    chats.small()
+    chats.close()
+
+    def names(*wanted: object) -> list[str]:
+        found = json.loads(elastic("runs", "trajectories", run, *wanted, "--json").splitlines()[-1])
+        return [one["id"] for one in found["trajectories"]]
+
+    assert names("--worst", 2, "--step", 2) == ["2/1/1", "2/1/2"]
+    assert names("--failed") == ["2/1/3"]
+    assert names("--truncated", "--group", "2/1") == ["2/1/2"]
+    assert "2 are shown, and there are more" in elastic("runs", "trajectories", "latest", "--remote", "--best", 2)
+    assert "rewards by part: right 1, short 0.1" in elastic("runs", "trajectory", run, "2/1/0")
+    assert "no trajectory '9/9/9'" in elastic("runs", "trajectory", run, "9/9/9", code=2)
 
 
 def test_chats_with_runs_that_are_not_there(elastic: Elastic, site: Site, submission: Submission) -> None:

@@ -8,6 +8,7 @@ const main = document.getElementById("main");
 const notice = document.getElementById("notice");
 let me = null;
 let provider = null;
+let stale = false; // Until it is loaded anew.
 const REFUSED = {
   "sign-in-refused": "The sign-in did not hold. Sign in again, in one browser and within ten minutes.",
   "no-membership": "You are a member of no project yet. Ask a project's admin to add you.",
@@ -23,11 +24,13 @@ function el(tag, properties = {}, ...children) {
 }
 
 function say(text, action = null) {
+  if (!text && stale) return;
   notice.replaceChildren(text, ...(action ? [" ", action] : []));
   notice.hidden = !text;
 }
 
 function sayStale(text) {
+  stale = true;
   say(text, el("button", { textContent: "Reload", onclick: () => location.reload() }));
 }
 
