@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +32,8 @@ from _common import ROOT, Arguments, emit, parse_arguments
 from _crashes import CrashingRun
 from _runs import EXAMPLE, elastic, prepare, sets
 
-from elastic.report.tracking import LOGGERS, SampleBounds, StepSource, TrackedRow, TrackedRun, logger_named, text_of
+from elastic.report.texts import Reading, with_texts
+from elastic.report.tracking import LOGGERS, SampleBounds, StepSource, TrackedRow, TrackedRun, logger_named
 from elastic.runtime.journal import RunDirectory
 from elastic.system.sqlite import open_sqlite
 
@@ -143,12 +145,13 @@ def begun_and_killed(run_dir: Path, loggers: Sequence[str], pause_s: float) -> b
 
 
 def times(run_dir: Path, loggers: Sequence[str], directory: Path) -> dict[str, Any]:
+    reading = Reading.of(json.loads((run_dir / "config.json").read_text()))
     read_us, rows = list[float](), list[TrackedRow]()
     for _ in range(TIMED):
         source = StepSource(
             RunDirectory(run_dir),
             SampleBounds(trajectories=4, bytes=16_384),
-            {"frozenlake": text_of("frozenlake", directory)},
+            partial(with_texts, reading=reading),
         )
         began_s = time.perf_counter()
         source.poll(over=True)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -108,14 +109,16 @@ def _track(run: RunDirectory, config: Config, names: list[str], *, follow: bool)
 
 
 def _bring(run: RunDirectory, config: Config, names: list[str], stop: threading.Event, *, follow: bool) -> "Tracking":
-    from elastic.report.tracking import SampleBounds, StepSource, TrackedRun, Tracking, logger_named, text_of
+    from elastic.report.texts import Reading, with_texts
+    from elastic.report.tracking import SampleBounds, StepSource, TrackedRun, Tracking, logger_named
     from elastic.report.tracking import follow as follow_run
 
+    reading = Reading.of(config.model_dump(include={"model", "front"}))
     logging, state = config.logging, _RunState(run, config.run.orchestrator_timeout_s)
     source = StepSource(
         run,
         SampleBounds(trajectories=logging.samples, bytes=logging.sample_bytes),
-        {one.name: text_of(one.kind, config.model.checkpoint) for one in config.mixture},
+        partial(with_texts, reading=reading),
     )
     tracked = TrackedRun(
         name=run.name, project=logging.project, directory=run.path / TRACKING, settings=_settings(config)

@@ -113,13 +113,14 @@ def detail_of(history: History, name: str, most_tokens: int = TOKENS_MAX) -> Hos
             row = journal.by_key(TrajectoryRow, [name]).get(name)
             if row is not None and row.step < segment.undone_from:
                 try:
-                    return _detail(_retold(row, segment), most_tokens)
+                    return detail_of_row(_retold(row, segment), most_tokens)
                 except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
                     raise JournalError(f"{journal.path}: trajectory {name} is no record of tokens: {error}") from error
     return None
 
 
-def _detail(row: TrajectoryRow, left: int) -> HostedTrajectoryDetail:
+def detail_of_row(row: TrajectoryRow, left: int = TOKENS_MAX) -> HostedTrajectoryDetail:
+    """As `detail_of`. Raises `msgspec.DecodeError`, `ValueError`, `TypeError` or `IndexError` for what is no record."""
     sampled = msgspec.msgpack.decode(row.sampled, type=Sampled) if row.sampled else Sampled()
     branches = msgspec.msgpack.decode(row.branches, type=list[SampledBranch]) if row.branches else []
     first = _context(row.token_ids, sampled, left)

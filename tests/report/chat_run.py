@@ -12,7 +12,7 @@ from elastic.front.rendering.renderer import TemplateRenderer
 from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.front.tiny import EOS, write_tokenizer
 from elastic.protocol.sampled import Sampled, SampledBranch, SampledRun, pack_ids, pack_logprobs
-from elastic.runtime.journal import RunDirectory, TrajectoryRow
+from elastic.runtime.journal import JournalRecord, RunDirectory, TrajectoryRow
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
 MARKUP = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\"'"
@@ -42,7 +42,7 @@ class ChatRun:
         self._journal.close()
         return self.directory
 
-    def append(self, row: TrajectoryRow) -> None:
+    def append(self, row: JournalRecord) -> None:
         self._journal.append(row)
 
     def answer(self, text: str) -> list[int]:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S
-from elastic.protocol.sampled import Sampled, pack_ids
+from elastic.protocol.sampled import Sampled, pack_ids, pack_logprobs
 from elastic.report.bounds import cut
+from elastic.report.texts import Reading, with_texts
 from elastic.report.tracking import (
     Delivery,
     LoggerDown,
@@ -23,7 +24,6 @@ from elastic.report.tracking import (
     Tracking,
     check_loggers,
     follow,
-    text_of,
 )
 from elastic.report.tracking.names import NAMES
 from elastic.report.tracking.rows import ROWS_AT_ONCE
@@ -39,6 +39,7 @@ from elastic.runtime.journal import (
     TrajectoryRow,
 )
 from elastic.system.sqlite import open_sqlite
+from tests.report.chat_run import ChatRun
 from tests.run_status import run_status
 
 NO_SAMPLES = SampleBounds(trajectories=0, bytes=1000)
@@ -220,7 +221,8 @@ def test_names_are_told_apart() -> None:
 
 
 def test_samples_have_messages_and_rewards_within_bounds(tmp_path: Path) -> None:
-    sampled = msgspec.msgpack.encode(Sampled(spans=[(2, 3), (6, 1)]))
+    logprobs = bytearray(pack_logprobs([-0.5] * 4))
+    sampled = msgspec.msgpack.encode(Sampled(spans=[(2, 3), (6, 1)], logprobs=logprobs, versions=[(0, 4)]))
     with journal_of(tmp_path, "journal.sqlite") as journal:
         for member in range(8):
             journal.append(trajectory(f"0/0/{member}", float(member), ids=range(8), sampled=sampled))
@@ -313,9 +315,18 @@ def test_a_logger_without_its_package_or_key_is_named(monkeypatch: pytest.Monkey
     assert check_loggers([], {}) == ""
 
 
-def test_tokens_without_words_or_tokenizer_are_numbers(tmp_path: Path) -> None:
-    assert text_of("unheard-of", tmp_path)([1, 2]) == "1 2"
-    assert text_of("frozenlake", tmp_path)([0, 10_000]).endswith("<10000>")
+def test_samples_are_told_by_who_said_what(tmp_path: Path) -> None:
+    chats = ChatRun(tmp_path / "run", tmp_path / "policy")
+    chats.small()
+    chats.append(step_row(2))
+    reading = Reading.of(chats.config)
+    source = StepSource(
+        chats.close(), SampleBounds(trajectories=100, bytes=1000), lambda details: with_texts(details, reading)
+    )
+    source.poll(over=True)
+    messages = {one.trajectory: one.messages for one in source.row(2).samples}["2/1/0"]
+    assert [one["role"] for one in messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [one["content"] for one in messages[-2:]] == ["2", "It is 2.<|im_end|>"]
 
 
 @contextmanager
@@ -329,7 +340,7 @@ def journal_of(directory: Path, name: str, continues: str = "") -> Iterator[Sqli
 
 
 def source_of(directory: Path, samples: SampleBounds = NO_SAMPLES) -> StepSource:
-    return StepSource(RunDirectory(directory), samples, {"": lambda ids: " ".join(map(str, ids))})
+    return StepSource(RunDirectory(directory), samples, lambda details: details)
 
 
 def step_row(step: int, *, published: bool = False, loss: float = 0.5) -> StepRow:

@@ -4,4 +4,4 @@ from elastic.report.tracking.delivery import Delivery, Logger, LoggerDown, Track
 from elastic.report.tracking.following import Tracking, follow
 from elastic.report.tracking.loggers import LOGGERS, check_loggers, logger_named
 from elastic.report.tracking.rows import StepSource
-from elastic.report.tracking.samples import SampleBounds, text_of
+from elastic.report.tracking.samples import SampleBounds

@@ -10,7 +10,7 @@
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,8 @@ from elastic.core.types import NS_PER_S
 from elastic.report.metrics import mean_metrics
 from elastic.report.tracking.delivery import TrackedRow, TrackedSample
 from elastic.report.tracking.names import in_environment, named, of_environment, of_evaluation, of_provider
-from elastic.report.tracking.samples import SampleBounds, ToText, chosen, sample_of
+from elastic.report.tracking.samples import SampleBounds, Tell, chosen, sample_of
+from elastic.report.trajectories import detail_of_row
 from elastic.runtime.journal import (
     CONTINUES,
     EvaluationRow,
@@ -59,12 +60,12 @@ class StepSource:
     Methods raise `JournalError`, or `OSError`.
     """
 
-    def __init__(self, run: RunDirectory, samples: SampleBounds, to_text: Mapping[str, ToText]) -> None:
+    def __init__(self, run: RunDirectory, samples: SampleBounds, tell: Tell) -> None:
         self.finished: list[int] = []
         """Steps whose rows are final, in order; it only grows."""
         self._run = run
         self._samples = samples
-        self._to_text = to_text
+        self._tell = tell
         self._open: OrderedDict[tuple[Path, int], JournalReader] = OrderedDict()
         self._read = 0
         """Journals that have nothing more to say."""
@@ -165,11 +166,8 @@ class StepSource:
         whole: dict[str, TrajectoryRow] = {}
         for path in chain:
             whole |= self._journal(path).by_key(TrajectoryRow, names)
-        rows = [whole[name] for name in names]
-        return [sample_of(row, self._text_of(row.environment), self._samples.bytes) for row in rows]
-
-    def _text_of(self, environment: str) -> ToText:
-        return self._to_text.get(environment) or next(iter(self._to_text.values()))
+        details = self._tell([detail_of_row(whole[name]) for name in names]) if names else []
+        return [sample_of(detail, self._samples.bytes) for detail in details]
 
     def _chain(self, path: Path) -> tuple[list[Path], list[Path]]:
         """The journals from which this one goes on, and this one; and the last journals of what was before these."""

@@ -1,20 +1,19 @@
 """Trajectories as people read them: which of a step's, and their messages, within bounds."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
 from elastic.core.ids import parse_trajectory
-from elastic.protocol.sampled import Sampled, ids_of
+from elastic.protocol.api import HostedMessage, HostedTrajectoryDetail
 from elastic.report.bounds import cut
 from elastic.report.tracking.delivery import TrackedSample
+from elastic.report.trajectories import spans_of
 from elastic.runtime.journal import TrajectoryRow
-from elastic.system.installed import installed, is_ours
 
-ToText = Callable[[Sequence[int]], str]
-_HALF_CHARACTERS = re.compile("\N{REPLACEMENT CHARACTER}+")
+Tell: TypeAlias = Callable[[Sequence[HostedTrajectoryDetail]], Sequence[HostedTrajectoryDetail]]
+"""Gives trajectories their texts, as far as there are any."""
 
 
 class SampleBounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,23 +31,30 @@ def chosen(rows: Sequence[TrajectoryRow], most: int) -> list[TrajectoryRow]:
     return [scored[place * len(scored) // most] for place in range(most)]
 
 
-def sample_of(row: TrajectoryRow, to_text: ToText, most_bytes: int) -> TrackedSample:
-    """A trajectory's messages: what the policy said, and what it was told in between."""
-    ids, spans = ids_of(row.token_ids), _sampled(row).spans
-    messages, at = list[dict[str, str]](), 0
-    for start, tokens in spans:
-        if start > at:
-            messages.append({"role": "user", "content": to_text(ids[at:start])})
-        messages.append({"role": "assistant", "content": to_text(ids[start : start + tokens])})
+def sample_of(detail: HostedTrajectoryDetail, most_bytes: int) -> TrackedSample:
+    """A trajectory's messages: what the policy said, as it wrote it, and what it was told in between."""
+    assert detail.reward is not None
+    messages = _in_numbers(detail) if detail.messages is None else [_told(detail, one) for one in detail.messages]
+    return TrackedSample(trajectory=detail.id, reward=detail.reward, messages=list(_cut(messages, most_bytes)))
+
+
+def _told(detail: HostedTrajectoryDetail, message: HostedMessage) -> dict[str, str]:
+    if message.by_policy and detail.pieces is not None:
+        written = "".join(detail.pieces[message.start : message.start + message.tokens])
+        return {"role": message.role, "content": written}
+    calls = [f"{call.name}({call.arguments})" for call in message.tool_calls]
+    return {"role": message.role, "content": "\n".join(filter(None, (message.reasoning, message.content, *calls)))}
+
+
+def _in_numbers(detail: HostedTrajectoryDetail) -> list[dict[str, str]]:
+    """The messages of tokens for which nobody has words."""
+    messages, at, end = list[dict[str, str]](), 0, len(detail.token_ids)
+    for start, tokens in [*spans_of(detail.trained), (end, 0)]:
+        for role, first, behind in (("user", at, start), ("assistant", start, start + tokens)):
+            if behind > first:
+                messages.append({"role": role, "content": " ".join(map(str, detail.token_ids[first:behind]))})
         at = start + tokens
-    if at < len(ids):
-        messages.append({"role": "user", "content": to_text(ids[at:])})
-    assert row.reward is not None
-    return TrackedSample(trajectory=row.trajectory, reward=row.reward, messages=list(_cut(messages, most_bytes)))
-
-
-def _sampled(row: TrajectoryRow) -> Sampled:
-    return msgspec.msgpack.decode(row.sampled, type=Sampled) if row.sampled else Sampled()
+    return messages
 
 
 def _cut(messages: Sequence[dict[str, str]], most_bytes: int) -> Iterator[dict[str, str]]:
@@ -58,20 +64,3 @@ def _cut(messages: Sequence[dict[str, str]], most_bytes: int) -> Iterator[dict[s
         content = cut(message["content"], share)
         most_bytes -= len(content.encode())
         yield {**message, "content": content}
-
-
-def text_of(environment: str, checkpoint: Path) -> ToText:
-    """How tokens become text: by the environment's words, else by the policy's tokenizer, else as numbers."""
-    point = installed("elastic.environments").get(environment)
-    words: Sequence[str] = () if point is None or not is_ours(point) else point.load().vocabulary
-    if words:
-        return lambda ids: "".join(words[one] if one < len(words) else f"<{one}>" for one in ids)
-    try:
-        import tokenizers
-
-        tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    except Exception:  # The library raises nothing narrower, and a sample may do without words.
-        return lambda ids: " ".join(map(str, ids))
-    return lambda ids: _HALF_CHARACTERS.sub(
-        "\N{REPLACEMENT CHARACTER}", tokenizer.decode(ids, skip_special_tokens=False)
-    )
