@@ -12,11 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from elastic.core.ids import is_evaluated
 from elastic.core.types import NS_PER_S
 from elastic.protocol.api import HostedBranch, HostedTrajectory, HostedTrajectoryDetail
 from elastic.protocol.sampled import TOKEN_BYTES, Sampled, SampledBranch, ids_of
 from elastic.report.history import History, Segment
 from elastic.runtime.journal import (
+    EvaluatedRow,
     JournalError,
     JournalReader,
     TrajectoryFilter,
@@ -108,10 +110,11 @@ def _retold(row: TrajectoryRow, segment: Segment) -> TrajectoryRow:
 def detail_of(history: History, name: str, most_tokens: int = TOKENS_MAX) -> HostedTrajectoryDetail | None:
     """Return one trajectory with the first of its tokens, and without their text; None if the run has none of this
     name. Raises `JournalError`."""
+    evaluated = is_evaluated(name)  # Then `step` is the version, which a step begins with.
     for segment in reversed(history.segments):
         for journal in reversed(segment.journals):
-            row = journal.by_key(TrajectoryRow, [name]).get(name)
-            if row is not None and row.step < segment.undone_from:
+            row = journal.by_key(EvaluatedRow if evaluated else TrajectoryRow, [name]).get(name)
+            if row is not None and row.step < segment.undone_from + evaluated:
                 try:
                     return detail_of_row(_retold(row, segment), most_tokens)
                 except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:

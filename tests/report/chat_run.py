@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from elastic.config import JournalConfig
+from elastic.core.steps import CUT_OFF
 from elastic.front.rendering.renderer import TemplateRenderer
 from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.front.tiny import EOS, write_tokenizer
@@ -105,6 +106,7 @@ class ChatRun:
 
     def small(self) -> None:
         """Three steps, a trajectory of every kind in the last one."""
+        self.trajectory("1/0/4", self.spoken("1 + 1?"), None, cause=CUT_OFF)
         for step in range(3):
             for member in range(4):
                 text = f"<think>\nTwo.\n</think>\n\nIt is {member}."

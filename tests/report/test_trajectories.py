@@ -16,7 +16,7 @@ from elastic.report.history import history_of
 from elastic.report.samples import EACH, TRAJECTORY_BYTES_MAX, Chosen, samples_of
 from elastic.report.texts import DECODED_CHARACTERS_MAX, MESSAGES_BYTES_MAX, Reading, told_samples, with_texts
 from elastic.report.trajectories import TOKENS_MAX, detail_of
-from elastic.runtime.journal import JournalError, RunDirectory, TrajectoryRow
+from elastic.runtime.journal import EvaluatedRow, JournalError, RunDirectory, TrajectoryRow
 from tests.report.chat_run import CONTROLS, MARKUP, ChatRun
 
 
@@ -63,6 +63,18 @@ def test_a_trajectory_is_told_with_messages_calls_rewards_and_branches(small: tu
         by_policy = [one for one in context.messages or () if one.by_policy]
         marked = {place for one in by_policy for place in range(one.start, one.start + one.tokens)}
         assert marked == {place for place, trained in enumerate(context.trained) if trained}
+
+
+def test_an_episode_of_an_evaluation_is_told_by_its_name(tmp_path: Path) -> None:
+    run = ChatRun(tmp_path / "run", tmp_path / "policy")
+    run.trajectory("1/0/0", run.spoken("?", ("!", ())))
+    directory, reading = run.close(), Reading.of(run.config)
+    with history_of(directory) as history:
+        (row,) = history.rows(TrajectoryRow)
+    again = ChatRun(tmp_path / "again", tmp_path / "policy")
+    again.append(msgspec.convert(msgspec.structs.asdict(row) | {"trajectory": "e1/0/0"}, EvaluatedRow))
+    found = told(again.close(), reading, "e1/0/0")
+    assert [one.content for one in found.messages or ()][-2:] == ["?", "!"]
 
 
 def test_a_reward_of_a_function_has_the_environments_as_a_part(tmp_path: Path) -> None:

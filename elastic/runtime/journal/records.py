@@ -156,7 +156,7 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     last.
 
     Only those of `step`, of steps before `step_end`, of `group`, and with a reward within the bounds that are set;
-    `truncated` ones, `failed` ones.
+    `truncated` ones, `failed` ones, to which those that were cut off do not belong.
     """
 
     step: int | None = None
@@ -189,7 +189,7 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
             ("reward >= ?", self.reward_min),
             ("reward <= ?", self.reward_max),
             ("truncated = ?", 1 if self.truncated else None),
-            ("(cause != '' OR reward IS NULL) = ?", 1 if self.failed else None),
+            ("(cause NOT IN ('', ?) OR (cause = '' AND reward IS NULL))", CUT_OFF if self.failed else None),
         ]
         found = [(clause, value) for clause, value in asked if value is not None]
         clauses, values = [clause for clause, _ in found], [value for _, value in found]

@@ -165,7 +165,7 @@ function route() {
   leave = () => {};
   if (!me) return;
   const run = /^#\/runs\/(run_[0-9A-Z]+)$/.exec(location.hash);
-  const trajectory = /^#\/runs\/(run_[0-9A-Z]+)\/trajectories\/([0-9]+\/[0-9]+\/[0-9]+)$/.exec(location.hash);
+  const trajectory = /^#\/runs\/(run_[0-9A-Z]+)\/trajectories\/(e?[0-9]+\/[0-9]+\/[0-9]+)$/.exec(location.hash);
   const login = /^#\/login\/([0-9a-f]{64})\/([A-Za-z0-9][A-Za-z0-9._-]{0,63})$/.exec(location.hash);
   if (run) showRun(run[1]);
   else if (trajectory) showTrajectory(trajectory[1], trajectory[2]);
