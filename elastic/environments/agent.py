@@ -16,8 +16,8 @@ from elastic.protocol.front_messages import METRICS_MAX
 from elastic.system.named_code import GivenCode
 from elastic.system.plain_values import number, shown
 
-METRIC_CHARACTERS = 64
-"""Of a metric's name."""
+METRIC_CHARACTERS, POLICY_CHARACTERS = 64, 256
+"""Of a metric's name, and of a policy's."""
 
 
 class DemonstratedSettings(OutsideSettings):
@@ -104,7 +104,7 @@ def finite(what: str, value: Any) -> float:
 def outcome_of(answer: Any) -> Outcome:
     """Return what a function's answer means. Raises `BadOutcome`."""
     if isinstance(answer, Outcome):
-        rewards = {str(policy): _reward(reward) for policy, reward in answer.rewards.items()}
+        rewards = {_policy(policy): _reward(reward) for policy, reward in answer.rewards.items()}
         may_lack = bool(answer.failed or rewards)
         return Outcome(
             reward=None if may_lack and answer.reward is None else _reward(answer.reward),
@@ -116,12 +116,22 @@ def outcome_of(answer: Any) -> Outcome:
     return Outcome(reward=_reward(answer))
 
 
+def _policy(name: Any) -> str:
+    if not _is_name(name, POLICY_CHARACTERS):
+        raise BadOutcome(f"found a reward of the policy {shown(name)}; allowed: a name of `front.policies`")
+    return name
+
+
+def _is_name(found: Any, characters: int) -> bool:
+    return isinstance(found, str) and 0 < len(found) <= characters and found.isprintable()
+
+
 def _metrics(given: Mapping[str, Any]) -> dict[str, float]:
     if len(given) > METRICS_MAX:
         raise BadOutcome(f"found {len(given)} metrics; allowed: at most {METRICS_MAX}")
     metrics: dict[str, float] = {}
     for name, value in given.items():
-        if not (isinstance(name, str) and 0 < len(name) <= METRIC_CHARACTERS and name.isprintable()):
+        if not _is_name(name, METRIC_CHARACTERS):
             raise BadOutcome(f"found a metric {shown(name)}; allowed: a name of 1 to {METRIC_CHARACTERS} characters")
         metrics[name] = finite(f"metric {name!r}", value)
     return metrics

@@ -54,7 +54,7 @@ from elastic.protocol.front_messages import (
 )
 from elastic.protocol.http_clients import async_client
 from elastic.system.named_code import CodeUnusable, load
-from elastic.system.plain_values import told
+from elastic.system.plain_values import printable, told
 
 log = structlog.get_logger(__name__)
 
@@ -244,7 +244,7 @@ class FunctionPlayer:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if ends_caller(error):
                 raise
-            trace = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]  # Without values: a key may be one.
+            trace = self._hidden.masked("".join(traceback.format_exception(error)))[-TRACE_CHARACTERS:]
             log.warning("the environment raised", trajectory=trajectory.id, trace=trace)
             return Outcome(failed=f"the environment raised {told(error)}")
 
@@ -262,7 +262,7 @@ class FunctionPlayer:
     async def _tell(self, begun: TrajectoryBegun, outcome: Outcome) -> None:
         """Say what a trajectory has come to. One that is over already, or is played elsewhere, is let be."""
         caller = AgentCaller(named=agent_id(begun.trajectory))
-        cause = outcome.failed[:CAUSE_CHARACTERS]
+        cause = printable(outcome.failed[:CAUSE_CHARACTERS])
         if not cause:
             given: Mapping[str, float] = outcome.rewards
             given = given if outcome.reward is None else {"": outcome.reward, **given}

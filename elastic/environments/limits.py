@@ -3,18 +3,19 @@
 They keep an honest mistake from filling a machine, and are no boundary: what a process may do is still its user's.
 """
 
-import asyncio
 import contextlib
 import os
 import resource
 import stat
 import sys
 import threading
-from typing import NamedTuple, NoReturn
+import time
+from typing import NamedTuple
 
 GIB = 1024**3
 LOG_BYTES_MAX = 64 * 1024**2
-LOOK_S = 1.0
+LOOK_S = 0.1
+STDOUT, STDERR = 1, 2
 LEFT_STATUS = 70
 """The exit status of a process whose input has ended."""
 CPU_GRACE_S = 5
@@ -56,16 +57,24 @@ def end_with_input() -> None:
     threading.Thread(target=watch, name="input", daemon=True).start()
 
 
-async def bound_output() -> NoReturn:
-    """Have what this process, and what it starts, says lead nowhere once its log is full."""
-    while True:
-        log = os.fstat(sys.stderr.fileno())
-        if stat.S_ISREG(log.st_mode) and log.st_size >= LOG_BYTES_MAX:
-            with contextlib.suppress(OSError):  # The disk may be full, too.
-                os.write(sys.stderr.fileno(), b"\nthis log is full: what the environment says from now on is lost\n")
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
-            await asyncio.Event().wait()
-        await asyncio.sleep(LOOK_S)
+def bound_output() -> None:
+    """Have what this process, and what it starts, says lead nowhere once its log is full. It is looked at beside the
+    event loop, which whoever prints that much holds up."""
+    threading.Thread(target=_bound_output, name="output", daemon=True).start()
+
+
+def _bound_output() -> None:
+    with contextlib.suppress(OSError):  # Users' code has closed them.
+        while not _is_full(STDERR):
+            time.sleep(LOOK_S)
+        with contextlib.suppress(OSError):  # The disk may be full, too.
+            os.write(STDERR, b"\nthis log is full: what the environment says from now on is lost\n")
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (STDOUT, STDERR):
+            os.dup2(nowhere, stream)
+        os.close(nowhere)
+
+
+def _is_full(log: int) -> bool:
+    found = os.fstat(log)
+    return stat.S_ISREG(found.st_mode) and found.st_size >= LOG_BYTES_MAX

@@ -205,7 +205,7 @@ async def serve_run(link: EnvRunLink, work: Sequence[Coroutine[Any, Any, NoRetur
     ended = asyncio.Event()
     heed_no_more = act_on(TERMINATION, ended.set)
     linking = asyncio.create_task(link.run(), name="run")
-    bounding = asyncio.create_task(bound_output(), name="output")
+    bound_output()
     slots = [asyncio.create_task(one, name=f"slot {number}") for number, one in enumerate(work)]
     waiting = asyncio.create_task(ended.wait(), name="signal")
     try:
@@ -217,6 +217,6 @@ async def serve_run(link: EnvRunLink, work: Sequence[Coroutine[Any, Any, NoRetur
                 log.info("the run wants no env worker", reason=str(error))
     finally:
         heed_no_more()
-        for task in (linking, bounding, waiting, *slots):
+        for task in (linking, waiting, *slots):
             task.cancel()
         await asyncio.wait({linking, waiting, *slots}, timeout=1.0)

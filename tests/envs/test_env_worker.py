@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from elastic.environments.agent import AgentSettings, BadOutcome, EpisodeTask, Outcome, PlayedTrajectory, outcome_of
 from elastic.environments.env_worker import (
@@ -133,6 +134,9 @@ def raises(error: BaseException) -> Any:
         (lambda *_: Outcome(), "found None"),
         (lambda *_: Outcome(reward=1.0, failed="the sandbox is gone"), "the sandbox is gone"),
         (lambda *_: Outcome(failed="x" * 10_000), "x" * 1000),
+        (lambda *_: Outcome(failed="half a pair: \ud800"), "half a pair: \N{REPLACEMENT CHARACTER}"),
+        (lambda *_: Outcome(rewards={"\ud800": 1.0}), "found a reward of the policy"),
+        (lambda *_: Outcome(rewards={"x" * 1000: 1.0}), "allowed: a name of `front.policies`"),
         (lambda *_: Outcome(reward=1.0, metrics={"calls": math.nan}), "metric 'calls': found nan"),
         (lambda *_: Outcome(reward=1.0, metrics={"": 1}), "allowed: a name of 1 to 64 characters"),
         (
@@ -164,6 +168,9 @@ def test_what_is_no_function_is_told_at_once(tmp_path: Path) -> None:
 async def test_what_a_function_says_of_its_keys_is_hidden() -> None:
     async def rollout(task: EpisodeTask, client: Any, trajectory: PlayedTrajectory) -> float:
         print("calling with", trajectory.key)
+        sys.stdout.write(f"in pieces {trajectory.key[:9]}")
+        sys.stdout.write(f"{trajectory.key[9:]}\n")
+        sys.stdout.buffer.write(f"bytes {trajectory.key}\n".encode())
         print(f"Bearer {trajectory.key}, or {trajectory.chat_key}", file=sys.stderr)
         raise ValueError(f"no answer for {trajectory.key}")
 
@@ -171,13 +178,15 @@ async def test_what_a_function_says_of_its_keys_is_hidden() -> None:
     streams = sys.stdout, sys.stderr = io.TextIOWrapper(out), io.TextIOWrapper(err)
     try:
         hidden = HiddenKeys("viewer.judge.secret", "")
-        with hidden.in_output():
+        with hidden.in_output(), structlog.testing.capture_logs() as logged:
             (ended,) = await played(rollout, chat_key="viewer.judge.secret", hidden=hidden)
     finally:
         sys.stdout, sys.stderr = before
     assert isinstance(ended, m.EndTrajectory)
     assert ended.cause == "the environment raised ValueError: no answer for [key]"
-    assert out.getvalue().startswith(b"calling with [key]\n")
+    (trace,) = [one["trace"] for one in logged]
+    assert trace.endswith("ValueError: no answer for [key]\n")
+    assert out.getvalue() == b"calling with [key]\nin pieces [key]\nbytes [key]\n"
     assert err.getvalue().startswith(b"Bearer [key], or [key]\n")
     assert not any(stream.closed for stream in streams), "it prints there still"
     assert hidden.masked(KEY) == KEY, "it is good for nothing any more"
