@@ -8,6 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic.core.types import TrajectoryId
+from elastic.protocol.run_secrets import RunSecrets
 from elastic.system.last_words import WORDS_CHARS, last_words
 
 SECRET = "a-token-of-ours"
@@ -24,6 +26,14 @@ def test_they_are_bounded_and_have_no_secret(tmp_path: Path, said: bytes, struct
     assert "\x1b" not in words
     assert "red" in words
     assert len(words) <= WORDS_CHARS + 2
+
+
+def test_a_key_of_a_run_is_no_word(tmp_path: Path) -> None:
+    secrets = RunSecrets(b"root" * 8)
+    log = tmp_path / "agent_0.log"
+    keys = secrets.agent_key(TrajectoryId("0/5/1"), 2), secrets.driver_key("agent_0"), secrets.viewer_key()
+    log.write_text(f"calling with {' and '.join(keys)}, as agent.py:3 does\n")
+    assert last_words(log) == "calling with [removed] and [removed] and [removed], as agent.py:3 does"
 
 
 def test_the_error_of_a_traceback_is_what_counts(tmp_path: Path) -> None:
