@@ -24,7 +24,7 @@ _OF_COST_ONLY = ("Allocating ",)
 
 class LeftOut(NamedTuple):
     """Layers of a model that took no weights in a reload: those that share theirs with one that did, those that have
-    none but buffers that they compute, and the names of all others."""
+    none to take (but buffers that they compute, or padding), and the names of all others."""
 
     tied: list[Any]
     without: list[Any]
@@ -50,7 +50,7 @@ def layers_left_out(model: Any) -> LeftOut:
     taken |= {id(parameter) for name, (layer, _) in infos.items() if name not in empty for parameter in _own(layer)}
     found = LeftOut([], [], [])
     for name, (layer, info) in empty.items():
-        if not info.kernel_tensors[0]:
+        if not info.kernel_tensors[0] or _is_padding(layer):
             found.without.append(layer)
         elif all(id(parameter) in taken for parameter in info.kernel_tensors[0].values()):
             found.tied.append(layer)
@@ -77,6 +77,13 @@ def pack_again(layers: list[Any]) -> None:
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
         layer.quant_method.process_weights_after_loading(layer)
+
+
+def _is_padding(layer: Any) -> bool:
+    """Whether this rank's part of the vocabulary has no token: vLLM pads vocabularies to multiples of 64 and cuts them
+    into equal parts, so that a small one does not reach the last ranks."""
+    part = getattr(layer, "shard_indices", None)
+    return part is not None and part.num_org_elements == 0
 
 
 def _own(layer: Any) -> list[Any]:
