@@ -10,13 +10,15 @@ from elastic.environments.base import StepResult
 WORDS = 64
 
 
+class ComputingSettings(BaseModel):
+    pass
+
+
 class Computing:
     """A turn's first token says for how many milliseconds its step computes. Without an end; the reward follows from
     what was said so far, and the seed."""
 
-    class Settings(BaseModel):
-        pass
-
+    Settings: ClassVar[type[BaseModel]] = ComputingSettings
     vocabulary: ClassVar[tuple[str, ...]] = tuple(map(str, range(WORDS)))
     stop_token_ids: ClassVar[tuple[int, ...]] = ()
 

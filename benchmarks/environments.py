@@ -112,7 +112,7 @@ class PolicyAtOnce:
             self.rollouts.finish_turn(turn)
 
 
-class Hosted(NamedTuple):
+class EnvWorkersThere(NamedTuple):
     """Env workers that are there."""
 
     hosts: EpisodeHosts
@@ -132,7 +132,7 @@ class Hosted(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def hosted(workers: int) -> AsyncIterator[Hosted]:
+async def hosted(workers: int) -> AsyncIterator[EnvWorkersThere]:
     """A context with so many env workers, once all are there."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder, "run")
@@ -163,7 +163,7 @@ async def hosted(workers: int) -> AsyncIterator[Hosted]:
         await serving.start()
         try:
             await until("env workers", lambda: len([h for h in hosts.connected.values() if h.facts]) == workers)
-            yield Hosted(hosts, run_dir)
+            yield EnvWorkersThere(hosts, run_dir)
         finally:
             await serving.aclose()
         if failed:
@@ -185,12 +185,12 @@ async def until(what: str, holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-class Lag(NamedTuple):
+class LoopLag(NamedTuple):
     lag_ms: float
     held_ms: float
 
 
-async def lag(window_s: float) -> Lag:
+async def lag(window_s: float) -> LoopLag:
     """The 99th percentile of how late timers are, and of for how long the loop's thread computed meanwhile."""
     late, held = list[float](), list[float]()
     ends_s = time.monotonic() + window_s
@@ -199,10 +199,10 @@ async def lag(window_s: float) -> Lag:
         await asyncio.sleep(LAG_SLEEP_S)
         late.append(time.monotonic() - began_s - LAG_SLEEP_S)
         held.append(time.thread_time() - computed_s)
-    return Lag(*(float(np.percentile(found, 99)) * 1e3 for found in (late, held)))
+    return LoopLag(*(float(np.percentile(found, 99)) * 1e3 for found in (late, held)))
 
 
-async def lag_under(make: Callable[[], Environment], window_s: float) -> Lag:
+async def lag_under(make: Callable[[], Environment], window_s: float) -> LoopLag:
     policy = PolicyAtOnce(make, COMPUTES_MS)
     async with policy.rollouts.ending():
         policy.begin(TRAJECTORIES)
@@ -233,7 +233,7 @@ def cpu_s(pids: list[int]) -> float:
     return time.process_time() + sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
-async def restart_s(there: Hosted) -> float:
+async def restart_s(there: EnvWorkersThere) -> float:
     policy = PolicyAtOnce(there.make, 1)
     async with policy.rollouts.ending():
         names = policy.begin(TRAJECTORIES)
@@ -245,7 +245,7 @@ async def restart_s(there: Hosted) -> float:
         return time.monotonic() - killed_s
 
 
-async def under_kills(there: Hosted, trajectories: int) -> dict[str, int]:
+async def under_kills(there: EnvWorkersThere, trajectories: int) -> dict[str, int]:
     rng = random.Random(7)
     policy, kills = PolicyAtOnce(there.make, KILLED_COMPUTES_MS, KILLED_TURNS), 0
     async with policy.rollouts.ending():
