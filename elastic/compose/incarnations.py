@@ -14,6 +14,7 @@ import structlog
 
 from elastic.compose.agents import agent_limits
 from elastic.compose.checkpoints import checkpoints
+from elastic.compose.evaluation import planned_evaluation
 from elastic.compose.plan import RunPlan, resolve
 from elastic.compose.runs import config_replaced
 from elastic.compose.scheduling import limits, policies, run_plan
@@ -22,6 +23,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core import saved_state
 from elastic.core.digest import digest
+from elastic.core.evaluation import deciding_values
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.saved_state import StateError
 from elastic.core.scheduler import Phase, Scheduler
@@ -37,6 +39,7 @@ from elastic.runtime.journal import (
     RELAY,
     UNEXPECTED,
     CallRow,
+    EvaluationRow,
     JournalError,
     JournalReader,
     RunDirectory,
@@ -183,8 +186,10 @@ def previous_incarnation(run: RunDirectory, config: Config) -> PreviousIncarnati
     if not run.journal_paths():
         return PreviousIncarnation(told=configured_budget(config))
     try:
+        version = max((int(path.stem) for path in checkpoints(run.path)), default=0)
         with run.journals() as journals:
-            anew = PreviousIncarnation(told=what_holds(journals, config))
+            told = (*what_holds(journals, config), *evaluations_until(journals, config, version))
+            anew = PreviousIncarnation(told=told)
             chain = _chain(journals)
             if not chain:
                 return anew
@@ -201,7 +206,6 @@ def previous_incarnation(run: RunDirectory, config: Config) -> PreviousIncarnati
     if core.failed or (done and config.run.steps > core.plan.steps):
         log.info("the run had ended; it goes on from the trainer's checkpoint", failed=core.failed)
         return anew
-    version = max((int(path.stem) for path in checkpoints(run.path)), default=0)
     if not found.leads_from(version):
         log.warning(
             "the journal does not lead from the newest checkpoint to where the run was; the run goes on from that",
@@ -266,6 +270,19 @@ def what_holds(journals: Sequence[JournalReader], config: Config) -> tuple[e.Eve
     of_providers = {name: nano_usd for name, nano_usd in costs.items() if name != OF_FUNCTIONS}
     last = e.BudgetSet(command=f"{BUDGET_KEY} of process {len(journals) + 1}", usd=budget_usd)
     return (*told, e.CostCarried(nano_usd=sum(costs.values()), of_providers=of_providers), last)
+
+
+def evaluations_until(
+    journals: Sequence[JournalReader], config: Config, version: int
+) -> tuple[e.EvaluationsCarried, ...]:
+    """What an incarnation that begins at this version is told, so that the best version before it stays the best, and
+    the run ends when it would have ended. Later versions are another policy's by now."""
+    plan = planned_evaluation(config)
+    if plan is msgspec.UNSET:
+        return ()
+    records = [row.record for journal in journals for row in journal.rows(EvaluationRow) if row.version <= version]
+    values = {record.version: deciding_values(plan, record) for record in records}
+    return (e.EvaluationsCarried(values=values),) if values else ()
 
 
 def cost_nano_usd(run: RunDirectory) -> int:
@@ -452,8 +469,9 @@ def check_same(config: Config, former: Config) -> None:
     """Raise `ConfigError` if the continued run would differ from the run before."""
     now, before = _sections(config), _sections(former)
     for section in now.keys() - MAY_DIFFER:
-        for key, found in (now[section] or {}).items():
-            name, was = f"{section}.{key}", (before.get(section) or {}).get(key)
+        has, had = now[section] or {}, before.get(section) or {}
+        for key in has or had:
+            name, found, was = f"{section}.{key}", has.get(key), had.get(key)
             if found != was and name not in MAY_DIFFER:
                 raise ConfigError(
                     f"--resume: {name}: found {found!r}, but the run began with {was!r}; what may differ: "

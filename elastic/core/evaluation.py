@@ -66,9 +66,10 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     sets: dict[str, SetFigures]
 
     def value(self, metric: str) -> float | None:
-        """The mean of a metric, or of `SET/METRIC`; None where it has no task."""
+        """The mean of a metric, or of `SET/METRIC`; None where it has no task, or was not evaluated."""
         name, slash, of_set = metric.rpartition("/")
-        found = self.sets[name].metrics if slash else self.metrics
+        one = self.sets.get(name)
+        found = self.metrics if not slash else {} if one is None else one.metrics
         known = found.get(of_set)
         return None if known is None else known.mean
 
@@ -136,6 +137,15 @@ def _figures(plan: PlannedEvaluation, tasks: Sequence[EvaluatedTask]) -> SetFigu
 
 
 # What follows from evaluations
+
+
+def deciding_values(plan: PlannedEvaluation, record: EvaluationRecord) -> dict[str, float]:
+    """What the metrics came to that decide which version is the best, or when the run ends; those without a task are
+    left out."""
+    deciding = [*([plan.keep_best] if plan.keep_best else []), *([plan.stop.metric] if plan.stop else [])]
+    values = {metric: record.value(metric) for metric in deciding}
+    return {metric: value for metric, value in values.items() if value is not None}
+
 
 Values = Mapping[int, float | None]
 """By version, what a metric came to; None where it had no task."""

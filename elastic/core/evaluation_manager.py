@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.evaluation import EvaluatedTask, begun, best_version, is_due, recorded, why_stop
+from elastic.core.evaluation import EvaluatedTask, begun, best_version, deciding_values, is_due, recorded, why_stop
 from elastic.core.ids import group_of
 from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import Changed, RunState
@@ -26,7 +26,9 @@ class EvaluationManager:
         self._run = run
         self._turns = turns
         self._rewards = rewards
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {}
+        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
+            e.EvaluationsCarried: lambda event: self._run.evaluated.update(event.values)
+        }
         self.due: Mapping[str, Callable[[str], None]] = {"evaluation": lambda _: self._time_is_up()}
 
     @property
@@ -115,9 +117,7 @@ class EvaluationManager:
         assert evaluation is not None
         record = recorded(plan, evaluation, run.now_ns)
         self._forget()
-        decides = [*([plan.keep_best] if plan.keep_best else []), *([plan.stop.metric] if plan.stop else [])]
-        values = {metric: record.value(metric) for metric in decides}
-        run.evaluated[record.version] = {metric: value for metric, value in values.items() if value is not None}
+        run.evaluated[record.version] = deciding_values(plan, record)
         best = self.best_version == record.version
         run.out.append(c.EndEvaluation(record=record, best=best, ends=self.ends_early))
 

@@ -379,6 +379,13 @@ class CostCarried(_Event, frozen=True):
     of_providers: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
 
+class EvaluationsCarried(_Event, frozen=True):
+    """What evaluations came to in incarnations that this one does not go on from: by version, the metrics that decide
+    something."""
+
+    values: dict[int, dict[str, float]]
+
+
 class FunctionsBilled(_Event, frozen=True):
     """Calls of functions have cost `nano_usd` in all; one more costs `call_nano_usd` at the most. Told to runs that
     have a budget."""
@@ -436,6 +443,7 @@ Event: TypeAlias = (
     | BudgetSet
     | BudgetExhausted
     | CostCarried
+    | EvaluationsCarried
     | FunctionsBilled
     | Resumed
 )

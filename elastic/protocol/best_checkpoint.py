@@ -15,7 +15,7 @@ class _Best(msgspec.Struct, frozen=True):
 
 def keep_best(checkpoints: Path, version: int) -> None:
     """Have the checkpoint of this version kept, and none before it for being the best. Raises `OSError`."""
-    write_whole(checkpoints / _NOTE, msgspec.json.encode(_Best(version)))
+    write_whole(checkpoints / _NOTE, msgspec.json.encode(_Best(version)), durable=False)  # Who resumes says it again.
 
 
 def best_kept(checkpoints: Path) -> int | None:

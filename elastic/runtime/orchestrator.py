@@ -488,13 +488,13 @@ class Orchestrator:
                 if self._former is not None:
                     known = self._leases.known()
                     self._run.resume(self._former.budget_usd)
-                    if (best := self.scheduler.best_version) is not None:  # The former process may not have come to it.
-                        self.keep(best)
                 elif self._permits is not None:
                     self._permits.take_up(None, asked=False, last=0)
                 for event in self._told if self._former is None else ():
                     self._rollouts.recalled(event, None)
                     self._run.feed(event)
+                if (best := self.scheduler.best_version) is not None:  # The former process may not have come to it.
+                    self.keep(best)
                 self._bill_functions()
                 listening = await self._listen()
                 endpoint = self._endpoint(listening)

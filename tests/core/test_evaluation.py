@@ -174,6 +174,16 @@ class TestTheBestStep:
         assert not core.scheduler.failed
         assert not core.scheduler.stopped, "that is the run's end, and no interruption"
 
+    def test_what_former_incarnations_came_to_still_counts(self, make_core: MakeCore) -> None:
+        plan = msgspec.structs.replace(EVALUATION, keep_best="avg@2", stop=StopRule(metric="avg@2", no_better_for=2))
+        core = make_core(steps=9, groups=1, group_size=2, evaluation=plan)
+        core.tell(e.EvaluationsCarried(values={4: {"avg@2": 0.9}, 5: {"avg@2": 0.5}}))
+        assert core.scheduler.best_version == 4
+        core.trainer(capacity=8, version=6)
+        end_all(core, 6, (0.5, 0.5, 0.5, 0.5))
+        over = core.one(c.EndEvaluation)
+        assert (over.best, over.ends) == (False, "avg@2 has not been above that of version 4 in 2 evaluations")
+
     @given(st.lists(st.one_of(st.none(), st.floats(-1, 1)), max_size=12), st.integers(1, 4), st.floats(-1, 1))
     def test_a_rule_holds_at_the_first_evaluation_where_it_does(
         self, values: list[float | None], patience: int, wanted: float

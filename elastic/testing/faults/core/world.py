@@ -61,8 +61,9 @@ TRAINER = SimulatedProviderSettings(
 LARGE_EVERY = 100
 """The last of so many seeds in a row draws a large world."""
 REPLAYED_EVERY = 25
-EVALUATED_EVERY = 8
 """One in this many seeds has its whole journal replayed and compared after every event."""
+EVALUATED_EVERY = 8
+"""One in this many seeds has its policy evaluated."""
 
 
 class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
