@@ -36,7 +36,7 @@ class HiddenKeys:
 
     def masked(self, text: str) -> str:
         if any(beginning in text for beginning in _BEGINNINGS):
-            for key in self._keys:
+            for key in tuple(self._keys):  # Other threads print while keys come and go.
                 text = text.replace(key, HIDDEN)
         return text
 

@@ -22,6 +22,8 @@ from elastic.core.ledger import DeviceBook
 from elastic.core.types import Account, Nanoseconds
 from elastic.runtime.journal import (
     CONTINUES,
+    EvaluatedRow,
+    EvaluationRow,
     GroupRow,
     JournalReader,
     JournalRecord,
@@ -70,7 +72,13 @@ class Segment:
             rows = list({getattr(row, kind.KEY): row for row in rows}.values())
         if self.begun_ns or self.prefix:
             rows = [msgspec.structs.replace(row, **self._retold(msgspec.structs.asdict(row))) for row in rows]
-        return [row for row in rows if not isinstance(row, RESULTS) or row.step < self.undone_from]
+        return [row for row in rows if not self._is_undone(row)]
+
+    def _is_undone(self, row: JournalRecord) -> bool:
+        """Evaluations are of a version, which so many steps have led to."""
+        if isinstance(row, EvaluationRow | EvaluatedRow):
+            return (row.version if isinstance(row, EvaluationRow) else row.step) > self.undone_from
+        return isinstance(row, RESULTS) and row.step >= self.undone_from
 
     def events_of(self, *kinds: type[E]) -> Iterator[tuple[Nanoseconds, E]]:
         """Events of these kinds in their order, each with its time."""

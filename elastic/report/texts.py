@@ -15,7 +15,7 @@ import msgspec
 from elastic.front.rendering.templates import RendererError
 from elastic.front.rendering.tokenizer import Tokenizer, TokenizerError
 from elastic.front.rendering.transcripts import SpokenMessage, Transcriber
-from elastic.protocol.api import HostedCall, HostedContext, HostedMessage, HostedTrajectoryDetail
+from elastic.protocol.api import HostedBranch, HostedCall, HostedContext, HostedMessage, HostedTrajectoryDetail
 from elastic.report.bounds import bounded, cut, whole
 from elastic.report.history import history_of
 from elastic.report.samples import Chosen, choose
@@ -24,7 +24,7 @@ from elastic.runtime.journal import StoredRun
 from elastic.system.plain_values import told
 
 DECODED_CHARACTERS_MAX = 4 * 2**20
-"""Of the text of one context; what is behind is left out."""
+"""Of the texts of one trajectory, over all of its contexts; what is behind is left out."""
 MESSAGES_BYTES_MAX = 2**20
 """Of the messages of one context, and of its text."""
 MESSAGES_MAX = 4096
@@ -97,12 +97,20 @@ def _transcriber(reading: Reading, stamp: int) -> Transcriber:
 def _told(detail: HostedTrajectoryDetail, transcriber: Transcriber) -> HostedTrajectoryDetail:
     if not detail.token_ids:
         return detail.model_copy(update={"no_text": NO_TOKENS if detail.policy_tokens else ""})
-    branches = [_context(branch, transcriber) for branch in detail.branches]
-    return _context(detail, transcriber).model_copy(update={"branches": branches})
+    first = _context(detail, transcriber, DECODED_CHARACTERS_MAX)
+    left, branches = DECODED_CHARACTERS_MAX - _characters(first), list[HostedBranch]()
+    for branch in detail.branches:
+        branches.append(_context(branch, transcriber, left))
+        left -= _characters(branches[-1])
+    return first.model_copy(update={"branches": branches})
 
 
-def _context(context: ContextT, transcriber: Transcriber) -> ContextT:
-    pieces = list(transcriber.pieces(context.token_ids, DECODED_CHARACTERS_MAX))
+def _characters(context: HostedContext) -> int:
+    return sum(map(len, context.pieces or ()))
+
+
+def _context(context: ContextT, transcriber: Transcriber, most_characters: int) -> ContextT:
+    pieces = list(transcriber.pieces(context.token_ids, most_characters))
     tokens = len(pieces)
     trained, token_ids = context.trained[:tokens], context.token_ids[:tokens]
     found = transcriber.messages(token_ids, spans_of(trained))

@@ -314,8 +314,9 @@ class TrainerHost:
 
     def _checkpoint_due(self) -> bool:
         version, evaluation = self._trainer.version, self._config.evaluation
-        if evaluation is not None and evaluation.keep_best and evaluation.every and version % evaluation.every == 0:
-            return True
+        decides = evaluation is not None and (evaluation.keep_best or evaluation.stop_when)
+        if evaluation is not None and decides and evaluation.every and version % evaluation.every == 0:
+            return True  # It may be the best, or the last.
         return version % self._config.trainer.checkpoint_every_steps == 0 or version == self._config.run.steps
 
     @property

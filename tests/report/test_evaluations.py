@@ -93,6 +93,20 @@ def test_every_version_is_told_with_its_errors_and_the_best_one(summary_of) -> N
     assert told["versions"][1]["metrics"]["avg@2"] == {"mean": 0.75, "error": 0.25, "tasks": 2}
 
 
+def test_versions_that_a_later_process_did_not_go_on_from_are_left_out(summary_of) -> None:
+    def died(run):
+        run.step(0, 4.0)
+        for version, rewards in enumerate((BAD, FAIR, GOOD)):
+            run.journal.append(evaluation(version, 5.0 + version, {"sums": rewards}))
+
+    def began_again(run):
+        run.step(1, 4.0)
+
+    found = summary_of(died, began_again).evaluations
+    assert [one.version for one in found.versions] == [0, 1], "version 1 is the checkpoint, version 2 is another by now"
+    assert found.best == 1
+
+
 def test_why_a_run_ended_early_is_said_before_all_figures(summary_of) -> None:
     why = "pass@1 is 0.75 at version 1, of which at least 0.7 was wanted"
 

@@ -1,5 +1,6 @@
 """Trajectories are read from journals as messages and tokens, within bounds; what they say is text, wherever it is."""
 
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -147,6 +148,26 @@ def test_a_text_of_megabytes_is_cut_and_says_so(tmp_path: Path) -> None:
     page = as_html(summarise(directory), chosen=told_samples(directory))
     assert len(page) < 200_000
     assert "tokens at its end are left out" in page
+
+
+def test_what_is_decoded_is_bounded_over_all_branches(tmp_path: Path) -> None:
+    """Whoever made a tokenizer may have made its words as long as they like."""
+    run = ChatRun(tmp_path / "run", tmp_path / "policy")
+    said = run.spoken("?", ("a" * 40, ()))
+    run.trajectory("0/0/0", said, branches=[said] * 5)
+    directory, reading = run.close(), Reading.of(run.config)
+    tokenizer = tmp_path / "policy" / "tokenizer.json"
+    written = json.loads(tokenizer.read_text())
+    words = written["model"]["vocab"]
+    longer = {"a" * 60_000 if word == "a" else word: number for word, number in words.items()}
+    written["model"] |= {"vocab": longer, "merges": []}
+    tokenizer.write_text(json.dumps(written))
+    detail = told(directory, reading, "0/0/0")
+    contexts = [detail, *detail.branches]
+    characters = [sum(map(len, one.pieces or ())) for one in contexts]
+    assert characters[0] > 40 * 60_000
+    assert sum(characters) <= DECODED_CHARACTERS_MAX
+    assert [bool(one.left_out_tokens) for one in contexts] == [False, *[True] * 5]
 
 
 @given(st.lists(st.tuples(st.text(max_size=300), st.text(max_size=300)), max_size=6), st.integers(0, 500))

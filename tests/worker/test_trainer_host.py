@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from elastic.config import Config, EvaluationConfig
+from elastic.config import Config, EvaluationConfig, StopWhenConfig
 from elastic.core.types import Account, FinishReason
 from elastic.protocol import wire
 from elastic.protocol.best_checkpoint import keep_best
@@ -422,6 +422,18 @@ async def test_the_best_checkpoint_stays_and_each_that_is_evaluated_has_one(base
         for version in (5, 6):
             await house.step(version)
         assert [path.stem for path in saved(checkpoints)] == ["00000004", "00000005", "00000006"]
+
+
+async def test_a_version_at_which_the_run_may_end_has_a_checkpoint(base: Path, tmp_path: Path) -> None:
+    ends = StopWhenConfig(metric="avg@4", at_least=0.9)  # type: ignore[call-arg]
+    evaluation = EvaluationConfig(every=1, stop_when=ends)  # type: ignore[call-arg]
+    config = config_of(base).model_copy(update={"evaluation": evaluation})
+    assert config.trainer.checkpoint_every_steps == 2
+    async with TrainerHouse(config, tmp_path / "run") as house:
+        await house.ready()
+        house.send(wire.Sleep())
+        await house.step(1)
+        assert [path.stem for path in saved(house.run_dir / "checkpoints")] == ["00000001"]
 
 
 async def test_for_an_engine_of_two_ranks_versions_are_cut_so_that_each_pulls_its_part(
