@@ -449,7 +449,7 @@ def _scored(trajectory: TrajectoryRow) -> bool:
 
 
 def _failed(trajectory: TrajectoryRow) -> bool:
-    return not _scored(trajectory) and not trajectory.is_cut_off
+    return not (_scored(trajectory) or trajectory.is_cut_off or trajectory.waits_for_score)
 
 
 def _steps(steps: Sequence[StepRow], trajectories: Sequence[TrajectoryRow], *, learns: bool) -> list[StepSummary]:

@@ -18,6 +18,7 @@ from elastic.protocol.sampled import Packed, Sampled, SampledBranch
 from elastic.runtime.agents.notes import begun_again
 from elastic.runtime.engine_meters import EngineMeters
 from elastic.runtime.journal import (
+    NOT_SCORED,
     BookRow,
     CallRow,
     EvaluatedRow,
@@ -607,7 +608,3 @@ class Scribe:
 
     def _count(self, provider: str) -> ProviderStatus:
         return self.counts.setdefault(provider, ProviderStatus())
-
-
-NOT_SCORED = "not scored"
-"""The cause of a trajectory that has no reward yet."""

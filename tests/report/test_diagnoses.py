@@ -13,6 +13,7 @@ from elastic.report.diagnoses import Course, DiagnosisKind, diagnoses_of
 from elastic.report.html import as_html
 from elastic.report.learning import StepLearning
 from elastic.report.usage import Usage
+from elastic.runtime.journal import NOT_SCORED
 
 COURSE = Course(
     learning=[],
@@ -125,6 +126,15 @@ def test_tasks_that_are_easy_from_the_beginning_are_told_from_tasks_that_become_
 
     assert kinds(learning=learning([6] * 9)) == [DiagnosisKind.GROUPS_WITHOUT_SIGNAL]
     assert kinds(learning=learning([1, 1, 2, 3, 4, 5, 7, 8, 8])) == []
+
+
+def test_members_that_wait_for_their_score_have_not_failed(summary_of) -> None:
+    def goes_on(run):
+        run.group(0, 0, [1.0, 0.0], trained=True)
+        run.group(0, 1, [None] * 8, trained=False, cause=NOT_SCORED)
+
+    summary = summary_of(goes_on)
+    assert (summary.trajectories_failed, summary.diagnoses) == ({}, [])
 
 
 def test_failed_members_that_were_replaced_are_counted_once() -> None:

@@ -10,8 +10,8 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.steps import CUT_OFF
 from elastic.core.types import Chunk, Chunks, EndCause, InfrastructureCause, Plan, WorkerId
 from elastic.runtime.agents import notes
-from elastic.runtime.journal import GroupRow, JournalRecord, NullJournal, TrajectoryRow
-from elastic.runtime.scribe import NOT_SCORED, Scribe
+from elastic.runtime.journal import NOT_SCORED, GroupRow, JournalRecord, NullJournal, TrajectoryRow
+from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import late_share
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings

@@ -7,6 +7,7 @@ from elastic.runtime.journal.records import (
     CONTINUES,
     INTERRUPTED,
     JOIN,
+    NOT_SCORED,
     PUBLISHER,
     RELAY,
     RUNNING,

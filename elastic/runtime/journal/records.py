@@ -82,6 +82,10 @@ class MoveRow(JournalRecord, frozen=True, gc=False):
     accepted_tokens: int
 
 
+NOT_SCORED = "not scored"
+"""The cause of a trajectory that has no reward yet."""
+
+
 class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     """A trajectory that is over: with its reward, or with the cause of its failure and none.
 
@@ -116,6 +120,11 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
         """Whether its group had as many members as are wanted before it was scored: it has neither failed nor
         counts."""
         return self.cause == CUT_OFF
+
+    @property
+    def waits_for_score(self) -> bool:
+        """Whether its reward is still to come: it has not failed."""
+        return self.cause == NOT_SCORED
 
     @property
     def metrics_by_name(self) -> dict[str, float]:
