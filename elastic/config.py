@@ -1218,6 +1218,8 @@ class Config(_Section):
             raise ValueError(
                 f"evaluation.splits must have other names than the rest (found {', '.join(map(repr, twice))} twice)"
             )
+        if twice := sorted({name for name in own.environments if own.environments.count(name) > 1}):
+            raise ValueError(f"evaluation.environments must name each once (found {', '.join(map(repr, twice))} twice)")
         if unknown := [name for name in own.environments if name not in trained]:
             raise ValueError(
                 f"evaluation.environments must be environments of the run: {', '.join(map(repr, trained))} "
@@ -1361,7 +1363,7 @@ def _with_splits(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             whole.append(split)
             continue
         own = dict(cast("Mapping[str, Any]", split))
-        if (like := own.pop("like")) not in known:
+        if not isinstance(like := own.pop("like"), str) or like not in known:
             problem = f"must be an environment of the run: {', '.join(map(repr, known))} (found {like!r})"
             raise ConfigError(ConfigProblem(problem, ("evaluation", "splits", str(number), "like"), where))
         one = known[like]

@@ -30,20 +30,17 @@ from elastic.compose.incarnations import (
 )
 from elastic.compose.plan import resolve
 from elastic.compose.runs import claimed, load_run_config
-from elastic.config import Config, ConfigError, EvaluationConfig, load_config, validate
+from elastic.config import Config, ConfigError, load_config, validate
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.digest import digest
-from elastic.core.evaluation import EvaluationRecord
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
 from elastic.core.scheduler import Phase, Scheduler
-from elastic.core.scores import Estimate
 from elastic.core.types import NS_PER_S, Account
 from elastic.runtime import states
 from elastic.runtime.journal import (
     CONTINUES,
     BookRow,
-    EvaluationRow,
     EventRow,
     JournalError,
     JournalReader,
@@ -436,14 +433,6 @@ def test_none_of_several_environments_goes_or_moves(config: Config, now: list[st
         check_same(having(now), former)
 
 
-def test_a_section_neither_comes_nor_goes(config: Config) -> None:
-    evaluated = config.model_copy(update={"evaluation": EvaluationConfig()})
-    check_same(evaluated, evaluated)
-    for now, former in ((config, evaluated), (evaluated, config)):
-        with pytest.raises(ConfigError, match=r"--resume: evaluation\."):
-            check_same(now, former)
-
-
 def test_nothing_may_differ_that_is_not_there() -> None:
     known = {*Config.model_fields} | {f"{section}.{key}" for section, key in ALL_KEYS}
     assert known >= MAY_DIFFER
@@ -562,33 +551,6 @@ class TestCommands:
         assert carried.nano_usd >= bill > 0
         assert sum(carried.of_providers.values()) == carried.nano_usd
         assert last == e.BudgetSet(command="run.budget_usd of process 2", usd=5.0)
-
-    def test_who_begins_anew_is_told_of_evaluations_up_to_its_checkpoint(
-        self, run: RunDirectory, config: Config
-    ) -> None:
-        evaluated = config.model_copy(update={"evaluation": EvaluationConfig(keep_best="avg@4")})
-        rows = [
-            EvaluationRow(
-                version=version,
-                t_ns=version,
-                record=EvaluationRecord(
-                    version=version,
-                    started_ns=0,
-                    ended_ns=version,
-                    timed_out=False,
-                    metrics={} if value is None else {"avg@4": Estimate(mean=value, error=None, tasks=1)},
-                    sets={},
-                ),
-            )
-            for version, value in ((0, 0.25), (2, None), (4, 0.5), (6, 0.75))
-        ]
-        with closing(sqlite3.connect(run.path / "journal.sqlite")) as journal:
-            TABLES[EvaluationRow].insert(journal, [TABLES[EvaluationRow].kept(row) for row in rows])
-            journal.commit()
-        with run.journals() as journals:
-            (told,) = incarnations.evaluations_until(journals, evaluated, 4)
-            assert told.values == {0: {"avg@4": 0.25}, 2: {}, 4: {"avg@4": 0.5}}
-            assert not incarnations.evaluations_until(journals, config, 4)
 
     @pytest.mark.parametrize("charged_s", [0, 60])
     def test_what_a_provider_said_that_it_charges_is_carried_and_not_time_times_price(

@@ -1,0 +1,63 @@
+"""What `[evaluation]` may say, and what is known of evaluations where a run goes on."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.compose.incarnations import check_same, evaluations_until
+from elastic.config import Config, ConfigError, JournalConfig, validate
+from elastic.core.evaluation import EvaluationRecord
+from elastic.core.scores import Estimate
+from elastic.runtime.journal import EvaluationRow, RunDirectory
+
+
+def config_of(evaluation: Mapping[str, Any] | None = None) -> Config:
+    sections: dict[str, Any] = {} if evaluation is None else {"evaluation": evaluation}
+    return validate(Config, {"model": {"checkpoint": "policy"}, **sections}, "test")
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"splits": [{"like": ["frozenlake"]}]}, "evaluation.splits.0.like: must be an environment of the run"),
+        ({"splits": [{"like": {}}]}, "evaluation.splits.0.like: must be an environment of the run"),
+        (
+            {"environments": ["frozenlake"] * 2},
+            "evaluation.environments must name each once (found 'frozenlake' twice)",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(section: Mapping[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of(section)
+    assert words in str(refused.value)
+
+
+def test_the_section_neither_comes_nor_goes_where_a_run_goes_on() -> None:
+    without, having = config_of(), config_of({"every": 2})
+    check_same(having, having)
+    for now, former in ((without, having), (having, without)):
+        with pytest.raises(ConfigError, match=r"--resume: evaluation\."):
+            check_same(now, former)
+
+
+def test_who_begins_anew_is_told_of_evaluations_up_to_its_checkpoint(tmp_path: Path) -> None:
+    run, config = RunDirectory(tmp_path), config_of({"keep_best": "avg@4"})
+    with closing(run.begin_journal(JournalConfig.model_validate({}), notes={"run": "lake"})) as journal:
+        for version, value in ((0, 0.25), (2, None), (4, 0.5), (6, 0.75)):
+            record = EvaluationRecord(
+                version=version,
+                started_ns=0,
+                ended_ns=version,
+                timed_out=value is None,
+                metrics={} if value is None else {"avg@4": Estimate(mean=value, error=None, tasks=1)},
+                sets={},
+            )
+            journal.append(EvaluationRow(version=version, t_ns=version, record=record))
+    with run.journals() as journals:
+        (told,) = evaluations_until(journals, config, 4)
+        assert told.values == {0: {"avg@4": 0.25}, 2: {}, 4: {"avg@4": 0.5}}
+        assert not evaluations_until(journals, config_of(), 4)
