@@ -42,7 +42,7 @@ class HiddenKeys:
 
     def masked_bytes(self, said: bytes) -> bytes:
         if any(beginning.encode() in said for beginning in _BEGINNINGS):
-            for key in self._keys:
+            for key in tuple(self._keys):  # Other threads print while keys come and go.
                 said = said.replace(key.encode(), HIDDEN.encode())
         return said
 

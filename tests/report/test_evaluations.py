@@ -182,7 +182,7 @@ def test_loggers_get_an_evaluation_in_the_row_of_its_version(tmp_path, status: s
         evaluation(2, 25.0, {"sums": FAIR, "words": GOOD}),
         status=status,
     )
-    source = StepSource(RunDirectory(directory), SampleBounds(trajectories=0, bytes=0), {})
+    source = StepSource(RunDirectory(directory), SampleBounds(trajectories=0, bytes=0), list)
     source.poll(over=True)
     source.poll(over=True)
     assert source.finished == ([0, 1, 2] if last else [0, 1])
