@@ -44,6 +44,12 @@ def test_the_error_of_a_traceback_is_what_counts(tmp_path: Path) -> None:
     assert last_words(log) == "ended: KeyError: 'x'"
 
 
+def test_what_is_said_again_and_again_is_told_once(tmp_path: Path) -> None:
+    log = tmp_path / "agent_0.log"
+    log.write_text("begun\n" + "error: no such function\n" * 3)
+    assert last_words(log) == "begun | error: no such function"
+
+
 @pytest.mark.parametrize("made", ["nothing", "link", "fifo", "directory"])
 def test_what_is_no_regular_file_says_nothing_and_holds_nobody(tmp_path: Path, made: str) -> None:
     log = tmp_path / "worker.log"

@@ -26,7 +26,7 @@ from elastic.cli.supervise import supervise_run
 from elastic.cli.tables import show_listing
 from elastic.cli.track import check_logging
 from elastic.compose.agents import check_front
-from elastic.compose.containers import check_containers, container_words
+from elastic.compose.containers import check_env_workers, container_words
 from elastic.compose.evaluation import check_evaluation
 from elastic.compose.execution import CANNOT_BEGIN, RunOutcome, execute
 from elastic.compose.incarnations import PastIncarnations, past_incarnations
@@ -187,7 +187,7 @@ def _show_dry_run(config: Config, names: list[str], where: str, *, as_json: bool
     check_policy(plan)
     check_front(plan)
     check_evaluation(plan.config, where)
-    check_containers(plan)
+    check_env_workers(plan)
     check_logging(config)
     asked_usd, unpriced = vendor_prices(plan)
     rows, calls = acquisitions(plan, asked_usd), reward_calls(plan)
@@ -262,7 +262,7 @@ def check_run(plan: RunPlan, where: str, resumed: Path | None = None) -> None:
     check_policy(plan, resumed)
     check_front(plan)
     check_evaluation(plan.config, where)
-    check_containers(plan)
+    check_env_workers(plan)
     check_logging(plan.config)
 
 

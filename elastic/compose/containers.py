@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from elastic.runtime.journal import AGENTS, JournalError, RunDirectory
 from elastic.system.processes import inherited
 from elastic.system.signals import TERMINATION, act_on
 
-__all__ = ["check_containers", "container_order", "container_words", "dockerfile_lines", "keep_container"]
+__all__ = ["check_env_workers", "container_order", "container_words", "dockerfile_lines", "keep_container"]
 
 DOORS, NOTHING = "doors", "+nothing"
 """In the run's directory: a folder for each container; and an empty one among these, whose name is no container's."""
@@ -58,12 +59,13 @@ def container_words(config: Config) -> list[str]:
     return [str(ContainerWords(one.name, one.container, one.network)) for one in config.mixture if one.container]
 
 
-def check_containers(plan: RunPlan) -> None:
-    """Raises `ConfigError` where an environment's containers cannot be started."""
+def check_env_workers(plan: RunPlan) -> None:
+    """Raises `ConfigError` where an environment's interpreter or containers cannot be started."""
     config = plan.config
     for number, one in enumerate(plan.environments):
         environment, section = one.config, config.environment_section(number)
         if not environment.container:
+            _check_interpreter(environment.python, *section, "python")
             continue
         if one.kind is not None and not one.in_workers:
             problem = f"found {environment.container!r}, and env workers play no episodes of kind {environment.kind!r}"
@@ -81,6 +83,12 @@ def check_containers(plan: RunPlan) -> None:
             check_image(find_engine(), environment.container, _python(environment))
         except ContainerUnusable as error:
             raise ConfigError(ConfigProblem(str(error), (*section, "container"))) from error
+
+
+def _check_interpreter(python: Path | None, *key: str) -> None:
+    if python is not None and shutil.which(python) is None:
+        problem = f"found {str(python)!r}, and there is no such program; allowed: an interpreter that has Elastic"
+        raise ConfigError(ConfigProblem(problem, key))
 
 
 def _python(environment: EnvironmentConfig) -> str:

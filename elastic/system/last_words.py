@@ -5,6 +5,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,11 +20,12 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def last_words(log: Path, secrets: Iterable[str] = ()) -> str:
-    """Return the last lines of a log; empty where there are none, or it is no regular file.
+    """Return the last lines of a log, once each where one is repeated; empty where there are none, or it is no regular
+    file.
 
     None of the `secrets` is in them, nor a URL's user and password, nor a key of a run.
     """
-    lines = [line for line in map(_plain, _end_of(log).splitlines()) if line]
+    lines = [line for line, _ in groupby(filter(None, map(_plain, _end_of(log).splitlines())))]
     words = _RUN_KEY.sub(REMOVED, _USERINFO.sub(f"{REMOVED}@", " | ".join(lines[-LINES:])))
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= SECRET_CHARS_MIN:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.compose.containers import check_containers, container_order
+from elastic.compose.containers import check_env_workers, container_order
 from elastic.compose.plan import resolve
 from elastic.config import Config, ConfigError, EnvironmentConfig, validate
 from elastic.environments.container import (
@@ -117,7 +117,18 @@ def test_what_an_environment_reads_is_not_among_the_runs(tmp_path: Path) -> None
     (tmp_path / "mine.py").touch()
     plan = resolve(validate(Config, in_container(tmp_path, tmp_path), ""), [], "")
     with pytest.raises(ConfigError, match=rf"^run\.directory: found {tmp_path}, of which .* without {tmp_path}, which"):
-        check_containers(plan)
+        check_env_workers(plan)
+
+
+def test_an_interpreter_that_is_not_there_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    own = {"name": "agent", "python": f"{tmp_path}/bin/python", "settings": {"rollout": f"{tmp_path}/mine.py:rollout"}}
+    written = {**in_container(tmp_path, tmp_path / "runs"), "environment": own}
+    plan = resolve(validate(Config, written, ""), [], "")
+    with pytest.raises(
+        ConfigError, match=rf"^environment\.python: found '{tmp_path}/bin/python', .*; allowed: an inter"
+    ):
+        check_env_workers(plan)
 
 
 def test_a_network_is_of_containers() -> None:
