@@ -44,10 +44,10 @@ def test_the_section_neither_comes_nor_goes_where_a_run_goes_on() -> None:
             check_same(now, former)
 
 
-def test_who_begins_anew_is_told_of_evaluations_up_to_its_checkpoint(tmp_path: Path) -> None:
-    run, config = RunDirectory(tmp_path), config_of({"keep_best": "avg@4"})
+def evaluated_run(directory: Path, values: Mapping[int, float | None], *, ended_at: int = -1) -> RunDirectory:
+    run = RunDirectory(directory)
     with closing(run.begin_journal(JournalConfig.model_validate({}), notes={"run": "lake"})) as journal:
-        for version, value in ((0, 0.25), (2, None), (4, 0.5), (6, 0.75)):
+        for version, value in values.items():
             record = EvaluationRecord(
                 version=version,
                 started_ns=0,
@@ -56,8 +56,21 @@ def test_who_begins_anew_is_told_of_evaluations_up_to_its_checkpoint(tmp_path: P
                 metrics={} if value is None else {"avg@4": Estimate(mean=value, error=None, tasks=1)},
                 sets={},
             )
-            journal.append(EvaluationRow(version=version, t_ns=version, record=record))
+            ends = "no better" if version == ended_at else ""
+            journal.append(EvaluationRow(version=version, t_ns=version, record=record, ends=ends))
+    return run
+
+
+def test_who_begins_anew_is_told_of_evaluations_up_to_its_checkpoint(tmp_path: Path) -> None:
+    run, config = evaluated_run(tmp_path, {0: 0.25, 2: None, 4: 0.5, 6: 0.75}), config_of({"keep_best": "avg@4"})
     with run.journals() as journals:
         (told,) = evaluations_until(journals, config, 4)
         assert told.values == {0: {"avg@4": 0.25}, 2: {}, 4: {"avg@4": 0.5}}
         assert not evaluations_until(journals, config_of(), 4)
+
+
+def test_who_goes_on_with_a_run_that_had_ended_early_has_new_patience(tmp_path: Path) -> None:
+    run = evaluated_run(tmp_path, {0: 0.25, 2: 0.5, 4: 0.5, 6: 0.25, 8: 0.25}, ended_at=6)
+    with run.journals() as journals:
+        (told,) = evaluations_until(journals, config_of({"stop_when": {"metric": "avg@4", "no_better_for": 2}}), 8)
+    assert told.values == {2: {"avg@4": 0.5}, 8: {"avg@4": 0.25}}

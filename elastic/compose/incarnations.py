@@ -23,7 +23,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core import saved_state
 from elastic.core.digest import digest
-from elastic.core.evaluation import deciding_values
+from elastic.core.evaluation import best_version, deciding_values
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.saved_state import StateError
 from elastic.core.scheduler import Phase, Scheduler
@@ -276,12 +276,19 @@ def evaluations_until(
     journals: Sequence[JournalReader], config: Config, version: int
 ) -> tuple[e.EvaluationsCarried, ...]:
     """What an incarnation that begins at this version is told, so that the best version before it stays the best, and
-    the run ends when it would have ended. Later versions are another policy's by now."""
+    the run ends when it would have ended. Later versions are another policy's by now. Who goes on with a run that has
+    ended by its evaluations has new patience: of those before, only the best ones count.
+    """
     plan = planned_evaluation(config)
     if plan is msgspec.UNSET:
         return ()
-    records = [row.record for journal in journals for row in journal.rows(EvaluationRow) if row.version <= version]
-    values = {record.version: deciding_values(plan, record) for record in records}
+    values = dict[int, dict[str, float]]()
+    for row in (row for journal in journals for row in journal.rows(EvaluationRow) if row.version <= version):
+        values[row.version] = deciding_values(plan, row.record)
+        if row.ends:
+            metrics = {metric for known in values.values() for metric in known}
+            best = {best_version({one: known.get(metric) for one, known in values.items()}) for metric in metrics}
+            values = {one: known for one, known in values.items() if one in best}
     return (e.EvaluationsCarried(values=values),) if values else ()
 
 
