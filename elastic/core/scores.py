@@ -10,6 +10,8 @@ import msgspec
 
 PASSING = 0.0
 """An episode has passed whose reward is above this."""
+LARGE = 1e100
+"""Rewards may have any finite size: the squares of larger ones are not added up as they are."""
 NORMAL_95 = 1.959963984540054
 """Standard errors on either side of a mean within which 95 % of normally distributed means are."""
 
@@ -44,18 +46,31 @@ def avg_at_k(rewards: Sequence[float]) -> float:
     """The mean reward of a task's episodes. Raises `ValueError` where there is none."""
     if not rewards:
         raise ValueError("avg@k of no episode; allowed: at least one")
-    return math.fsum(rewards) / len(rewards)
+    scale = _scale(rewards)
+    return scale * _mean([reward / scale for reward in rewards])
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
     """The mean of one value a task, and its standard error over tasks; None where there is no task."""
     if not values:
         return None
-    tasks, mean = len(values), math.fsum(values) / len(values)
+    tasks, scale = len(values), _scale(values)
+    scaled = [value / scale for value in values]
+    mean = _mean(scaled)
     if tasks == 1:
-        return Estimate(mean=mean, error=None, tasks=1)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (tasks - 1)
-    return Estimate(mean=mean, error=math.sqrt(variance / tasks), tasks=tasks)
+        return Estimate(mean=scale * mean, error=None, tasks=1)
+    variance = math.fsum((value - mean) ** 2 for value in scaled) / (tasks - 1)
+    return Estimate(mean=scale * mean, error=scale * math.sqrt(variance / tasks), tasks=tasks)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _scale(values: Sequence[float]) -> float:
+    """What values are divided by so that neither their sum nor their squares overflow: 1 for ordinary ones."""
+    largest = max(map(abs, values))
+    return largest if largest > LARGE else 1.0
 
 
 def metrics(rewards: Sequence[Sequence[float]], samples: int, passes: Sequence[int]) -> dict[str, Estimate]:

@@ -87,3 +87,14 @@ def test_a_policy_does_not_differ_from_itself_and_differences_turn_around(reward
     if ahead is not None and behind is not None:
         assert math.isclose(ahead.mean, 1.0)
         assert math.isclose(ahead.mean, -behind.mean)
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=6))
+def test_rewards_of_any_size_have_a_mean_and_an_error(rewards: list[float]) -> None:
+    assert math.isfinite(avg_at_k(rewards))
+    found = estimate(rewards)
+    assert found is not None
+    assert found.error is not None
+    assert math.isfinite(found.mean)
+    assert math.isfinite(found.error)
+    assert math.isclose(found.mean, avg_at_k(rewards))
