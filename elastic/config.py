@@ -283,6 +283,10 @@ BY_PLACE = ("reasoning-gym", "verifiers")
 """Environments whose tasks follow from the group's place: those of an evaluation would be those of training."""
 
 
+TOGETHER = "all"
+"""What all environments of an evaluation together are called, beside their names."""
+
+
 class EvaluationConfig(_Section):
     """The policy is measured, between steps, on tasks that are the same each time. Nothing of it is trained on."""
 
@@ -305,7 +309,7 @@ class EvaluationConfig(_Section):
         None, gt=0, le=1, description="share of probability that is drawn from; all unless said"
     )
     max_tokens: int | None = Field(None, ge=1, description="most tokens of a turn; as `rollout` unless said")
-    timeout_s: float = Field(1800.0, gt=0, description="after it an evaluation ends with what it has")
+    timeout_s: float = Field(1800.0, gt=0, le=31_536_000, description="after it an evaluation ends with what it has")
     overlap: bool = Field(
         False, description="the next step goes on beside it, up to its weights, which wait; else it begins behind it"
     )
@@ -1225,6 +1229,11 @@ class Config(_Section):
                 f"evaluation.environments must be environments of the run: {', '.join(map(repr, trained))} "
                 f"(found {unknown[0]!r})"
             )
+        if TOGETHER in self.evaluated and len(self.evaluated) > 1:
+            raise ValueError(
+                f"evaluation: {TOGETHER!r} is what all environments together are called; allowed: another name (found "
+                f"{', '.join(map(repr, self.evaluated))})"
+            )
         for name in self.evaluated:
             if name in splits:
                 continue
@@ -1425,9 +1434,12 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _inner(table: Any, name: str) -> Any:
-    """A section of a section, which is made where it is none, or one of a list, by its number."""
+    """A section of a section, which is made where there is none, or one of a list, by its number."""
     if isinstance(table, dict):
-        return cast("dict[str, Any]", table).setdefault(name, {})
+        sections = cast("dict[str, Any]", table)
+        if sections.get(name) is None:
+            sections[name] = {}
+        return sections[name]
     listed = cast("list[Any]", table)
     return listed[int(name)] if name.isdecimal() and int(name) < len(listed) else None
 

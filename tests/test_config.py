@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.config import Config, ConfigError, load_config, validate
+from elastic.config import Config, ConfigError, apply_override, load_config, validate
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "frozenlake.toml"
 NUMBERS = (
@@ -112,6 +112,14 @@ def test_environments_that_cannot_be_are_told_by_their_keys(given: dict[str, obj
         validate(Config, MIXED | given, "test")
     (problem,) = refused.value.problems
     assert told in str(problem)
+
+
+def test_a_section_that_a_resolved_configuration_has_none_of_is_made() -> None:
+    raw = {"evaluation": None, "run": {"steps": 3}}
+    apply_override(raw, "evaluation.samples=8")
+    assert raw == {"evaluation": {"samples": 8}, "run": {"steps": 3}}
+    with pytest.raises(ConfigError, match="steps is not a section"):
+        apply_override(raw, "run.steps.x=1")
 
 
 def test_one_of_several_environments_is_overridden_by_its_number(tmp_path: Path) -> None:

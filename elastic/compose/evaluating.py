@@ -13,7 +13,7 @@ from elastic.compose.checkpoints import adapter_of, checkpoints
 from elastic.compose.export import export
 from elastic.compose.plan import read_model_config
 from elastic.compose.runs import load_run_config
-from elastic.config import Config, ConfigError, EvaluationConfig
+from elastic.config import TOGETHER, Config, ConfigError, EvaluationConfig
 from elastic.core.evaluation import EvaluationRecord, SetFigures
 from elastic.core.scores import Estimate, paired
 from elastic.core.types import NS_PER_S
@@ -152,7 +152,7 @@ def compared(policies: Sequence[Evaluated], remarks: Sequence[str]) -> ComparedP
     one, other = policies
     sets = {name: (_finished(one.sets[name]), _finished(other.sets[name])) for name in one.sets}
     together = tuple(list(chain.from_iterable(pair[side] for pair in sets.values())) for side in range(2))
-    found = {name: paired(*pair) for name, pair in {**sets, "all": together}.items()}
+    found = {name: paired(*pair) for name, pair in {**sets, TOGETHER: together}.items()}
     differences = {
         name: Difference(estimate=value, interval=value.interval) for name, value in found.items() if value is not None
     }

@@ -12,6 +12,9 @@ from elastic.core.types import NS_PER_S, EvaluationSet, PlannedEvaluation, StopR
 from elastic.environments.hub_rows import HubSource
 from elastic.environments.rows import BadData, DataSource, Rows, read_rows
 
+MOST_EPISODES = 1_000_000
+"""Of an evaluation: all of them are begun at once."""
+
 
 def planned_evaluation(config: Config) -> PlannedEvaluation | UnsetType:
     """When the run's policy is evaluated, and on what; unset where it is not."""
@@ -37,12 +40,19 @@ def planned_evaluation(config: Config) -> PlannedEvaluation | UnsetType:
 
 
 def with_tasks(config: Config, where: str) -> Config:
-    """The configuration with the number of tasks of each split. Raises `ConfigError` for rows that cannot be read, and
-    for more tasks than rows."""
+    """The configuration with the number of tasks of each split. Raises `ConfigError` for rows that cannot be read, for
+    more tasks than rows, and for more than `MOST_EPISODES`."""
     own = config.evaluation
     if own is None:
         return config
     splits = [_with_tasks(config, own, number, where) for number in range(len(own.splits))]
+    tasks = sum(split.tasks or own.tasks for split in splits) + own.tasks * (len(config.evaluated) - len(splits))
+    if tasks * own.samples > MOST_EPISODES:
+        problem = (
+            f"{tasks:,} tasks of {own.samples:,} samples are {tasks * own.samples:,} episodes; allowed: up to "
+            f"{MOST_EPISODES:,}"
+        )
+        raise ConfigError(ConfigProblem(problem, ("evaluation",), where))
     return config.model_copy(update={"evaluation": own.model_copy(update={"splits": tuple(splits)})})
 
 

@@ -57,6 +57,9 @@ def only_run(config: Path, name: str = "small-*") -> Path:
         ("evaluation.splits=[{name='frozenlake'}]", ("must have other names", "'frozenlake' twice")),
         ("evaluation.splits=[{name='held',like='sums'}]", ("splits.0.like", "'frozenlake'", "found 'sums'")),
         ("evaluation.temperature=3", ("evaluation.temperature",)),
+        ("evaluation.timeout_s=1e300", ("evaluation.timeout_s", "less than or equal to")),
+        ("evaluation.splits=[{name='all',like='frozenlake'},{name='b',like='frozenlake'}]", ("'all' is what all",)),
+        ("evaluation.tasks=600000", ("600,000 tasks of 2 samples are 1,200,000 episodes", "up to 1,000,000")),
     ],
 )
 def test_evaluations_that_cannot_be(elastic, refused, evaluating: Path, override: str, words: tuple[str, ...]) -> None:
