@@ -11,6 +11,8 @@ from elastic.core.types import InfrastructureCause
 MOST_CAUSES = 100
 """Different causes that are told apart in a step."""
 OTHERS = "other causes"
+CAUSE_CHARACTERS = 200
+"""Of a cause that is told among others."""
 
 
 @dataclass(slots=True)
@@ -82,10 +84,16 @@ def counted(*steps: StepOutcomes) -> dict[str, int]:
 
 def in_words(causes: dict[str, int], most: int = 3) -> str:
     """The commonest causes, each with how often it came."""
-    words = [f"{cause} ({count} times)" if count > 1 else cause for cause, count in list(causes.items())[:most]]
+    commonest = [(shortened(cause), count) for cause, count in list(causes.items())[:most]]
+    words = [f"{cause} ({count} times)" if count > 1 else cause for cause, count in commonest]
     if len(causes) > most:
         words.append(f"{sum(list(causes.values())[most:])} times for other causes")
     return "; ".join(words)
+
+
+def shortened(cause: str) -> str:
+    """A cause as one of several in a sentence; all of it stands with its trajectory."""
+    return cause if len(cause) <= CAUSE_CHARACTERS else f"{cause[:CAUSE_CHARACTERS]}…"
 
 
 def _steps(count: int) -> str:

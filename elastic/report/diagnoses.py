@@ -12,6 +12,7 @@ from statistics import median
 
 import msgspec
 
+from elastic.core.outcomes import shortened
 from elastic.report import units
 from elastic.report.batches import Parted
 from elastic.report.learning import StepLearning
@@ -362,4 +363,4 @@ def _thirds(
 
 def _commonest(causes: Mapping[str, int]) -> str:
     most = sorted(causes.items(), key=lambda one: -one[1])[:3]
-    return ", ".join(f"{printable(cause)} ({units.count(count)})" for cause, count in most)
+    return ", ".join(f"{printable(shortened(cause))} ({units.count(count)})" for cause, count in most)

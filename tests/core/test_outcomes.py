@@ -99,3 +99,13 @@ def test_a_step_whose_groups_all_gave_no_gradient_has_nothing_to_train_on(make_c
     core.trainer()
     step(core, 0, 1.0, 0.0, unusable=1)
     assert warned(core) == ["step 0 had nothing to train on: no gradient came of 1 groups: odd"]
+
+
+def test_a_cause_of_many_words_is_told_in_few(make_core) -> None:
+    core = make_core(steps=3, group_size=2)
+    core.trainer()
+    step(core, 0, "x" * 2000, "x" * 2000)
+    (words,) = warned(core)
+    assert words.startswith("step 0 had nothing to train on: 2 of 2 trajectories failed: xxx")
+    assert "x" * 200 + "… (2 times)" in words
+    assert "x" * 201 not in words
