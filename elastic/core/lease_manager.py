@@ -269,7 +269,8 @@ class LeaseManager:
     def _begin_lull(self, holding: HoldingPolicy) -> None:
         run, table = self._run, self._run.leases
         table.lull_since_ns = run.now_ns
-        last = run.step is not None and run.step.number + 1 == run.plan.steps
+        evaluated = bool(run.plan.evaluation) and run.plan.evaluation.at_end
+        last = run.step is not None and run.step.number + 1 == run.plan.steps and not evaluated
         for provider, offer in table.offers.items():
             if offer.role is WorkerRole.TRAINER:
                 continue

@@ -1,5 +1,7 @@
 """Leases that are held only while there are rollouts to do, and requests that wait for a turn on a shared pool."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -10,7 +12,7 @@ from elastic.core.lease_manager import NO_ROLLOUTS
 from elastic.core.ledger import CLOSED_KEPT
 from elastic.core.policy import HoldingPolicy
 from elastic.core.scheduler import Phase
-from elastic.core.types import NS_PER_S, EndCause, FinishReason, Offer, WorkerRole
+from elastic.core.types import NS_PER_S, EndCause, EvaluationSet, FinishReason, Offer, PlannedEvaluation, WorkerRole
 from policies.provisioning import HoldForRollouts
 from tests.core.conftest import CoreHarness
 
@@ -19,8 +21,8 @@ POOL = msgspec.structs.replace(SPOT, provider="pool", grant_within_s=100.0)
 
 
 class Holding(CoreHarness):
-    def __init__(self, policy: HoldingPolicy | None, steps: int = 3) -> None:
-        super().__init__(steps=steps)
+    def __init__(self, policy: HoldingPolicy | None, steps: int = 3, **plan: Any) -> None:
+        super().__init__(steps=steps, **plan)
         run, _ = self.scheduler.pieces
         run.policies = msgspec.structs.replace(run.policies, holding=policy)
 
@@ -110,6 +112,17 @@ def test_in_the_last_step_leases_are_given_back_for_good() -> None:
     core.begin()
     core.roll_out()
     assert core.held() == 0
+
+
+def test_leases_are_held_for_the_evaluation_behind_the_last_step() -> None:
+    held_out = EvaluationSet(environment="held", tasks=1)
+    at_end = PlannedEvaluation(sets=(held_out,), samples=1, timeout_ns=NS_PER_S, at_start=False)
+    core = Holding(HoldForRollouts(), steps=1, evaluation=at_end)
+    core.begin()
+    core.roll_out()
+    assert core.held() == 1
+    core.train()
+    assert core.one(c.StartGroup).group == "e1/0"
 
 
 def test_a_request_for_which_there_are_no_rollouts_any_more_is_no_failure() -> None:
@@ -206,7 +219,12 @@ def test_what_a_run_remembers_does_not_grow_with_the_leases_that_have_ended() ->
         assert turn.worker == f"spot-{number}"
         core.tokens(
             c.StartTurn(
-                worker=turn.worker, epoch=1, turn=turn.id, attempt=turn.attempt, slot=turn.slot, start=turn.accepted
+                worker=f"spot-{number}",
+                epoch=1,
+                turn=turn.id,
+                attempt=turn.attempt,
+                slot=turn.slot,
+                start=turn.accepted,
             ),
             1,
         )
