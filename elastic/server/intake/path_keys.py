@@ -49,7 +49,7 @@ def _settings_at(raw: Mapping[str, Any], place: Place) -> tuple[type[BaseModel] 
             return settings_of("elastic.environments", _kind_of(raw["environments"][int(number)])), tuple(rest)
         case ("evaluation", "splits", number, "settings", *rest) if number.isdecimal():
             split = raw["evaluation"]["splits"][int(number)]
-            return settings_of("elastic.environments", _kind_of(split)), tuple(rest)
+            return settings_of("elastic.environments", _kind_of_split(raw, split)), tuple(rest)
         case ("rewards", "pool_settings", *rest):
             return settings_of("elastic.function_pools", raw["rewards"].get("pool", "local")), tuple(rest)
     return Config, place
@@ -57,6 +57,17 @@ def _settings_at(raw: Mapping[str, Any], place: Place) -> tuple[type[BaseModel] 
 
 def _kind_of(environment: Mapping[str, Any]) -> object:
     return environment.get("kind") or environment.get("name", "frozenlake")
+
+
+def _kind_of_split(raw: Mapping[str, Any], split: Mapping[str, Any]) -> object:
+    """That of the environment which a split is like, unless it says its own."""
+    like = split.get("like")
+    if "kind" in split or like is None:
+        return _kind_of(split)
+    several = raw.get("environments")
+    known = [raw.get("environment"), *(several if isinstance(several, list) else ())]
+    alike = [one for one in known if isinstance(one, dict) and one.get("name", "frozenlake") == like]
+    return _kind_of(alike[-1]) if alike else like
 
 
 def settings_of(group: str, name: object) -> type[BaseModel] | None:
