@@ -83,8 +83,8 @@ class Trial:
         if self._example.rows is not None:
             script, file = self._example.rows
             (ROOT / ".cache").mkdir(exist_ok=True)
-            (ROOT / ".cache" / file).write_text(self._python(f"examples/{script}"))
-            self._held_out_rows.write_text(self._python(f"examples/{script}", "held-out"))
+            (ROOT / ".cache" / file).write_text(self._python([f"examples/{script}"]))
+            self._held_out_rows.write_text(self._python([f"examples/{script}", "held-out"]))
         self._elastic("prepare", self._config, *sets(self._settings))
 
     def train(self) -> dict[str, Any]:
@@ -120,9 +120,9 @@ class Trial:
         return json.loads(self._elastic("run", self._config, "--json", *sets(settings)).splitlines()[-1])
 
     def _elastic(self, *arguments: str) -> str:
-        return self._python("-m", "elastic.cli", *arguments)
+        return self._python(["-m", "elastic.cli", *arguments])
 
-    def _python(self, *arguments: str) -> str:
+    def _python(self, arguments: Sequence[str]) -> str:
         command = [sys.executable, *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if done.returncode:
