@@ -26,10 +26,10 @@ def demonstrated(named: str, tokenizer: Path) -> list[Demonstration]:
         found = [_tokens(renderer, one) for one in given]
     except CodeUnusable as error:
         raise ConfigError(f"demonstrations: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"demonstrations: {named}: {told(error)}") from error
-    if not found:
-        raise ConfigError(f"demonstrations: {named}: found none; allowed: at least one")
+    if not any(any(one.trained) for one in found):
+        raise ConfigError(f"demonstrations: {named}: found no answer of the policy's; allowed: at least one")
     return found
 
 

@@ -27,6 +27,8 @@ def calculator():
     }
 
 def nothing(): return []
+def unanswered(): return [{"messages": [{"role": "user", "content": "2+2="}]}]
+def leaving(): raise SystemExit(0)
 def other(): return ["2+2=4"]
 def broken(): return 1 / 0
 """
@@ -64,7 +66,9 @@ def _runs(said: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("nothing", "found none; allowed: at least one"),
+        ("nothing", "found no answer of the policy's; allowed: at least one"),
+        ("unanswered", "found no answer of the policy's; allowed: at least one"),
+        ("leaving", "SystemExit: 0"),
         ("other", "allowed: a mapping with messages"),
         ("broken", "ZeroDivisionError"),
         ("absent", "has no 'absent'"),
