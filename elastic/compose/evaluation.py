@@ -40,8 +40,8 @@ def planned_evaluation(config: Config) -> PlannedEvaluation | UnsetType:
 
 
 def with_tasks(config: Config, where: str) -> Config:
-    """The configuration with the number of tasks of each split. Raises `ConfigError` for rows that cannot be read, for
-    more tasks than rows, and for more than `MOST_EPISODES`."""
+    """The configuration with the number of tasks of each split. Raises `ConfigError` for rows that cannot be read, and
+    for more episodes than `MOST_EPISODES`."""
     own = config.evaluation
     if own is None:
         return config
@@ -59,13 +59,9 @@ def with_tasks(config: Config, where: str) -> Config:
 def _with_tasks(config: Config, own: EvaluationConfig, number: int, where: str) -> SplitConfig:
     split, section = own.splits[number], ("evaluation", "splits", str(number))
     source = data_source(split, config.run.seed)
-    if source is None or (split.tasks is not None and _read_elsewhere(split, source)):
+    if source is None or split.tasks is not None:  # What is known need not be read again, nor be there any more.
         return split.model_copy(update={"tasks": split.tasks or own.tasks})
-    rows = len(_rows(source, (*section, "data"), where).rows)
-    if split.tasks is not None and split.tasks > rows:
-        problem = f"found {split.tasks}, but {source.source} has {rows} rows; allowed: up to {rows}"
-        raise ConfigError(ConfigProblem(problem, (*section, "tasks"), where))
-    return split.model_copy(update={"tasks": split.tasks or rows})
+    return split.model_copy(update={"tasks": len(_rows(source, (*section, "data"), where).rows)})
 
 
 def _read_elsewhere(environment: EnvironmentConfig, source: DataSource) -> bool:
@@ -81,7 +77,8 @@ def _rows(source: DataSource, section: Sequence[str], where: str) -> Rows:
 
 
 def check_evaluation(config: Config, where: str) -> None:
-    """Raises `ConfigError` where a split has rows that are trained on, which it tells the number of."""
+    """Raises `ConfigError` where a split has more tasks than rows, or rows that are trained on, which it tells the
+    number of."""
     own, sources = config.evaluation, [data_source(one, config.run.seed) for one in config.mixture]
     trained = [
         (config.mixture[number], source)
@@ -92,7 +89,11 @@ def check_evaluation(config: Config, where: str) -> None:
         source, section = sources[len(config.trained) + place], ("evaluation", "splits", str(place), "data")
         if source is None or _read_elsewhere(split, source):
             continue
-        tasks = _prompts(source, section, where)[: split.tasks]
+        prompts = _prompts(source, section, where)
+        if split.tasks is not None and split.tasks > (rows := len(prompts)):
+            problem = f"found {split.tasks}, but {source.source} has {rows} rows; allowed: up to {rows}"
+            raise ConfigError(ConfigProblem(problem, (*section[:-1], "tasks"), where))
+        tasks = prompts[: split.tasks]
         for number, (environment, other) in enumerate(trained):
             known = set(_prompts(other, (*config.environment_section(number), "data"), where))
             if shared := sum(task in known for task in tasks):

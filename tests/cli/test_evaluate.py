@@ -104,7 +104,10 @@ data = {{ source = "{tmp_path}/test.jsonl", answer = "answer" }}
         check_evaluation(plan.config, str(config))
     too_many = load_config(config, ["evaluation.splits.0.tasks=5"])
     with pytest.raises(ConfigError, match="has 4 rows; allowed: up to 4"):
-        resolve(too_many, [], str(config))
+        check_evaluation(resolve(too_many, [], str(config)).config, str(config))
+    (tmp_path / "test.jsonl").unlink()
+    again = resolve(plan.config, [], str(config))
+    assert again.config == plan.config, "a journal is read again without the rows that it was about"
 
 
 def test_what_cannot_be_evaluated(elastic, refused, evaluating: Path, checkpoint: Path, tmp_path: Path) -> None:
