@@ -66,7 +66,10 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     sets: dict[str, SetFigures]
 
     def value(self, metric: str) -> float | None:
-        """The mean of a metric, or of `SET/METRIC`; None where it has no task, or was not evaluated."""
+        """The mean of a metric, or of `SET/METRIC`, by which versions are compared. None where it has no task, was not
+        evaluated, or time was up: the episodes that had ended by then are the short ones, whatever the policy."""
+        if self.timed_out:
+            return None
         name, slash, of_set = metric.rpartition("/")
         one = self.sets.get(name)
         found = self.metrics if not slash else {} if one is None else one.metrics

@@ -152,9 +152,8 @@ def _evaluated(found: Evaluations) -> list[Figure]:
         return []
     first, last = found.versions[0].version, found.versions[-1].version
     now = found.of(last)
-    words = [
-        f"at version {last}" if now is None or now.error is None else f"± {units.reward(now.error)} at version {last}"
-    ]
+    error = "" if now is None or now.error is None else f"± {units.reward(now.error)} "
+    words = [f"{error}at version {last}{', timed out' if found.versions[-1].timed_out else ''}"]
     words += [
         f"{what} {_mean_of(found, version)} at {version}"
         for what, version in (("from", first), ("best", found.best))

@@ -113,6 +113,8 @@ class TestBetweenSteps:
         (over,) = [one for one in out if isinstance(one, c.EndEvaluation)]
         assert over.record.timed_out
         assert over.record.sets["lake"].cut_off == 1
+        assert over.record.metrics["avg@2"].tasks == 1
+        assert over.record.value("avg@2") is None, "it decides nothing: what had ended by then are the short episodes"
         cancelled = {one.trajectory for one in out if isinstance(one, c.CancelTrajectory)}
         assert cancelled == {"e0/0/1", "e0/1/0", "e0/1/1"}
         assert not core.scheduler.turns.live

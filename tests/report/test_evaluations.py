@@ -85,7 +85,7 @@ def test_every_version_is_told_with_its_errors_and_the_best_one(summary_of) -> N
     assert table.rows[0][-4:-1] == ["1", "0", "4 s"]
     (headline,) = [one for one in tables.headline(summary) if one.name == "pass@1"]
     assert headline.value == "0.250"
-    assert headline.detail == "± 0.250 at version 20; from 0.000 at 0; best 0.750 at 10"
+    assert headline.detail == "± 0.250 at version 20, timed out; from 0.000 at 0; best 0.750 at 10"
     assert evaluation_words(summary.evaluations).startswith(
         "evaluation of version 20: avg@2 0.250 ± 0.250, pass@1 0.250 ± 0.250, pass@2 0.500 ± 0.500 (timed out); best"
     )
