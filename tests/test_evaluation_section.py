@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from elastic.compose.evaluating import evaluation_of, run_to_evaluate
 from elastic.compose.incarnations import check_same, evaluations_until
+from elastic.compose.runs import new_run_dir, save_run_config
 from elastic.config import Config, ConfigError, JournalConfig, validate
 from elastic.core.evaluation import EvaluationRecord
 from elastic.core.scores import Estimate
-from elastic.runtime.journal import EvaluationRow, RunDirectory
+from elastic.runtime.journal import DirectoryStore, EvaluationRow, RunDirectory
 
 
 def config_of(evaluation: Mapping[str, Any] | None = None) -> Config:
@@ -74,3 +76,16 @@ def test_who_goes_on_with_a_run_that_had_ended_early_has_new_patience(tmp_path: 
     with run.journals() as journals:
         (told,) = evaluations_until(journals, config_of({"stop_when": {"metric": "avg@4", "no_better_for": 2}}), 8)
     assert told.values == {2: {"avg@4": 0.5}, 8: {"avg@4": 0.25}}
+
+
+def test_the_latest_run_to_evaluate_is_no_evaluation(tmp_path: Path) -> None:
+    trained = config_of()
+    trained = trained.model_copy(update={"run": trained.run.model_copy(update={"directory": tmp_path})})
+    evaluation, store = evaluation_of(trained, "other-policy"), DirectoryStore(tmp_path)
+    places = list[Path]()
+    for config in (evaluation, trained, evaluation):
+        places.append(new_run_dir(config))
+        save_run_config(places[-1], config)
+        expected = places[min(len(places) - 1, 1)]
+        assert run_to_evaluate(store, "latest").path == expected
+    assert run_to_evaluate(store, places[2].name).path == places[2]

@@ -20,6 +20,7 @@ from elastic.compose.evaluating import (
     evaluation_of,
     is_policy,
     policy_of_run,
+    run_to_evaluate,
     same_tokenizer,
     with_policy,
 )
@@ -105,7 +106,7 @@ def _of_target(
             raise ConfigError(f"--step: is for a run, and {target} is a configuration, whose policy has no steps")
         config = load_config(path, overrides)
         return config, ChosenPolicy(words=str(config.model.checkpoint), directory=config.model.checkpoint), []
-    run = DirectoryStore(directory).find(target)
+    run = run_to_evaluate(DirectoryStore(directory), target)
     if is_policy(run.path):
         raise ConfigError(
             f"{target}: is a policy, and no run; allowed: elastic evaluate CONFIG --set model.checkpoint={target}"
@@ -119,7 +120,7 @@ def _other(named: str, directory: Path) -> ChosenPolicy:
         return ChosenPolicy(words=named, directory=path)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"--against: {named} has no config.json; allowed: a run, or a directory of a policy")
-    return policy_of_run(DirectoryStore(directory).find(named), None)
+    return policy_of_run(run_to_evaluate(DirectoryStore(directory), named), None)
 
 
 def _planned(config: Config, policy: ChosenPolicy, names: list[str], where: str) -> tuple[RunPlan, Path]:

@@ -70,6 +70,11 @@ def trajectories(
     if as_json:
         emit({"trajectories": [one.model_dump(mode="json") for one in found], "has_more": more})
         return
+    if not found:
+        console().print(
+            "no trajectory that is over is like that; episodes of evaluations are not listed", highlight=False
+        )
+        return
     show_listing(
         ("id", "environment", "reward", "by part", "turns", "tokens", "end"),
         [_cells(one) for one in found],

@@ -17,7 +17,7 @@ from elastic.config import TOGETHER, Config, ConfigError, EvaluationConfig
 from elastic.core.evaluation import EvaluationRecord, SetFigures
 from elastic.core.scores import Estimate, paired
 from elastic.core.types import NS_PER_S
-from elastic.runtime.journal import CONFIG, EvaluationRow, RunDirectory
+from elastic.runtime.journal import CONFIG, DirectoryStore, EvaluationRow, RunDirectory
 from elastic.system.given import read_json
 
 POLICY = "policy"
@@ -45,6 +45,14 @@ class ChosenPolicy(msgspec.Struct, frozen=True, kw_only=True):
         merge = chosen is not None and bool(adapter_of(load_run_config(self.run.path), chosen))
         export(self.run, run_dir / POLICY, self.step, merge=merge)
         return run_dir / POLICY
+
+
+def run_to_evaluate(store: DirectoryStore, name: str) -> RunDirectory:
+    """A run by its name; the `latest` is the latest that trains, rather than an evaluation of it. Raises
+    `ConfigError`."""
+    trains = (run for run in reversed(store.runs()) if load_run_config(run.path).run.steps)
+    found = next(trains, None) if name == "latest" else None
+    return store.find(name) if found is None else found
 
 
 def policy_of_run(run: RunDirectory, step: int | None) -> ChosenPolicy:
