@@ -167,7 +167,7 @@ def _context_lines(context: HostedContext | HostedBranch, shared_tokens: int, *,
     for message in messages:
         yield Text("")
         yield Text.assemble((printable(message.role), "bold"), (f"  {tokens_words(context, message)}", "dim"))
-        if tokens and message.by_policy:
+        if tokens and (message.by_policy or context.messages is None):
             yield from _token_lines(context, message)
             continue
         yield from _indented(message.reasoning, "dim italic")
@@ -183,6 +183,8 @@ def _indented(text: str, style: str = "") -> Iterator[Text]:
 def _token_lines(context: HostedContext, message: HostedMessage) -> Iterator[Text]:
     yield Text(f"  {'place':>7} {'version':>7} {'log-prob':>9} {'id':>7}  text", style="dim")
     for place in range(message.start, message.start + message.tokens):
+        if not (message.by_policy or context.trained[place]):
+            continue
         piece = "" if context.pieces is None else printable(json.dumps(context.pieces[place], ensure_ascii=False))
         version, logprob, number = context.versions[place], context.logprobs[place], context.token_ids[place]
         yield Text(f"  {place:>7} {version:>7} {logprob:>9.4f} {number:>7}  {piece}")

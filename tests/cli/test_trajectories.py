@@ -80,3 +80,8 @@ def test_what_is_not_there_is_said(elastic: Callable, runs: Path, tmp_path: Path
     code, out, _ = elastic("runs", "trajectory", "chats", "2/1/0", "--directory", runs)
     assert code == 0
     assert "there is no text: policy/tokenizer.json: cannot be read (No such file or directory)" in out
+    code, out, _ = elastic("runs", "trajectory", "chats", "2/1/0", "--directory", runs, "--tokens", "--json")
+    own = [place for place, trained in enumerate(json.loads(out)["trained"]) if trained]
+    code, out, _ = elastic("runs", "trajectory", "chats", "2/1/0", "--directory", runs, "--tokens")
+    first_context = next(part for part in out.split("\n\n") if part.startswith("tokens"))
+    assert [int(line.split()[0]) for line in first_context.splitlines()[2:]] == own
