@@ -166,7 +166,7 @@ test-clients: chat-model .cache/clients/installed $(RELEASED:%=.cache/clients-%/
 	.cache/clients-anthropic/bin/python -m pytest -m clients \
 		tests/clients/test_messages.py tests/clients/test_anthropic.py
 	.cache/clients-litellm/bin/python -m pytest -m clients tests/clients/test_litellm.py
-	.cache/clients-openai-agents/bin/python -m pytest -m clients tests/clients/test_agents.py
+	.cache/clients-openai-agents/bin/python -m pytest -m clients tests/clients/test_agents.py tests/envs/test_examples.py
 
 .cache/clients-%/installed: setup
 	$(BIN)/python benchmarks/_client_environments.py $*

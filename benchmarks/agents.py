@@ -1,4 +1,4 @@
-"""Examples that learn: `math`, `gymnasium` and `verifiers` of `examples/`, run as users run them.
+"""Examples that learn: `math`, `calculator`, `gymnasium` and `verifiers` of `examples/`, run as users run them.
 
 Of each the base policy is prepared, judged on 200 held-out tasks, trained, and judged once more. No held-out task is in
 any demonstration or training: `PARTS` in the examples' files parts them. They are played through the run's own
@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from _client_environments import python_of, why_missing
 from _common import ROOT, emit, parser
 from _runs import RunFailed, sets
 
@@ -45,12 +46,13 @@ BEFORE, GAIN_LEAST, ERRORS_LEAST, WALL_S_MOST = (0.2, 0.6), 0.1, 2.0, 600.0
 class Example(NamedTuple):
     """held_out: settings that make a run's tasks the held-out ones, where `{rows}` is their file.
     rows: the script that prints rows, and where those that are trained on go.
-    played_by: the interpreter that plays its episodes, if another one than this.
+    python: what runs it. played_by: the interpreter that plays its episodes, if another one.
     """
 
     held_out: Sequence[str]
     rows: tuple[str, str] | None = None
     missing: str = ""
+    python: Path = Path(sys.executable)
     played_by: Path | None = None
 
 
@@ -60,6 +62,9 @@ def examples() -> Mapping[str, Example]:
     verifiers = next((place for place in places if place.exists()), None)
     return {
         "math": Example(by_file, ("sums.py", "sums.jsonl")),
+        "calculator": Example(
+            by_file, ("calculator.py", "calculator.jsonl"), why_missing("openai-agents"), python_of("openai-agents")
+        ),
         "gymnasium": Example(["environment.settings.options.part=held-out"]),
         "verifiers": Example(
             ["environment.settings.config.taskset.part=held-out"],
@@ -123,7 +128,7 @@ class Trial:
         return self._python(["-m", "elastic.cli", *arguments])
 
     def _python(self, arguments: Sequence[str]) -> str:
-        command = [sys.executable, *arguments]
+        command = [str(self._example.python), *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if done.returncode:
             raise RunFailed(f"{' '.join(command)} exited with {done.returncode}:\n{done.stderr[-2000:]}")

@@ -1,5 +1,6 @@
 """The examples that learn: what they train on, what they imitate and what they are judged by have nothing in common."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,22 @@ def test_a_sum_is_right_by_what_stands_last() -> None:
     asked = [one["messages"][0]["content"][:-1].split("+") for one in _of("sums.py", "demonstrations")()]
     known = [str(int(one) + int(other)) for one, other in asked]
     assert 0.4 < sum(right(completions=said, answer=known)) / len(known) < 0.6
+
+
+@pytest.mark.clients
+def test_no_question_is_in_two_parts() -> None:
+    rows = _of("calculator.py", "rows")
+    trained, held_out = ({row["prompt"] for row in rows(part)} for part in ("trained", "held-out"))
+    demonstrated = {one["messages"][0]["content"] for one in _of("calculator.py", "demonstrations")()}
+    assert (len(held_out), trained & held_out, demonstrated & (trained | held_out)) == (200, set(), set())
+
+
+@pytest.mark.clients
+def test_half_of_the_demonstrations_take_the_calculator_for_what_is_asked() -> None:
+    shown = [one["messages"] for one in _of("calculator.py", "demonstrations")() if "tools" in one]
+    called = [(asked, said["tool_calls"]) for asked, said in shown if "tool_calls" in said]
+    assert 0.4 < len(called) / len(shown) < 0.6
+    assert all(json.loads(call["function"]["arguments"]) == {"x": asked["content"]} for asked, (call,) in called)
 
 
 def test_no_lake_is_in_two_parts() -> None:
