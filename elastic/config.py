@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
 from elastic.protocol.proxies import without_password
@@ -61,8 +71,20 @@ def given_path(name: str) -> Path:
         raise ConfigError(f"{name}: {error}") from error
 
 
+LONGEST_S = 31_536_000
+"""A year: no time that a configuration sets is longer, and all of them are counted in nanoseconds of 64 bits."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*")
+    @classmethod
+    def _is_no_age(cls, value: Any, info: ValidationInfo) -> Any:
+        is_time = (info.field_name or "").endswith("_s") and not (info.field_name or "").endswith("_per_s")
+        if is_time and isinstance(value, float) and value > LONGEST_S:
+            raise ValueError(f"must be at most {LONGEST_S} seconds, a year")
+        return value
 
 
 def _address(text: str) -> str:
@@ -309,7 +331,7 @@ class EvaluationConfig(_Section):
         None, gt=0, le=1, description="share of probability that is drawn from; all unless said"
     )
     max_tokens: int | None = Field(None, ge=1, description="most tokens of a turn; as `rollout` unless said")
-    timeout_s: float = Field(1800.0, gt=0, le=31_536_000, description="after it an evaluation ends with what it has")
+    timeout_s: float = Field(1800.0, gt=0, le=LONGEST_S, description="after it an evaluation ends with what it has")
     overlap: bool = Field(
         False, description="the next step goes on beside it, up to its weights, which wait; else it begins behind it"
     )
