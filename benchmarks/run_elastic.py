@@ -82,18 +82,20 @@ def held_out(run_dir: Path) -> tuple[HeldOut, HeldOut]:
     with RunDirectory(run_dir).newest_journal() as journal:
         trust = Trust(run_dir.name, journal.meta()["publisher"])
     last = Puller(relay, trust).pull(max(published_versions(relay)))
-    plan = resolve(config, [], str(run_dir))
+    (chosen,) = resolve(config, [], str(run_dir)).environments
+    kind, make = chosen.kind, chosen.make
+    assert kind is not None, "the example's environment is part of Elastic"
+    assert make is not None, "the example's environment is part of Elastic"
     settings = config.engine.model_copy(update={"pacing": None, "max_batch": 64, "kv_blocks": 4096})
 
     scores: list[HeldOut] = []
     for tensors in (read_tensors(base, read_config(base)), last):
         engine = create_engine(read_model_config(config), settings)
-        stop_token_ids = plan.environments[0].kind.stop_token_ids
-        player = EpisodePlayer(engine, config.rollout, stop_token_ids, settings.max_context_tokens)
+        player = EpisodePlayer(engine, config.rollout, kind.stop_token_ids, settings.max_context_tokens)
         try:
             engine.load_version(TensorSource(0, tensors), WeightMode.FINISH)
             seeds = range(HELD_OUT_SEED, HELD_OUT_SEED + HELD_OUT_MAPS)
-            played = [episode(plan.environments[0].make(), s, partial(add, s << 8)) for s in seeds]
+            played = [episode(make(), s, partial(add, s << 8)) for s in seeds]
             player.play(played)
         finally:
             engine.close()

@@ -24,7 +24,7 @@ from pydantic import (
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
 from elastic.protocol.proxies import without_password
 from elastic.system.given import expanded, read_text
-from elastic.system.named_code import ALLOWED, parsed, placed
+from elastic.system.named_code import ALLOWED, MAY_NAME_CODE, parsed, placed
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -610,6 +610,7 @@ class LossConfig(_Section):
         "grpo",
         description="grpo; gspo: a ratio a sequence; cispo: clipped weights that leave no token out; distillation: "
         "towards `reference`; or code of one's own, FILE.py:NAME or MODULE:NAME, which the trainer alone loads",
+        json_schema_extra=MAY_NAME_CODE,
     )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         Field("token-mean", description="how the losses of a mini-batch's tokens become one")

@@ -24,6 +24,7 @@ from elastic.environments.kinds import SEEDS, KindMeans, KindSettings, as_text, 
 from elastic.environments.outside import Outside
 from elastic.environments.rows import column
 from elastic.environments.tools import ERROR, call_arguments
+from elastic.protocol.http_clients import sync_client
 from elastic.system.host import here
 from elastic.system.named_code import NAMES_CODE, CodeUnusable
 
@@ -254,11 +255,12 @@ class Server:
 def _wait_until_ready(url: str, limit_s: float) -> None:
     """Raises `TimeoutError` where a server does not say in time that it is well."""
     until_s = here().monotonic() + limit_s
-    while here().monotonic() < until_s:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=LOOK_TIMEOUT_S, trust_env=False).is_success:
-                return
-        time.sleep(LOOK_S)
+    with sync_client(url, by_proxy=False, timeout=LOOK_TIMEOUT_S) as client:
+        while here().monotonic() < until_s:
+            with contextlib.suppress(httpx.HTTPError):
+                if client.get(f"{url}/health").is_success:
+                    return
+            time.sleep(LOOK_S)
     raise TimeoutError(f"the server at {url} has not become ready within {limit_s:g} s")
 
 

@@ -25,6 +25,7 @@ from elastic.protocol.front_messages import (
     AskUpstream,
     BranchFound,
     ClientGone,
+    CloseEpisode,
     Declined,
     FromFront,
     FromRun,
@@ -33,9 +34,12 @@ from elastic.protocol.front_messages import (
     HistoryFound,
     MetricsTold,
     OpenedTurn,
+    ResetEpisode,
+    StepEpisode,
     StreamTokens,
     TrajectoryBegun,
     TrajectoryShown,
+    TruncateEpisode,
     TurnOver,
     TurnSettled,
     TurnsTaken,
@@ -293,6 +297,8 @@ class RunLink:
                     raise ConnectionLost(reason)
                 case FrontWelcome():
                     raise WireError("a second welcome")
+                case ResetEpisode() | StepEpisode() | TruncateEpisode() | CloseEpisode():
+                    raise WireError("an order for an env worker")
                 case _:
                     self._answer(message)
 

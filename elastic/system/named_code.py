@@ -23,6 +23,8 @@ from elastic.system.plain_values import told
 
 FORMAT = "code"
 """In the JSON schema of settings: the format of a key that names code."""
+KNOWN_OR_FORMAT = "known-or-code"
+"""The format of a key that takes names of what is built in, or the name of code, which has a colon."""
 ALLOWED = "FILE.py:NAME, relative to the configuration, or MODULE:NAME"
 _SUFFIX = ".py"
 
@@ -72,6 +74,8 @@ GivenCode = Annotated[str, AfterValidator(_checked), WithJsonSchema({"type": "st
 """The type of a key that names code."""
 NAMES_CODE: dict[str, Any] = {"format": FORMAT}
 """In the JSON schema of a key that names code in words of its own, such as an image's."""
+MAY_NAME_CODE: dict[str, Any] = {"format": KNOWN_OR_FORMAT}
+"""In the JSON schema of a key that takes names of what is built in, too."""
 
 
 def placed(value: Any, folder: Path) -> Any:

@@ -1,12 +1,16 @@
 """What the policy did, in a terminal: found by what became of it, and read in words that steer no terminal."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.report.chat_run import CONTROLS, MARKUP, ChatRun
+
+NAME = re.compile(r"^ ?(\d+/\d+/\d+)\b", re.MULTILINE)
+"""The first column of a listing, whose other cells may go on in further lines."""
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def test_trajectories_are_found(elastic: Callable, runs: Path, wanted: tuple[obj
     found = json.loads(out)
     assert (code, [one["id"] for one in found["trajectories"]]) == (0, expected)
     code, out, _ = elastic("runs", "trajectories", "latest", "--directory", runs, *wanted)
-    assert [line.split()[0] for line in out.splitlines()[1 : 1 + len(expected)]] == expected
+    assert NAME.findall(out) == expected
     assert ("there are more" in out) == found["has_more"]
 
 

@@ -32,7 +32,7 @@ def pointers(site: Site, body: dict[str, Any]) -> dict[str, str]:
 
 def test_all_faults_at_once(shared_site: Site, submission: Submission) -> None:
     body = submission(caps={"nobody": 1})
-    body["config"]["run"] |= {"steps": 0, "host": "0.0.0.0"}
+    body["config"]["run"] |= {"steps": -1, "host": "0.0.0.0"}
     body["config"]["trainer"]["learning_rate"] = "fast"
     body["config"]["nonsense"] = 1
     found = pointers(shared_site, body)
@@ -257,6 +257,10 @@ def test_code_is_of_the_projects_files_and_never_runs_as_the_server(shared_site:
     settings = replace(shared_site.settings, shared_trust=False)
     apart = replace(shared_site, settings=settings, app=create_app(shared_site.store, settings))
     assert "as the server's own user" in pointers(apart, body)["#/config/trainer/other/loss"]
+    body = submission()
+    body["config"]["trainer"]["loss"] = "os:system"
+    assert "as the server's own user" in pointers(apart, body)["#/config/trainer/loss"]
+    assert list(submissions.code_in({"trainer": {"loss": "cispo"}})) == []
     for kind, key in (
         ("openenv", "url"),
         ("openenv", "image"),

@@ -10,7 +10,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from elastic.compose.plan import kind_of
 from elastic.config import Config, EngineConfig, TrainerConfig
 from elastic.system.installed import installed, is_ours
-from elastic.system.named_code import FORMAT
+from elastic.system.named_code import FORMAT, KNOWN_OR_FORMAT
 
 Place = tuple[str, ...]
 Schema = Mapping[str, Any]
@@ -21,9 +21,9 @@ def names_file(raw: Mapping[str, Any], place: Place) -> bool | None:
     return _has_format(raw, place, "path")
 
 
-def names_code(raw: Mapping[str, Any], place: Place) -> bool:
-    """Whether the key at this place of a configuration is typed as a name of code."""
-    return bool(_has_format(raw, place, FORMAT))
+def names_code(raw: Mapping[str, Any], place: Place, value: str) -> bool:
+    """Whether the value of the key at this place of a configuration is, by the key's type, a name of code."""
+    return bool(_has_format(raw, place, FORMAT) or (":" in value and _has_format(raw, place, KNOWN_OR_FORMAT)))
 
 
 def _has_format(raw: Mapping[str, Any], place: Place, wanted: str) -> bool | None:

@@ -150,7 +150,7 @@ def _forbidden(raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
 def code_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the keys of a submission that name code, which its run would carry out."""
     for path, value in _leaves(raw, ()):
-        if in_file(value) is not None or (isinstance(value, str) and value and names_code(raw, path)):
+        if in_file(value) is not None or (isinstance(value, str) and value and names_code(raw, path, value)):
             yield path
 
 
