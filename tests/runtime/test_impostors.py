@@ -22,8 +22,8 @@ from elastic.engine.torch import Torch
 
 class Impostor(Torch):
     @staticmethod
-    def create(model_config, config, settings, share=None):
-        engine = Torch.create(model_config, config, settings, share)
+    def create(model_config, config, settings, share=None, devices=()):
+        engine = Torch.create(model_config, config, settings, share, devices)
         forward = engine.runner.forward
         engine.runner.forward = lambda work: 60 * forward(work).roll(1, -1)
         return engine
