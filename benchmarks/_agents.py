@@ -1,10 +1,8 @@
 """A run that agents drive, whose processes may be killed; and what its journals prove of the answers to agents."""
 
 import contextlib
-import os
-import signal
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,13 +120,6 @@ class AgentsRun(CrashingRun):
     def workers(self) -> list[int]:
         """The ids of its dedicated workers' processes."""
         return self.recorded("reserved-*.json")
-
-    def strike(self, what: str, pids: Iterable[int]) -> None:
-        """Kill these processes of it."""
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                self.kills[what] += 1
 
 
 class Sampling(NamedTuple):

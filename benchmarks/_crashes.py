@@ -10,7 +10,7 @@ import random
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -88,6 +88,13 @@ class CrashingRun(CommandRun):
             self.process.kill()
             self.process.wait()
         self.kills[victim] += 1
+
+    def strike(self, what: str, pids: Iterable[int]) -> None:
+        """Kill these processes of it."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.kills[what] += 1
 
     def resume(self, *arguments: str) -> None:
         self._former_journals = {path.name for path in RunDirectory(self.run_dir).journal_paths()}

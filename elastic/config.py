@@ -80,8 +80,10 @@ class _Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _is_no_age(cls, value: Any, info: ValidationInfo) -> Any:
-        is_time = (info.field_name or "").endswith("_s") and not (info.field_name or "").endswith("_per_s")
+    def _within_a_year(cls, value: Any, info: ValidationInfo) -> Any:
+        """Whether a time is one that can be counted: `_s` ends the names of times, `_per_s` those of rates."""
+        name = info.field_name or ""
+        is_time = name.endswith("_s") and not name.endswith("_per_s")
         if is_time and isinstance(value, float) and value > LONGEST_S:
             raise ValueError(f"must be at most {LONGEST_S} seconds, a year")
         return value

@@ -17,7 +17,7 @@ from elastic.cli.remote import is_hosted, latest, server
 from elastic.cli.tables import show_listing
 from elastic.protocol.api import HostedBranch, HostedContext, HostedMessage, HostedTrajectory, HostedTrajectoryDetail
 from elastic.report.history import history_of
-from elastic.report.samples import about_of, left_out_words, own_messages, title_of, tokens_words
+from elastic.report.samples import about_of, figures_words, left_out_words, own_messages, title_of, tokens_words
 from elastic.report.trajectories import detail_of, page_of
 from elastic.runtime.journal import TrajectoryFilter
 from elastic.system.plain_values import printable
@@ -97,9 +97,16 @@ def _hosted(name: str, wanted: TrajectoryFilter, most: int) -> tuple[list[Hosted
 
 def _cells(one: HostedTrajectory) -> tuple[str, ...]:
     ended = ", ".join(filter(None, (one.cause, "truncated" if one.truncated else "")))
-    parts = ", ".join(f"{name} {value:.4g}" for name, value in one.rewards.items())
     reward = "–" if one.reward is None else f"{one.reward:.4g}"
-    cells = (one.id, one.environment, reward, parts, str(one.turns), f"{one.policy_tokens:,}", ended)
+    cells = (
+        one.id,
+        one.environment,
+        reward,
+        figures_words(one.rewards),
+        str(one.turns),
+        f"{one.policy_tokens:,}",
+        ended,
+    )
     return tuple(map(printable, cells))
 
 

@@ -146,7 +146,7 @@ def evaluated(run_dir: Path, words: str) -> Evaluated | None:
     return Evaluated(
         policy=words,
         run=str(run_dir),
-        seconds=(record.ended_ns - record.started_ns) / NS_PER_S,
+        seconds=record.duration_ns / NS_PER_S,
         timed_out=record.timed_out,
         metrics=record.metrics,
         sets=record.sets,

@@ -79,27 +79,31 @@ def _rows(source: DataSource, section: Sequence[str], where: str) -> Rows:
 def check_evaluation(config: Config, where: str) -> None:
     """Raises `ConfigError` where a split has more tasks than rows, or rows that are trained on, which it tells the
     number of."""
-    own, sources = config.evaluation, [data_source(one, config.run.seed) for one in config.mixture]
-    trained = [
-        (config.mixture[number], source)
-        for number, source in enumerate(sources[: len(config.trained)])
-        if source is not None and not _read_elsewhere(config.mixture[number], source)
+    sources = [data_source(one, config.run.seed) for one in config.mixture]
+    splits = () if config.evaluation is None else config.evaluation.splits
+    evaluated = [
+        (split, source, ("evaluation", "splits", str(place), "data"))
+        for place, (split, source) in enumerate(zip(splits, sources[len(config.trained) :], strict=True))
+        if source is not None and not _read_elsewhere(split, source)
     ]
-    for place, split in enumerate(() if own is None else own.splits):
-        source, section = sources[len(config.trained) + place], ("evaluation", "splits", str(place), "data")
-        if source is None or _read_elsewhere(split, source):
-            continue
+    if not evaluated:
+        return
+    trained = {
+        environment.name: set(_prompts(source, (*config.environment_section(number), "data"), where))
+        for number, (environment, source) in enumerate(zip(config.trained, sources, strict=False))
+        if source is not None and not _read_elsewhere(environment, source)
+    }
+    for split, source, section in evaluated:
         prompts = _prompts(source, section, where)
         if split.tasks is not None and split.tasks > (rows := len(prompts)):
             problem = f"found {split.tasks}, but {source.source} has {rows} rows; allowed: up to {rows}"
             raise ConfigError(ConfigProblem(problem, (*section[:-1], "tasks"), where))
         tasks = prompts[: split.tasks]
-        for number, (environment, other) in enumerate(trained):
-            known = set(_prompts(other, (*config.environment_section(number), "data"), where))
+        for name, known in trained.items():
             if shared := sum(task in known for task in tasks):
                 problem = (
                     f"{shared} of the {len(tasks)} tasks of {split.name!r} have prompts that are trained on, by "
-                    f"{environment.name!r}; allowed: others"
+                    f"{name!r}; allowed: others"
                 )
                 raise ConfigError(ConfigProblem(problem, section, where))
 

@@ -65,6 +65,10 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, Estimate]
     sets: dict[str, SetFigures]
 
+    @property
+    def duration_ns(self) -> Nanoseconds:
+        return self.ended_ns - self.started_ns
+
     def value(self, metric: str) -> float | None:
         """The mean of a metric, or of `SET/METRIC`, by which versions are compared. None where it has no task, was not
         evaluated, or time was up: the episodes that had ended by then are the short ones, whatever the policy."""

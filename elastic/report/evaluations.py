@@ -83,7 +83,7 @@ def _version(row: EvaluationRow, *, learns: bool = True) -> EvaluatedVersion:
     return EvaluatedVersion(
         version=row.version,
         at_s=row.t_ns / NS_PER_S,
-        duration_s=(record.ended_ns - record.started_ns) / NS_PER_S,
+        duration_s=record.duration_ns / NS_PER_S,
         timed_out=record.timed_out,
         metrics=record.metrics if learns else {},
         environments={

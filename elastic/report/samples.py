@@ -4,7 +4,7 @@ The newest steps are shown, where a policy is what it has become: the best and t
 ended, and those that failed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -166,9 +166,9 @@ def about_of(detail: HostedTrajectoryDetail) -> Iterator[str]:
     if detail.environment:
         yield f"environment {detail.environment}"
     if detail.rewards:
-        yield f"rewards by part: {_numbers(detail.rewards)}"
+        yield f"rewards by part: {figures_words(detail.rewards)}"
     if detail.metrics:
-        yield f"metrics: {_numbers(detail.metrics)}"
+        yield f"metrics: {figures_words(detail.metrics)}"
     for context in (detail, *detail.branches):
         if context.policy_reward is not None:
             yield f"policy {context.policy or 'of the model'}: reward {context.policy_reward:.4g}"
@@ -178,7 +178,8 @@ def about_of(detail: HostedTrajectoryDetail) -> Iterator[str]:
         yield f"{detail.left_out_branches} branches are left out"
 
 
-def _numbers(values: dict[str, float]) -> str:
+def figures_words(values: Mapping[str, float]) -> str:
+    """Figures by name, in a line."""
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 

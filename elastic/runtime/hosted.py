@@ -335,8 +335,8 @@ class RemoteEnvironment:
         """An env worker that has the episode as it stands. Raises `HostLost`, and `ReplayDiffers`."""
         host = await self._hosts.free(self._environment)
         self._begun += 1
-        orders = [self._reset, *(self._again(turn) for turn in self._turns)]
-        for number, (order, seen) in enumerate(zip(orders, self._seen, strict=bool(self._seen))):
+        orders = [self._reset, *map(self._again, self._turns)] if self._seen else []
+        for number, (order, seen) in enumerate(zip(orders, self._seen, strict=True)):
             if _digest(await order(host)) != seen:
                 said = f"turn {number}" if number else "its reset"
                 raise ReplayDiffers(f"the environment did not repeat itself: its answer to {said} was another one")

@@ -1,6 +1,5 @@
 """A live run of a third party's token-level environment, whose env workers are killed, and its orchestrator."""
 
-import importlib
 import random
 import time
 from pathlib import Path
@@ -119,7 +118,7 @@ def test_a_run_comes_to_the_same_whatever_is_killed(begin: Any) -> None:
             run.kill("orchestrator")
             run.resume()
         else:
-            importlib.import_module("_agents").AgentsRun.strike(run, "env worker", run.recorded("theirs_*.json")[:1])
+            run.strike("env worker", run.recorded("theirs_*.json")[:1])
     run.wait()
     assert run.leftovers() == []
     assert run.kills["env worker"] > 0

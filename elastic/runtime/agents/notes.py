@@ -153,6 +153,7 @@ AgentNote: TypeAlias = (
 encode_note = msgspec.msgpack.Encoder().encode
 decode_note = msgspec.msgpack.Decoder(AgentNote).decode
 _BEGUN_AGAIN = encode_note(BegunAgain("", "", 0)).removesuffix(encode_note("") * 2 + encode_note(0))
+"""How such a note begins: of the many others none is decoded to see that it is another."""
 
 
 def begun_again(note: bytes) -> TrajectoryId | None:
