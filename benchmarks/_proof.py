@@ -153,39 +153,35 @@ def trajectories(run: RunDirectory) -> dict[str, TrajectoryRow]:
 
 
 def same_episode(one: TrajectoryRow, other: TrajectoryRow | None) -> bool:
-    """All that is trained on is the same, bit for bit."""
-    if other is None:
-        return False
-    told = ("token_ids", "sampled", "reward", "cause", "turns", "truncated")
-    return all(getattr(one, name) == getattr(other, name) for name in told)
+    """All that is trained on is the same, bit for bit, whichever workers sampled it."""
+    return other is not None and _trained_on(one) == _trained_on(other)
+
+
+def _trained_on(row: TrajectoryRow) -> tuple[object, ...]:
+    sampled = msgspec.msgpack.decode(row.sampled, type=Sampled) if row.sampled else Sampled()
+    sampled.origins.clear()
+    return row.token_ids, sampled, row.reward, row.cause, row.turns, row.truncated
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """Whether two runs came to the same last checkpoint: masters, moments and counters, bit for bit."""
+    """Whether two runs came to the same last checkpoint, masters, moments and counters bit for bit, whichever workers
+    sampled what was trained on."""
     import torch
 
-    (name, header, mine), (other_name, other_header, others) = map(_last_checkpoint, (one, other))
-    same = name == other_name and header == other_header and mine.keys() == others.keys()
+    (name, where, mine), (other_name, elsewhere, others) = map(_last_checkpoint, (one, other))
+    same = name == other_name and where == elsewhere and mine.keys() == others.keys()
     return same and all(torch.equal(tensor, others[key]) for key, tensor in mine.items())
 
 
-def _last_checkpoint(run_dir: Path) -> tuple[str, Mapping[str, str], Mapping[str, Any]]:
-    """Its name, counters and tensors: a file's, or those of a directory of several ranks."""
-    from safetensors import safe_open
-
+def _last_checkpoint(run_dir: Path) -> tuple[str, object, Mapping[str, Any]]:
+    """Its name, counters without figures by source, and tensors."""
     from elastic.worker.trainer.base import saved
-    from elastic.worker.trainer.checkpoint import DIGESTS_KEY
-    from elastic.worker.trainer.checkpoint_shards import StoredDirectory
-    from elastic.worker.trainer.ranks import ALONE
+    from elastic.worker.trainer.checkpoint import read_all
 
     path = saved(run_dir / "checkpoints")[-1]
-    if path.is_dir():
-        state = StoredDirectory(path)
-        header, tensors = state.header, state.load(list(state.shapes), ALONE)
-    else:
-        with safe_open(path, framework="pt") as file:
-            header, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return path.name, {key: value for key, value in header.items() if key != DIGESTS_KEY}, tensors
+    tensors, counters = read_all(path)
+    metrics = {name: value for name, value in counters.metrics.items() if "/" not in name}
+    return path.name, msgspec.structs.replace(counters, metrics=metrics), tensors
 
 
 def _lost(accepted: Mapping[str, Mapping[int, int]], episodes: Mapping[str, TrajectoryRow]) -> int:

@@ -243,6 +243,17 @@ def read(
     return _on_all(path, "read", ranks, lambda: state.load(list(expected), ranks)), counters
 
 
+def read_all(path: Path) -> tuple[dict[str, Tensor], Counters]:
+    """All tensors of a checkpoint and its counters, as they were written. Raises `CheckpointError`."""
+
+    def found() -> tuple[dict[str, Tensor], Counters]:
+        state = _opened(path)
+        _check_digests(path, state, state.parts())
+        return state.load(list(state.shapes), ALONE), _counters(path, state.header)
+
+    return _on_all(path, "read", ALONE, found)
+
+
 def read_directory(path: Path, ranks: Ranks = ALONE) -> Counters:
     """The counters of a directory whose files are all as they were written. Raises `CheckpointError`.
 
