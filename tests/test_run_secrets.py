@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.core.types import TrajectoryId
 from elastic.protocol.run_secrets import FILE, RunSecrets
 
 
@@ -43,3 +44,16 @@ def test_what_is_no_secret_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"short")
     with pytest.raises(ValueError, match=r"secret: found 5 bytes; a run's secret has 32"):
         RunSecrets.of(tmp_path)
+
+
+def test_a_trainers_keys_open_what_they_are_for_and_name_no_caller() -> None:
+    run, other = RunSecrets(b"a" * 32), RunSecrets(b"b" * 32)
+    control, requests = run.control_key(), run.requests_key()
+    assert (run.may_control(control), run.may_request(control)) == (True, True)
+    assert (run.may_control(requests), run.may_request(requests)) == (False, True)
+    agents = (run.driver_key("main"), run.viewer_key(), run.agent_key(TrajectoryId("0/3/1"), 1))
+    for key in (*agents, "", "control", "control.", control[:-1], other.control_key(), other.requests_key()):
+        assert not run.may_control(key)
+        assert not run.may_request(key)
+    assert run.caller_of(control) is None
+    assert run.caller_of(requests) is None

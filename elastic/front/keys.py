@@ -92,7 +92,7 @@ def find_caller(secrets: RunSecrets, headers: Headers, path: NamedInPath = NOWHE
     Raises `FrontError`: 401 without a key of the run, 403 if its key is of another trajectory than its path, 404 for
     a name that can be none.
     """
-    callers = [caller for key in _keys(headers, path) if (caller := secrets.caller_of(key)) is not None]
+    callers = [caller for key in shown_keys(headers, path) if (caller := secrets.caller_of(key)) is not None]
     if not callers:
         raise FrontError(401, "the key is missing or none of this run's; send it as Authorization: Bearer KEY")
     of_trajectory = next((caller for caller in callers if caller.trajectory), None)
@@ -113,7 +113,7 @@ def _checked(caller: AgentCaller, secrets: RunSecrets, path: NamedInPath) -> Age
     return caller
 
 
-def _keys(headers: Headers, path: NamedInPath) -> Iterator[str]:
+def shown_keys(headers: Headers, path: NamedInPath = NOWHERE) -> Iterator[str]:
     """Whatever could be a key. Clients that can send none of their own send one that is made up."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":

@@ -186,7 +186,7 @@ class CallerLimits:
         headers = Headers(scope=scope)
         peer = scope.get("client")
         address = peer[0] if peer else ""
-        if _is_in(address, self._limits.proxies):
+        if is_within(address, self._limits.proxies):
             said = ",".join(headers.getlist("x-forwarded-for")).rpartition(",")[2].strip()
             address = _host_of(said) or address
         token = presented_key(headers) or cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
@@ -386,7 +386,7 @@ class DialLimit:
             connection.close()
 
     def _may_dial(self, address: str) -> bool:
-        return _is_in(address, self._limits.proxies) or self._rates.admits(address, self._loop.time())
+        return is_within(address, self._limits.proxies) or self._rates.admits(address, self._loop.time())
 
 
 class _GatheringTransport:
@@ -556,7 +556,8 @@ def _send_at_once(transport: asyncio.Transport) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _is_in(address: str, networks: Collection[IPv4Network | IPv6Network]) -> bool:
+def is_within(address: str, networks: Collection[IPv4Network | IPv6Network]) -> bool:
+    """Tell whether an address is in one of the networks; one of IPv6 that stands for one of IPv4 counts as that."""
     if not networks:
         return False
     try:

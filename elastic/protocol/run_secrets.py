@@ -18,6 +18,8 @@ FILE = "secret"
 ROOT_BYTES = 32
 AGENT, DRIVER, VIEWER = "agent", "driver", "viewer"
 """How the keys begin that agents, drivers and viewers show to a run's fronts."""
+REQUESTS, CONTROL = "requests", "control"
+"""How the keys begin that somebody else's trainer shows to a run's doors."""
 
 
 class RunSecrets:
@@ -72,24 +74,43 @@ class RunSecrets:
         """Return the key of who may chat with the run's policy, and no more; its name as a driver's."""
         return self._naming(VIEWER, viewer)
 
+    def requests_key(self) -> str:
+        """Return the key of who may have requests generated at the run's doors, and no more."""
+        return self._naming(REQUESTS)
+
+    def control_key(self) -> str:
+        """Return the key of a trainer, which offers weights and pauses the run, and may have requests generated."""
+        return self._naming(CONTROL)
+
+    def may_request(self, key: str) -> bool:
+        """Tell whether who has this key may have requests generated at the run's doors."""
+        return self.may_control(key) or self._proven(key) == [REQUESTS]
+
+    def may_control(self, key: str) -> bool:
+        """Tell whether who has this key may offer weights and pause the run."""
+        return self._proven(key) == [CONTROL]
+
     def caller_of(self, key: str) -> AgentCaller | None:
         """Return in whose name a caller with this key asks; None if it is no key of the run."""
-        kind, *named = key.split(".")[:-1] or ("",)
-        if not hmac.compare_digest(self._naming(kind, *named).encode(), key.encode(errors="replace")):
-            return None
-        match [kind, *named]:
-            case [_, name, restart] if kind == AGENT:
+        match self._proven(key):
+            case [kind, name, restart] if kind == AGENT:
                 return AgentCaller(trajectory=parse_agent_id(name), restart=int(restart))
-            case [_, name] if kind == DRIVER:
+            case [kind, name] if kind == DRIVER:
                 return AgentCaller(driver=name)
-            case [_, name] if kind == VIEWER:
+            case [kind, name] if kind == VIEWER:
                 return AgentCaller(viewer=name)
             case _:
                 return None
 
-    def _naming(self, kind: str, *named: str) -> str:
-        """Return a key that tells what it is of, with a proof of it."""
-        said = ".".join((kind, *named))
+    def _proven(self, key: str) -> list[str]:
+        """Return the kind of a key that names what it is of, and those names; empty if it is no key of the run."""
+        said = key.split(".")[:-1]
+        made = self._naming(*said) if said else ""
+        return said if hmac.compare_digest(made.encode(), key.encode(errors="replace")) and said else []
+
+    def _naming(self, *named: str) -> str:
+        """Return a key that tells its kind and what it is of, with a proof of it."""
+        said = ".".join(named)
         return f"{said}.{self._derived('key', said)}"
 
     def tag(self, run: str) -> str:

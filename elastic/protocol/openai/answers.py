@@ -125,13 +125,22 @@ class ChoiceEnd(NamedTuple):
     stop_reason: str | int | None = None
 
 
+class VersionSpan(NamedTuple):
+    """The tokens of a choice from `start` to before `end` were sampled from the weights of this version."""
+
+    version: str
+    start: int
+    end: int
+
+
 class Answered(NamedTuple):
-    """A choice that is over. `prompt_ids` are given where the client wants to see them."""
+    """A choice that is over. `prompt_ids` and `spans` are given where the client wants to see them."""
 
     said: ParsedAnswer
     sample: Sample
     ending: ChoiceEnd
     prompt_ids: Sequence[int] | None = None
+    spans: Sequence[VersionSpan] | None = None
 
 
 class AnswerSettings(NamedTuple):
@@ -277,7 +286,7 @@ class ChunkWriter:
         return b"data: %b\n\n" % error.body()
 
     def _choice(self, index: int, answered: Answered) -> dict[str, Any]:
-        said, sample, ending, prompt_ids = answered
+        said, sample, ending, prompt_ids, spans = answered
         choice: dict[str, Any] = {"index": index}
         if self._form is CHAT:
             choice["message"] = said.message()
@@ -289,6 +298,8 @@ class ChunkWriter:
             choice["token_ids"] = sample.ids
         if prompt_ids is not None and self._form is COMPLETION:
             choice["prompt_token_ids"] = prompt_ids
+        if spans is not None:
+            choice["weight_versions"] = [span._asdict() for span in spans]
         return choice
 
     def _first(self, index: int, said: str | ParsedAnswer) -> bytes:

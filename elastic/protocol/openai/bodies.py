@@ -373,12 +373,15 @@ def encoded(value: Any) -> bytes:
         raise FrontError(400, "the body nests too deeply") from None
 
 
-def read(kind: type[RequestT], fields: Mapping[str, Any], terms: Terms) -> RequestT:
-    """The request that a body of these fields is. Raises `FrontError`, which names what is not served."""
+def read(kind: type[RequestT], fields: Mapping[str, Any], terms: Terms, at: str = "") -> RequestT:
+    """The request that a body of these fields is, or the part of one that is `at` a field of its own.
+
+    Raises `FrontError`, which names what is not served.
+    """
     if terms.strict and isinstance(options := fields.get("stream_options"), Mapping):
         told = _served(StreamOptions, options, terms._replace(served=("include_usage",)), "stream_options.")
         fields = {**fields, "stream_options": told}
-    return converted(_served(kind, fields, terms), kind)
+    return converted(_served(kind, fields, terms, f"{at}." if at else ""), kind, at)
 
 
 def read_tokens(fields: Mapping[str, Any]) -> TokensRequest:
