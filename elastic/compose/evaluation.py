@@ -13,7 +13,7 @@ from elastic.environments.hub_rows import HubSource
 from elastic.environments.rows import BadData, DataSource, Rows, read_rows
 
 MOST_EPISODES = 1_000_000
-"""Of an evaluation: all of them are begun at once."""
+"""Of an evaluation: each of their rewards is kept until its end."""
 
 
 def planned_evaluation(config: Config) -> PlannedEvaluation | UnsetType:

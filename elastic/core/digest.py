@@ -38,6 +38,8 @@ LEFT_OUT: Mapping[str, str] = {
     "Fleet._indexed": "as `_loads`",
     "Fleet._opened": "whether dispatch has seen what `_loads` has: it would decide the same once more",
     "Fleet.help_changed": "whether the trainer's device was told of `_helping`: it would do the same once more",
+    "Fleet._places": "an index of `workers`, as `_loads`",
+    "Fleet.places": "as `_places`",
     "Fleet._out_of_order": "as `_loads`: whom it does not have right yet",
     "Ledger.closed_nano_usd_max": "follows from the books that are closed, or folded",
     "LoadEnds._alike": "an index of the workers of `Fleet`, as `Fleet._loads`",

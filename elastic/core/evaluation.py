@@ -30,7 +30,8 @@ class EvaluatedTask:
 class Evaluation:
     """The evaluation that is under way. `next_step` begins once it is over; None where a step is under way beside it.
 
-    `unended` episodes have not come to an end.
+    `tasks` are those that have begun, the first ones of the plan's; `unended` episodes of all tasks have not come to an
+    end.
     """
 
     version: int
@@ -97,18 +98,31 @@ def is_due(plan: PlannedEvaluation, version: int, steps: int) -> bool:
     return plan.every > 0 and version % plan.every == 0
 
 
-def begun(plan: PlannedEvaluation, version: int, next_step: int | None, now_ns: Nanoseconds) -> Evaluation:
-    """The evaluation of a version, before any of its episodes begins."""
-    tasks: dict[str, EvaluatedTask] = {}
+def planned(plan: PlannedEvaluation, version: int, next_step: int | None, now_ns: Nanoseconds) -> Evaluation:
+    """The evaluation of a version, before any of its tasks begins."""
+    return Evaluation(version, now_ns, next_step, {}, plan.episodes)
+
+
+def under_way(plan: PlannedEvaluation, evaluation: Evaluation) -> int:
+    """How many episodes have begun, and not come to an end."""
+    return evaluation.unended - (plan.episodes - len(evaluation.tasks) * plan.samples)
+
+
+def begin_next(plan: PlannedEvaluation, evaluation: Evaluation) -> EvaluatedTask | None:
+    """Begin the task whose turn it is; None where all have begun."""
+    number = place = len(evaluation.tasks)
     for one in plan.sets:
-        for place in range(one.tasks):
-            number = len(tasks)
-            group = evaluated_group_id(version, number)
-            members = dict[TrajectoryId, float | str | None].fromkeys(
-                trajectory_id(version, number, sample, evaluation=True) for sample in range(plan.samples)
-            )
-            tasks[group] = EvaluatedTask(group, number, one.environment, place, members)
-    return Evaluation(version, now_ns, next_step, tasks, len(tasks) * plan.samples)
+        if place < one.tasks:
+            break
+        place -= one.tasks
+    else:
+        return None
+    group = evaluated_group_id(evaluation.version, number)
+    members = dict[TrajectoryId, float | str | None].fromkeys(
+        trajectory_id(evaluation.version, number, sample, evaluation=True) for sample in range(plan.samples)
+    )
+    task = evaluation.tasks[group] = EvaluatedTask(group, number, one.environment, place, members)
+    return task
 
 
 def recorded(plan: PlannedEvaluation, evaluation: Evaluation, now_ns: Nanoseconds) -> EvaluationRecord:
@@ -124,7 +138,7 @@ def recorded(plan: PlannedEvaluation, evaluation: Evaluation, now_ns: Nanosecond
         ended_ns=now_ns,
         timed_out=evaluation.timed_out,
         metrics=metrics(together, plan.samples, plan.passes),
-        sets={name: _figures(plan, tasks) for name, tasks in by_set.items()},
+        sets={one.environment: _figures(plan, one.tasks, by_set[one.environment]) for one in plan.sets},
     )
 
 
@@ -132,14 +146,17 @@ def _finished(task: EvaluatedTask) -> list[float]:
     return [outcome for outcome in task.members.values() if isinstance(outcome, float)]
 
 
-def _figures(plan: PlannedEvaluation, tasks: Sequence[EvaluatedTask]) -> SetFigures:
+def _figures(plan: PlannedEvaluation, of_set: int, tasks: Sequence[EvaluatedTask]) -> SetFigures:
+    """What a set of so many tasks came to, of which these have begun."""
     outcomes = [outcome for task in tasks for outcome in task.members.values()]
+    unbegun = of_set - len(tasks)
+    rewards = [[one if isinstance(one, float) else None for one in task.members.values()] for task in tasks]
     return SetFigures(
         finished=sum(isinstance(outcome, float) for outcome in outcomes),
         failed=sum(isinstance(outcome, str) for outcome in outcomes),
-        cut_off=outcomes.count(None),
+        cut_off=outcomes.count(None) + unbegun * plan.samples,
         metrics=metrics([_finished(task) for task in tasks], plan.samples, plan.passes),
-        rewards=[[one if isinstance(one, float) else None for one in task.members.values()] for task in tasks],
+        rewards=[*rewards, *([None] * plan.samples for _ in range(unbegun))],
     )
 
 

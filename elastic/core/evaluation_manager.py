@@ -1,7 +1,8 @@
 """Evaluations: begun at their versions, and over once their episodes are, or their time is.
 
 No version follows before an evaluation is over, so all of its tokens are of the version that it is about. Its episodes
-are no members of groups: nothing of them reaches the trainer, or counts among what training came to.
+are no members of groups: nothing of them reaches the trainer, or counts among what training came to. Its tasks begin in
+order, as many as a step has and the fleet has places for; the others as those end.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +10,17 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.evaluation import EvaluatedTask, begun, best_version, deciding_values, is_due, recorded, why_stop
+from elastic.core.evaluation import (
+    EvaluatedTask,
+    begin_next,
+    best_version,
+    deciding_values,
+    is_due,
+    planned,
+    recorded,
+    under_way,
+    why_stop,
+)
 from elastic.core.ids import group_of
 from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import Changed, RunState
@@ -19,6 +30,8 @@ from elastic.core.types import PlannedEvaluation, TrajectoryId
 EVALUATED = "it is evaluated, and never trained on"
 """Why what a task came to is dropped once it is recorded."""
 TIME_IS_UP = "the evaluation's time is up"
+EPISODES_PER_PLACE = 2
+"""How many episodes are under way for each turn that workers can execute at once: some are in their environments."""
 
 
 class EvaluationManager:
@@ -49,9 +62,18 @@ class EvaluationManager:
         run, plan = self._run, self.plan
         assert plan is not None
         assert run.version is not None
-        evaluation = run.evaluation = begun(plan, run.version, next_step, run.now_ns)
+        run.evaluation = planned(plan, run.version, next_step, run.now_ns)
         run.wait("evaluation", "run", plan.timeout_ns)
-        for task in evaluation.tasks.values():
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Begin further tasks, in their order, while fewer episodes are under way than are wanted at once."""
+        run, plan, evaluation = self._run, self.plan, self._run.evaluation
+        if plan is None or evaluation is None:
+            return
+        of_steps = run.plan.groups * run.plan.group_size * (1 + run.plan.staleness_bound)
+        wanted = max(of_steps, EPISODES_PER_PLACE * run.fleet.places)
+        while under_way(plan, evaluation) < wanted and (task := begin_next(plan, evaluation)) is not None:
             run.out.append(
                 c.StartGroup(
                     step=evaluation.version,

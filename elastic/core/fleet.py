@@ -183,6 +183,9 @@ class Fleet:
         was last set."""
         self._helpers: dict[int, int] = {}
         self._helping: dict[WorkerId, int] = {}
+        self._places: dict[WorkerId, int] = {}
+        self.places = 0
+        """Turns that ready workers can execute at once, in all."""
 
     def add(self, worker: WorkerId, lease: LeaseId, provider: str, role: WorkerRole) -> Worker:
         record = Worker(worker, lease, provider, role, order=self._added)
@@ -386,6 +389,7 @@ class Fleet:
         """Bring the index up to date after anything about the worker's room has changed."""
         self._out_of_order[worker.id] = worker
         self._reindex_help(worker)
+        self._reindex_places(worker)
         if worker.leaves_ns is not None and worker.state is WorkerState.READY:
             self.leaving[worker.id] = worker
         else:
@@ -444,6 +448,12 @@ class Fleet:
             self._helping[worker.id] = helps_with
             self._helpers[helps_with] = self._helpers.get(helps_with, 0) + 1
 
+    def _reindex_places(self, worker: Worker) -> None:
+        had = self._places.pop(worker.id, 0)
+        if worker.state is WorkerState.READY and worker.places:
+            self._places[worker.id] = worker.places
+        self.places += self._places.get(worker.id, 0) - had
+
     def _helps_with(self, worker: Worker) -> int | None:
         """The version with which a worker is of use beside the trainer's device."""
         useful = worker.state is WorkerState.READY and worker.role is not WorkerRole.TRAINER and worker.capacity > 0
@@ -465,6 +475,9 @@ class Fleet:
         able = {w.id for w in self.workers.values() if _able(w)}
         if able != set(self._able):
             return f"able are {list(self._able)}, should be {able}"
+        places = {w.id: w.places for w in self.workers.values() if w.state is WorkerState.READY and w.places}
+        if places != self._places or sum(places.values()) != self.places:
+            return f"places {self._places}, {self.places} in all, should be {places}"
         helping = {w.id: version for w in self.workers.values() if (version := self._helps_with(w)) is not None}
         if helping != self._helping:
             return f"helpers {self._helping}, should be {helping}"

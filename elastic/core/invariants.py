@@ -366,7 +366,9 @@ def _check_evaluation(s: Scheduler) -> None:
     name = f"the evaluation of version {evaluation.version}"
     if evaluation.version != s.version:
         raise InvariantViolated(4, name, f"goes on at version {s.version}")
-    unended = sum(outcome is None for task in evaluation.tasks.values() for outcome in task.members.values())
+    assert s.plan.evaluation
+    ended = sum(outcome is not None for task in evaluation.tasks.values() for outcome in task.members.values())
+    unended = s.plan.evaluation.episodes - ended
     if evaluation.unended != unended or not unended:
         raise InvariantViolated(9, name, f"counts {evaluation.unended} unended episodes, has {unended}")
     scored = [one for task in evaluation.tasks.values() for one in task.members.values() if isinstance(one, float)]

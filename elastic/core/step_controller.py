@@ -89,7 +89,7 @@ class StepController:
         run = self._run
         if run.phase is Phase.STARTING and self._trainer_is_there(self._device.mode):
             self._begin()
-        self._end_evaluation_if_over()
+        self._follow_evaluation()
         mode, step = self._device.mode, run.step
         if not run.active:
             return
@@ -234,10 +234,13 @@ class StepController:
         if self._synchronous:
             self._begin_seeding()
 
-    def _end_evaluation_if_over(self) -> None:
-        """Record an evaluation that is over, and begin the step that has waited for it."""
+    def _follow_evaluation(self) -> None:
+        """Begin what has room of an evaluation; record one that is over, and begin the step that has waited for it."""
         run, evaluation = self._run, self._run.evaluation
-        if evaluation is None or evaluation.unended or not run.active:
+        if evaluation is None or not run.active:
+            return
+        if evaluation.unended:
+            self._evaluations.go_on()
             return
         waited = run.between_steps
         self._evaluations.conclude()

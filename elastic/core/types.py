@@ -498,6 +498,10 @@ class PlannedEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     keep_best: str = ""
     stop: StopRule | None = None
 
+    @property
+    def episodes(self) -> int:
+        return self.samples * sum(one.tasks for one in self.sets)
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is to do: `steps` steps in all, of which as many are done as the trainer's weights version says.

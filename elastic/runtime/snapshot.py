@@ -83,10 +83,10 @@ def run_status(
 
 
 def _evaluation_status(scheduler: Scheduler) -> EvaluationStatus | UnsetType:
-    evaluation = scheduler.evaluation
-    if evaluation is None:
+    evaluation, plan = scheduler.evaluation, scheduler.plan.evaluation
+    if evaluation is None or plan is UNSET:
         return UNSET
-    episodes = sum(len(task.members) for task in evaluation.tasks.values())
+    episodes = plan.episodes
     return EvaluationStatus(version=evaluation.version, episodes=episodes, ended=episodes - evaluation.unended)
 
 

@@ -31,12 +31,14 @@ from tests.core.conftest import CoreHarness
 
 MakeCore = Callable[..., CoreHarness]
 SETS = (EvaluationSet(environment="lake", tasks=1), EvaluationSet(environment="sums", tasks=1))
+GROUP_SIZE = 4
+"""Of the one group of a step: so many episodes of an evaluation are under way where no worker has places for more."""
 EVALUATION = PlannedEvaluation(sets=SETS, samples=2, timeout_ns=60 * NS_PER_S, every=1, passes=(1, 2))
 
 
-def evaluated(make_core: MakeCore, plan: Any = EVALUATION, **others: Any) -> CoreHarness:
-    core = make_core(steps=others.pop("steps", 2), groups=1, group_size=2, evaluation=plan, **others)
-    core.out = core.trainer(capacity=8)
+def evaluated(make_core: MakeCore, plan: Any = EVALUATION, capacity: int = 8, **others: Any) -> CoreHarness:
+    core = make_core(steps=others.pop("steps", 2), groups=1, group_size=GROUP_SIZE, evaluation=plan, **others)
+    core.out = core.trainer(capacity)
     return core
 
 
@@ -54,12 +56,16 @@ def end_all(core: CoreHarness, version: int, rewards: Sequence[float | None] = (
     return out
 
 
+def end_group(core: CoreHarness, step: int) -> None:
+    for member in range(GROUP_SIZE):
+        end(core, f"{step}/0/{member}", float(not member))
+
+
 def train(core: CoreHarness, step: int) -> list[c.Command]:
     """A step from its rollouts to its weights."""
     if core.scheduler.trainer_mode is TrainerMode.WAKING:
         core.tell(e.WorkerAwoke(worker="trainer", epoch=1))
-    end(core, f"{step}/0/0", 1.0)
-    end(core, f"{step}/0/1", 0.0)
+    end_group(core, step)
     if core.sent(c.SleepWorker):
         core.tell(e.WorkerSlept(worker="trainer", epoch=1))
     core.tell(e.GroupTrained(worker="trainer", epoch=1, group=f"{step}/0"))
@@ -103,7 +109,7 @@ class TestBetweenSteps:
             end_all(core, step + 1)
         assert core.scheduler.phase is Phase.STOPPING
         assert not core.scheduler.failed
-        assert core.scheduler.pieces[0].outcomes.steps[0].finished == 2, "what is evaluated does not count"
+        assert core.scheduler.pieces[0].outcomes.steps[0].finished == GROUP_SIZE, "what is evaluated does not count"
 
     def test_out_of_time_it_ends_with_what_it_has(self, make_core: MakeCore) -> None:
         core = evaluated(make_core)
@@ -132,6 +138,40 @@ class TestBetweenSteps:
         assert not core.scheduler.scorings
 
 
+class TestManyTasks:
+    SETS = (EvaluationSet(environment="lake", tasks=9), EvaluationSet(environment="sums", tasks=9))
+    PLAN = msgspec.structs.replace(EVALUATION, sets=SETS)
+
+    def test_as_many_begin_as_have_room_and_the_others_in_their_order_as_those_end(self, make_core: MakeCore) -> None:
+        core = evaluated(make_core, self.PLAN, capacity=2)
+        begun = [one for one in core.out if isinstance(one, c.StartGroup)]
+        assert [one.group for one in begun] == ["e0/0", "e0/1"], "four episodes, of two that are executed at once"
+        for number in range(18):
+            assert end(core, f"e0/{number + 2}/0") == [], "it has not begun"
+            begun += [one for one in end(core, f"e0/{number}/0") if isinstance(one, c.StartGroup)]
+            begun += [one for one in end(core, f"e0/{number}/1", 0.5) if isinstance(one, c.StartGroup)]
+            assert len(begun) == min(number + 3, 18) + (number == 17)
+        assert [one.group for one in begun] == [*(f"e0/{number}" for number in range(18)), "0/0"]
+        assert [(one.environment, one.place) for one in begun[8:11]] == [("lake", 8), ("sums", 0), ("sums", 1)]
+        assert core.one(c.EndEvaluation).record.sets["sums"].rewards == [[1.0, 0.5]] * 9
+
+    def test_a_fleet_that_grows_plays_more_of_them(self, make_core: MakeCore) -> None:
+        core = evaluated(make_core, self.PLAN, capacity=2)
+        core.worker(capacity=5)
+        assert [one.group for one in core.sent(c.StartGroup)] == [f"e0/{number}" for number in range(2, 7)]
+
+    def test_out_of_time_what_has_not_begun_is_cut_off(self, make_core: MakeCore) -> None:
+        core = evaluated(make_core, self.PLAN, capacity=4)
+        end(core, "e0/0/0")
+        out = core.wait(61.0, beating=("trainer",))
+        (over,) = [one for one in out if isinstance(one, c.EndEvaluation)]
+        assert {name: one.cut_off for name, one in over.record.sets.items()} == {"lake": 17, "sums": 18}
+        assert over.record.sets["sums"].rewards == [[None, None]] * 9
+        assert len([one for one in out if isinstance(one, c.CancelTrajectory)]) == 9
+        assert [one.group for one in out if isinstance(one, c.DropGroup)] == [f"e0/{number}" for number in range(5)]
+        assert [one for one in core.request("e0/9/0", "e0/9/0/0") if isinstance(one, c.CancelTrajectory)]
+
+
 class TestBesideAStep:
     PLAN = msgspec.structs.replace(EVALUATION, overlap=True, at_start=False)
 
@@ -140,8 +180,7 @@ class TestBesideAStep:
         train(core, 0)
         assert {one.group for one in core.sent(c.StartGroup)} == {"1/0", "e1/0", "e1/1"}
         core.tell(e.WorkerAwoke(worker="trainer", epoch=1))
-        end(core, "1/0/0", 1.0)
-        end(core, "1/0/1", 0.0)
+        end_group(core, 1)
         core.wait(1.5, beating=("trainer",))
         assert not core.scheduler.trainer_order
         end_all(core, 1)
@@ -178,7 +217,7 @@ class TestTheBestStep:
 
     def test_what_former_incarnations_came_to_still_counts(self, make_core: MakeCore) -> None:
         plan = msgspec.structs.replace(EVALUATION, keep_best="avg@2", stop=StopRule(metric="avg@2", no_better_for=2))
-        core = make_core(steps=9, groups=1, group_size=2, evaluation=plan)
+        core = make_core(steps=9, groups=1, group_size=GROUP_SIZE, evaluation=plan)
         core.tell(e.EvaluationsCarried(values={4: {"avg@2": 0.9}, 5: {"avg@2": 0.5}}))
         assert core.scheduler.best_version == 4
         core.trainer(capacity=8, version=6)

@@ -251,7 +251,10 @@ class RunRecord:
         others = {name for name in episodes if {self.oldest.get(name), self.newest.get(name)} - {None, version}}
         self.require(not others, f"{others} are evaluated with tokens of other versions than {version}")
         told = [reward for one in found.sets.values() for task in one.rewards for reward in task]
-        self.require(len(told) == len(episodes), f"{len(told)} of {len(episodes)} episodes are told of")
+        assert self.plan.evaluation
+        planned, begun = self.plan.evaluation.episodes, len(episodes)
+        self.require(len(told) == planned, f"{len(told)} of {planned} episodes are told of")
+        self.require(found.timed_out or begun == planned, f"{begun} of {planned} episodes have begun")
         known = sorted(self.rewards[name] for name in episodes if name in self.rewards)
         scored = sorted(reward for reward in told if reward is not None)
         self.require(found.timed_out or scored == known, f"scored {scored}, told {known}")
