@@ -1,9 +1,11 @@
 """What the episodes of an evaluation come to: avg@k, pass@k, their standard errors, and differences of pairs. Pure.
 
-Source: Chen et al., "Evaluating Large Language Models Trained on Code" (the unbiased estimator of pass@k).
+Sources: Chen et al., "Evaluating Large Language Models Trained on Code" (the unbiased estimator of pass@k); Abramowitz
+and Stegun, "Handbook of Mathematical Functions", 26.7.5 (quantiles of Student's t).
 """
 
 import math
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -13,7 +15,9 @@ PASSING = 0.0
 LARGE = 1e100
 """Rewards may have any finite size: the squares of larger ones are not added up as they are."""
 NORMAL_95 = 1.959963984540054
-"""Standard errors on either side of a mean within which 95 % of normally distributed means are."""
+"""Standard deviations on either side of its mean within which 95 % of a normal distribution is."""
+STUDENT_95 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139)
+"""The same of Student's t with 1 to 10 degrees of freedom."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,8 +29,26 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Where the mean of all such tasks is, in 95 of 100 cases; None where the error is not known."""
-        return None if self.error is None else (self.mean - NORMAL_95 * self.error, self.mean + NORMAL_95 * self.error)
+        """Where the mean of all such tasks is, in 95 of 100 cases, by Student's t; None where one task alone says it."""
+        if self.error is None:
+            return None
+        reach = student_95(self.tasks - 1) * self.error
+        return _bounded(self.mean - reach), _bounded(self.mean + reach)
+
+
+def student_95(degrees: int) -> float:
+    """How many standard errors on either side of a mean the true one is within, in 95 of 100 cases, with so many degrees
+    of freedom, of which there is at least 1."""
+    if degrees <= len(STUDENT_95):
+        return STUDENT_95[degrees - 1]
+    x = NORMAL_95
+    terms = (
+        (x**3 + x) / 4,
+        (5 * x**5 + 16 * x**3 + 3 * x) / 96,
+        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
+        (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
+    )
+    return x + sum(term / degrees**power for power, term in enumerate(terms, 1))
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -89,9 +111,18 @@ def metrics(rewards: Sequence[Sequence[float]], samples: int, passes: Sequence[i
 
 def paired(ones: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> Estimate | None:
     """How much higher `ones` are than `others`, task by task, in mean reward; None where no task has episodes of both.
+    What is beyond any number is the largest one.
 
     Both are rewards of finished episodes by task, of the same tasks in the same order. Raises `ValueError` where they
     are of different numbers of tasks.
     """
     pairs = [(one, other) for one, other in zip(ones, others, strict=True) if one and other]
-    return estimate([avg_at_k(one) - avg_at_k(other) for one, other in pairs])
+    half = estimate([avg_at_k(one) / 2 - avg_at_k(other) / 2 for one, other in pairs])
+    if half is None:
+        return None
+    error = None if half.error is None else _bounded(2 * half.error)
+    return Estimate(mean=_bounded(2 * half.mean), error=error, tasks=half.tasks)
+
+
+def _bounded(value: float) -> float:
+    return max(-sys.float_info.max, min(sys.float_info.max, value))

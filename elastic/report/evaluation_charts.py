@@ -13,6 +13,9 @@ MOST_ENVIRONMENTS = 8
 RIGHT = 104
 """What names and values at the ends of lines take."""
 
+LARGEST_DRAWN = 1e300
+"""Rewards may have any finite size: larger ones are drawn at this, where sums of some are numbers, too."""
+
 Points = Sequence[tuple[int, Estimate]]
 """What a metric came to, by version."""
 
@@ -77,8 +80,12 @@ def _percent(one: Estimate) -> Estimate:
 
 
 def _band(one: Estimate) -> tuple[float, float]:
-    error = one.error or 0.0
-    return one.mean - error, one.mean + error
+    mean, error = _drawn(one.mean), _drawn(one.error or 0.0)
+    return mean - error, mean + error
+
+
+def _drawn(value: float) -> float:
+    return max(-LARGEST_DRAWN, min(LARGEST_DRAWN, value))
 
 
 def _plot(x: svg.Scale, y: svg.Scale, levels: svg.Ticks, title: str, lines: Sequence[tuple[str, Points]]) -> svg.Plot:

@@ -1,6 +1,8 @@
 """Numbers as people read them: rounded to what matters, always with their unit, a dash where there is none."""
 
 NONE = "–"
+LONG_REWARD = 1e15
+"""From here on rewards are told by a few digits and a power of ten."""
 _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -56,9 +58,11 @@ def usd(value: float | None) -> str:
 
 
 def reward(value: float | None) -> str:
-    """A mean of rewards, which have no unit and any scale: 0.481, -4.250, 1,234.5."""
+    """A mean of rewards, which have no unit and any scale: 0.481, -4.250, 1,234.5, 2e+20."""
     if value is None:
         return NONE
+    if abs(value) >= LONG_REWARD:
+        return f"{value:.3g}"
     return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.scores import avg_at_k, estimate, metrics, paired, pass_at_k
+from elastic.core.scores import avg_at_k, estimate, metrics, paired, pass_at_k, student_95
 
 REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=6)
 TASKS = st.lists(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), max_size=5), max_size=8)
@@ -60,6 +60,30 @@ def test_an_estimate_is_the_mean_over_tasks_whatever_their_order_and_its_error_s
     assert found.interval[0] <= found.mean <= found.interval[1]
 
 
+@pytest.mark.parametrize(
+    ("degrees", "published"),
+    [
+        (1, 12.706),
+        (2, 4.303),
+        (5, 2.571),
+        (10, 2.228),
+        (11, 2.201),
+        (15, 2.131),
+        (29, 2.045),
+        (60, 2.000),
+        (120, 1.980),
+    ],
+)
+def test_intervals_are_as_wide_as_tables_of_students_t_have_it(degrees: int, published: float) -> None:
+    assert round(student_95(degrees), 3) == published
+    values = [0.0, 1.0] * degrees
+    found = estimate(values[: degrees + 1])
+    assert found is not None
+    assert found.error is not None
+    assert found.interval is not None
+    assert math.isclose(found.interval[1] - found.mean, student_95(degrees) * found.error)
+
+
 def test_one_task_has_no_error_and_none_no_estimate() -> None:
     one = estimate([0.5])
     assert one is not None
@@ -87,6 +111,15 @@ def test_a_policy_does_not_differ_from_itself_and_differences_turn_around(reward
     if ahead is not None and behind is not None:
         assert math.isclose(ahead.mean, 1.0)
         assert math.isclose(ahead.mean, -behind.mean)
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=6))
+def test_differences_of_rewards_of_any_size_are_numbers(rewards: list[float]) -> None:
+    found = paired([[reward] for reward in rewards], [[reward] for reward in reversed(rewards)])
+    assert found is not None
+    assert found.error is not None
+    assert found.interval is not None
+    assert all(map(math.isfinite, (found.mean, found.error, *found.interval)))
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=6))

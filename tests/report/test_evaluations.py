@@ -141,6 +141,16 @@ def test_environments_stand_beside_each_other_and_all_is_drawn_on_the_drawing(su
     assert all(38 <= height <= 134 for height in heights)
 
 
+def test_rewards_of_any_size_are_drawn_and_told_in_few_digits(summary_of) -> None:
+    def fill(run):
+        for version, worth in enumerate((-1.7e308, 1.7e308)):
+            run.journal.append(evaluation(version, 5.0 + version, {"sums": [[worth], [-worth], [worth]]}))
+
+    summary = summary_of(fill)
+    assert ElementTree.fromstring(as_html(summary).removeprefix("<!DOCTYPE html>")) is not None
+    assert "avg@2 5.67e+307 ± 1.13e+308" in evaluation_words(summary.evaluations)
+
+
 def test_a_simulations_rewards_are_not_told(summary_of) -> None:
     def fill(run):
         run.meta(simulated="{}")
