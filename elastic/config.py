@@ -278,13 +278,33 @@ class EnvironmentConfig(_Section):
         return math.ceil(round(self.redundancy * group_size, 9))
 
 
+OF_TRAINING, DATA_OF_TRAINING = ("ratio", "redundancy"), ("order", "rows")
+"""Keys of an environment, and of its data, that say how it is trained on."""
+
+
 class SplitConfig(EnvironmentConfig):
     """An environment that is evaluated, and never trained on. With `like` it has the keys of that environment of the
-    run, but for those that it gives itself."""
+    run, but for those that it gives itself and those that say how it is trained on."""
 
+    ratio: float = Field(0.0, ge=0, description="0: no group of training is of it")
     tasks: int | None = Field(
-        None, ge=1, le=1_000_000, description="how many, from the first on; all rows unless said, or `evaluation.tasks`"
+        None,
+        ge=1,
+        le=1_000_000,
+        description="how many, from the first on; all rows of a file unless said, or `evaluation.tasks`",
     )
+
+    @model_validator(mode="after")
+    def _never_trained_on(self) -> "SplitConfig":
+        data = self.data
+        said: dict[str, object] = {key: getattr(self, key) for key in OF_TRAINING}
+        said |= {f"data.{key}": getattr(data, key) for key in DATA_OF_TRAINING} if data is not None else {}
+        defaults = {key: SplitConfig.model_fields[key].default for key in OF_TRAINING}
+        defaults |= {f"data.{key}": DataConfig.model_fields[key].default for key in DATA_OF_TRAINING}
+        if idle := {key: value for key, value in said.items() if value != defaults[key]}:
+            found = ", ".join(f"{key} = {value!r}" for key, value in idle.items())
+            raise ValueError(f"says how a split is trained on, which it never is (found {found}): leave it out")
+        return self
 
 
 class StopWhenConfig(_Section):
@@ -1161,7 +1181,7 @@ class Config(_Section):
         """The environments of the run: those that it trains on, and then those that are evaluated alone, which have no
         share of the groups."""
         splits = () if self.evaluation is None else self.evaluation.splits
-        return (*self.trained, *(split.model_copy(update={"ratio": 0.0}) for split in splits))
+        return (*self.trained, *splits)
 
     def environment_section(self, number: int) -> tuple[str, ...]:
         """The key of the environment with this number in `mixture`."""
@@ -1400,8 +1420,11 @@ def _with_splits(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         if not isinstance(like := own.pop("like"), str) or like not in known:
             problem = f"must be an environment of the run: {', '.join(map(repr, known))} (found {like!r})"
             raise ConfigError(ConfigProblem(problem, ("evaluation", "splits", str(number), "like"), where))
-        one = known[like]
-        whole.append({**one, "kind": one.get("kind") or like, **own})
+        inherited = {key: value for key, value in known[like].items() if key not in OF_TRAINING}
+        if isinstance(data := inherited.get("data"), Mapping):
+            rows = cast("Mapping[str, Any]", data).items()
+            inherited["data"] = {key: value for key, value in rows if key not in DATA_OF_TRAINING}
+        whole.append({**inherited, "kind": inherited.get("kind") or like, **own})
     return {**raw, "evaluation": {**section, "splits": whole}}
 
 

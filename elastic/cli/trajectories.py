@@ -15,6 +15,7 @@ from elastic.cli.options import AnyRunName, AsJson, Remote, RunsDirectory
 from elastic.cli.output import bad_input, console, emit
 from elastic.cli.remote import is_hosted, latest, server
 from elastic.cli.tables import show_listing
+from elastic.core.ids import is_evaluated, is_group
 from elastic.protocol.api import HostedBranch, HostedContext, HostedMessage, HostedTrajectory, HostedTrajectoryDetail
 from elastic.report.history import history_of
 from elastic.report.samples import about_of, figures_words, left_out_words, own_messages, title_of, tokens_words
@@ -28,8 +29,15 @@ Order = Literal["newest", "best", "worst"]
 
 def trajectories(
     name: AnyRunName = "latest",
-    step: Annotated[int | None, typer.Option(min=0, help="Only those of this training step.")] = None,
-    group: Annotated[str, typer.Option(metavar="GROUP", help="Only those of this group, such as 3/0.")] = "",
+    evaluation: Annotated[
+        bool, typer.Option("--evaluation", help="Episodes of evaluations; else none of them is listed.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Only those of this training step, or evaluations of this version.")
+    ] = None,
+    group: Annotated[
+        str, typer.Option(metavar="GROUP", help="Only those of this group, such as 3/0, or task, such as e10/3.")
+    ] = "",
     newest: Annotated[
         int | None, typer.Option(min=1, metavar="N", help=f"So many of the newest; {NEWEST} unless said.")
     ] = None,
@@ -52,8 +60,12 @@ def trajectories(
     }
     if len(asked) > 1:
         bad_input(f"{', '.join(f'--{order}' for order in asked)}: found {len(asked)} of them; allowed: one")
+    if group and (not is_group(group) or is_evaluated(group) is not evaluation):
+        allowed = "VERSION/TASK such as e10/3" if evaluation else "STEP/NUMBER such as 3/0, with --evaluation e10/3"
+        bad_input(f"--group: found {group!r}; allowed: {allowed}")
     order, most = next(iter(asked.items()), ("newest", NEWEST))
     wanted = TrajectoryFilter(
+        evaluation=evaluation,
         step=step,
         group=group or None,
         reward_min=reward_min,
@@ -71,9 +83,8 @@ def trajectories(
         emit({"trajectories": [one.model_dump(mode="json") for one in found], "has_more": more})
         return
     if not found:
-        console().print(
-            "no trajectory that is over is like that; episodes of evaluations are not listed", highlight=False
-        )
+        others = "" if evaluation else "; --evaluation lists episodes of evaluations"
+        console().print(f"no trajectory that is over is like that{others}", highlight=False)
         return
     show_listing(
         ("id", "environment", "reward", "by part", "turns", "tokens", "end"),

@@ -58,6 +58,9 @@ def _counted(config: Config, number: int, where: str) -> EnvironmentConfig:
         raise ConfigError(ConfigProblem(str(error), (*section, "order"), where)) from error
     if data.rows is not None:
         return environment
+    if isinstance(source.source, HubSource):
+        problem = f"is missing, which its order has to know: env workers alone read {source.source}; allowed: rows = N"
+        raise ConfigError(ConfigProblem(problem, (*section, "rows"), where))
     try:
         rows = len(read_rows(source).rows)
     except BadData as error:

@@ -1,16 +1,27 @@
 """How a run's policy is evaluated: on which tasks, of which none may be one that is trained on."""
 
-import json
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
 
 from elastic.compose.data import data_source
-from elastic.config import Config, ConfigError, ConfigProblem, EnvironmentConfig, EvaluationConfig, SplitConfig
+from elastic.config import Config, ConfigError, ConfigProblem, EvaluationConfig, SplitConfig
 from elastic.core.types import NS_PER_S, EvaluationSet, PlannedEvaluation, StopRule
 from elastic.environments.hub_rows import HubSource
-from elastic.environments.rows import BadData, DataSource, Rows, read_rows
+from elastic.environments.rows import (
+    BadData,
+    DataSource,
+    Rows,
+    check_held_out,
+    check_tasks,
+    prompts_of,
+    read_rows,
+)
+
+if TYPE_CHECKING:
+    from elastic.environments.env_worker import HeldOut
 
 MOST_EPISODES = 1_000_000
 """Of an evaluation: each of their rewards is kept until its end."""
@@ -61,12 +72,10 @@ def _with_tasks(config: Config, own: EvaluationConfig, number: int, where: str) 
     source = data_source(split, config.run.seed)
     if source is None or split.tasks is not None:  # What is known need not be read again, nor be there any more.
         return split.model_copy(update={"tasks": split.tasks or own.tasks})
+    if isinstance(source.source, HubSource):
+        problem = f"is missing: env workers alone read {source.source}; allowed: tasks = N, of its first rows"
+        raise ConfigError(ConfigProblem(problem, (*section, "tasks"), where))
     return split.model_copy(update={"tasks": len(_rows(source, (*section, "data"), where).rows)})
-
-
-def _read_elsewhere(environment: EnvironmentConfig, source: DataSource) -> bool:
-    """Whether the rows may be readable to another interpreter alone."""
-    return isinstance(source.source, HubSource) and bool(environment.python or environment.container)
 
 
 def _rows(source: DataSource, section: Sequence[str], where: str) -> Rows:
@@ -78,40 +87,44 @@ def _rows(source: DataSource, section: Sequence[str], where: str) -> Rows:
 
 def check_evaluation(config: Config, where: str) -> None:
     """Raises `ConfigError` where a split has more tasks than rows, or rows that are trained on, which it tells the
-    number of."""
-    sources = [data_source(one, config.run.seed) for one in config.mixture]
+    number of. Rows of the hub are read by env workers alone, which look at that themselves: see `held_out`."""
+    files = {name: source for name, source in _sources(config).items() if isinstance(source.source, Path)}
     splits = () if config.evaluation is None else config.evaluation.splits
-    evaluated = [
-        (split, source, ("evaluation", "splits", str(place), "data"))
-        for place, (split, source) in enumerate(zip(splits, sources[len(config.trained) :], strict=True))
-        if source is not None and not _read_elsewhere(split, source)
-    ]
+    evaluated = [(place, split, files[split.name]) for place, split in enumerate(splits) if split.name in files]
     if not evaluated:
         return
     trained = {
-        environment.name: set(_prompts(source, (*config.environment_section(number), "data"), where))
-        for number, (environment, source) in enumerate(zip(config.trained, sources, strict=False))
-        if source is not None and not _read_elsewhere(environment, source)
+        one.name: set(prompts_of(_rows(files[one.name], (*config.environment_section(number), "data"), where)))
+        for number, one in enumerate(config.trained)
+        if one.name in files
     }
-    for split, source, section in evaluated:
-        prompts = _prompts(source, section, where)
-        if split.tasks is not None and split.tasks > (rows := len(prompts)):
-            problem = f"found {split.tasks}, but {source.source} has {rows} rows; allowed: up to {rows}"
-            raise ConfigError(ConfigProblem(problem, (*section[:-1], "tasks"), where))
-        tasks = prompts[: split.tasks]
-        for name, known in trained.items():
-            if shared := sum(task in known for task in tasks):
-                problem = (
-                    f"{shared} of the {len(tasks)} tasks of {split.name!r} have prompts that are trained on, by "
-                    f"{name!r}; allowed: others"
-                )
-                raise ConfigError(ConfigProblem(problem, section, where))
+    for place, split, source in evaluated:
+        section = ("evaluation", "splits", str(place))
+        rows = _rows(source, (*section, "data"), where)
+        key = "tasks"
+        try:
+            check_tasks(rows, split.tasks or 0)
+            key = "data"
+            check_held_out(split.name, prompts_of(rows)[: split.tasks], trained)
+        except BadData as error:
+            raise ConfigError(ConfigProblem(str(error), (*section, key), where)) from error
 
 
-def _prompts(source: DataSource, section: Sequence[str], where: str) -> list[str]:
-    rows = _rows(source, section, where)
-    return [_plain(rows.prompt(row)) for row in rows.rows]
+def held_out(config: Config, environment: str) -> "HeldOut | None":
+    """What an env worker is to look at before it plays tasks of a split: what `check_evaluation` could not."""
+    from elastic.environments.env_worker import HeldOut
+
+    sources = _sources(config)
+    splits = {} if config.evaluation is None else {split.name: split for split in config.evaluation.splits}
+    if environment not in splits or environment not in sources:
+        return None
+    of_hub = isinstance(sources[environment].source, HubSource)
+    trained = {one.name: sources[one.name] for one in config.trained if one.name in sources}
+    unseen = {name: one for name, one in trained.items() if of_hub or isinstance(one.source, HubSource)}
+    return HeldOut(name=environment, tasks=splits[environment].tasks, trained=unseen)
 
 
-def _plain(prompt: Any) -> str:
-    return json.dumps(prompt, sort_keys=True, default=str)
+def _sources(config: Config) -> dict[str, DataSource]:
+    """The rows of environments, by their names, of those that are about rows."""
+    found = {one.name: data_source(one, config.run.seed) for one in config.mixture}
+    return {name: source for name, source in found.items() if source is not None}

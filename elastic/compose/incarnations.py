@@ -492,9 +492,15 @@ def _sections(config: Config) -> dict[str, Any]:
     sections = config.model_dump(mode="json")
     listed = sections.pop("environments")
     if listed:
-        of_each = {one["name"]: {k: v for k, v in one.items() if k not in PROCESSES} for one in listed}
-        sections["environments"] = of_each | {"*.name": [*of_each]}
+        sections["environments"] = _of_each(listed)
+    if (evaluation := sections["evaluation"]) is not None:
+        evaluation["splits"] = _of_each(evaluation["splits"])
     return sections
+
+
+def _of_each(listed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    of_each: dict[str, Any] = {one["name"]: {k: v for k, v in one.items() if k not in PROCESSES} for one in listed}
+    return of_each | {"*.name": [*of_each]}
 
 
 Tell: TypeAlias = Callable[[Nanoseconds, e.Event, wire.Tokens | None, Sequence[c.Command]], None]

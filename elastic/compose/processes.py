@@ -124,6 +124,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     Raises `ConfigError` for another environment than the run's, and for code that cannot be loaded.
     """
     from elastic.compose.data import data_source, episode_seed
+    from elastic.compose.evaluation import held_out
     from elastic.config import OUTSIDE
     from elastic.environments.container import INSIDE_VARIABLE
     from elastic.environments.env_worker import PLAYED_SETTINGS, EnvWork, serve_env_worker
@@ -170,6 +171,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
             seed=episode_seed(config, own.name),
             away_s=away_s,
             data=data_source(own, config.run.seed),
+            held_out=held_out(config, own.name),
             inside=inside,
         )
         run_loop(serve_env_worker(chat_work))

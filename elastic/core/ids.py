@@ -11,12 +11,14 @@ env worker  chat_1          the second process that plays episodes of the enviro
 """
 
 import hashlib
+import re
 from typing import NamedTuple
 
 from elastic.core.types import LeaseId, TrajectoryId, TurnId, WorkerId
 
 EVALUATED = "e"
 """How the names begin of what is not trained on, but evaluated."""
+GROUP = re.compile(rf"{EVALUATED}?[0-9]+/[0-9]+", re.ASCII)
 DRAWN_FOR_EVALUATION = -1
 """Stands for the step in what episodes of evaluations are drawn from: the same for every version."""
 
@@ -67,6 +69,11 @@ def evaluated_group_id(version: int, task: int) -> str:
 
 def trajectory_id(step: int, group: int, member: int, *, evaluation: bool = False) -> TrajectoryId:
     return f"{EVALUATED if evaluation else ''}{step}/{group}/{member}"
+
+
+def is_group(name: str) -> bool:
+    """Whether it is the name of a group, or of a task of an evaluation."""
+    return GROUP.fullmatch(name) is not None
 
 
 def is_evaluated(name: str) -> bool:

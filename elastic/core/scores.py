@@ -29,7 +29,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Where the mean of all such tasks is, in 95 of 100 cases, by Student's t; None where one task alone says it."""
+        """Where the mean of all such tasks is, in 95 of 100 cases by Student's t; None where it is one task alone."""
         if self.error is None:
             return None
         reach = student_95(self.tasks - 1) * self.error
@@ -37,8 +37,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def student_95(degrees: int) -> float:
-    """How many standard errors on either side of a mean the true one is within, in 95 of 100 cases, with so many degrees
-    of freedom, of which there is at least 1."""
+    """How many standard errors on either side of a mean the true one is within, in 95 of 100 cases. There is at least 1
+    degree of freedom."""
     if degrees <= len(STUDENT_95):
         return STUDENT_95[degrees - 1]
     x = NORMAL_95

@@ -41,7 +41,7 @@ from elastic.environments.from_verifiers import VerifiersSettings, load_verifier
 from elastic.environments.hidden_keys import HiddenKeys
 from elastic.environments.kinds import KindMeans, KindSettings
 from elastic.environments.limits import end_with_input
-from elastic.environments.rows import DataSource, Rows, read_rows
+from elastic.environments.rows import DataSource, Rows, check_held_out, check_tasks, prompts_of, read_rows
 from elastic.environments.run_link import EnvRunLink, serve_run, take_keys
 from elastic.protocol.front_messages import (
     AgentCaller,
@@ -76,6 +76,23 @@ MakeClient: TypeAlias = Callable[[PlayedTrajectory], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """Rows of which the first so many, or all, are the tasks of the split `name`, which is evaluated and never trained
+    on. `trained` has what environments train on, of which none of these may be."""
+
+    name: str
+    tasks: int | None
+    trained: Mapping[str, DataSource]
+
+    def check(self, rows: Rows) -> None:
+        """Raises `BadData`."""
+        if self.tasks is not None:
+            check_tasks(rows, self.tasks)
+        trained = {name: set(prompts_of(read_rows(source))) for name, source in self.trained.items()}
+        check_held_out(self.name, prompts_of(rows)[: self.tasks], trained)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EnvWork:
     """What an env worker is to do: for which run, with which settings, on which data. `checkpoint` has the policy's
     tokenizer. `away_s` is how long it goes on without a process at the run."""
@@ -87,6 +104,8 @@ class EnvWork:
     seed: int
     away_s: float
     data: DataSource | None = None
+    held_out: HeldOut | None = None
+    """What these rows have to be, where that is not known yet."""
     inside: bool = False
     """Whether it is in a container, where `run_dir` has the doors to the run."""
 
@@ -120,6 +139,8 @@ async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
         base_url = f"http://127.0.0.1:{await lasting.enter_async_context(loopback(work.run_dir))}/v1"
     rollout, make_client = await load_episode(work.settings, means)
     rows = None if work.data is None else read_rows(work.data)
+    if rows is not None and work.held_out is not None:
+        work.held_out.check(rows)
     player = FunctionPlayer(link, rollout, make_client, work, rows, keys.chat, base_url, hidden)
     await serve_run(link, [player.play_on() for _ in range(work.settings.concurrency)])
 

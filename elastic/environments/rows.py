@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -85,6 +85,27 @@ def check_first_row(source: DataSource, *, elsewhere: bool = False) -> None:
         return
     if next(_checked(source), None) is None:
         raise BadData(f"{source.source}: has no rows; allowed: at least one")
+
+
+def check_tasks(rows: Rows, tasks: int) -> None:
+    """Raises `BadData` where there are fewer rows than tasks."""
+    if tasks > (there := len(rows.rows)):
+        raise BadData(f"found {tasks} tasks, but {rows.source.source} has {there} rows; allowed: up to {there}")
+
+
+def prompts_of(rows: Rows) -> list[str]:
+    """The prompts of all rows, each as a text by which equal ones are known."""
+    return [json.dumps(rows.prompt(row), sort_keys=True, default=str) for row in rows.rows]
+
+
+def check_held_out(name: str, tasks: Sequence[str], trained: Mapping[str, Collection[str]]) -> None:
+    """Raises `BadData` where prompts of the tasks of the split `name` are among those that environments train on."""
+    for environment, prompts in trained.items():
+        if shared := sum(task in prompts for task in tasks):
+            raise BadData(
+                f"{shared} of the {len(tasks)} tasks of {name!r} have prompts that are trained on, by "
+                f"{environment!r}; allowed: others"
+            )
 
 
 def column(row: Row, name: str) -> Any:

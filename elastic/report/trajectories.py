@@ -86,10 +86,11 @@ def _ranked(
 ) -> Iterator[tuple[TrajectoryPlace, int, TrajectoryRow]]:
     """Return the trajectories of one journal, without those that a later journal of the same segment records again."""
     journal, later = segment.journals[number], segment.journals[number + 1 :]
-    here = msgspec.structs.replace(wanted, step_end=segment.undone_from)
+    # An evaluation's step is the version, which a step begins with.
+    here = msgspec.structs.replace(wanted, step_end=segment.undone_from + wanted.evaluation)
     while True:
         places = journal.trajectory_places(here, behind, limit)
-        rows = journal.trajectories_at(places)
+        rows = journal.trajectories_at(wanted, places)
         for place, row in zip(places, rows, strict=True):
             if not _recorded_again(row, wanted, later):
                 yield place, source, _retold(row, segment)

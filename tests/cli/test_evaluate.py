@@ -59,6 +59,18 @@ def only_run(config: Path, name: str = "small-*") -> Path:
         ("evaluation.temperature=3", ("evaluation.temperature",)),
         ("evaluation.timeout_s=1e300", ("evaluation.timeout_s", "less than or equal to")),
         ("evaluation.splits=[{name='all',like='frozenlake'},{name='b',like='frozenlake'}]", ("'all' is what all",)),
+        (
+            "evaluation.splits=[{name='held',like='frozenlake',redundancy=1.5,ratio=2.0}]",
+            ("says how a split is trained on", "found ratio = 2.0, redundancy = 1.5"),
+        ),
+        (
+            "evaluation.splits=[{name='held',kind='chat',data={source='hf:nobody/sums',answer='answer'}}]",
+            ("evaluation.splits.0.tasks: is missing", "hf:nobody/sums, split 'train'", "allowed: tasks = N"),
+        ),
+        (
+            "evaluation.splits=[{name='held',kind='chat',data={source='rows.jsonl',order='in_order'}}]",
+            ("says how a split is trained on", "found data.order = 'in_order'"),
+        ),
         ("evaluation.tasks=600000", ("600,000 tasks of 2 samples are 1,200,000 episodes", "up to 1,000,000")),
     ],
 )

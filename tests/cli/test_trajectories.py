@@ -9,7 +9,7 @@ import pytest
 
 from tests.report.chat_run import CONTROLS, MARKUP, ChatRun
 
-NAME = re.compile(r"^ ?(\d+/\d+/\d+)\b", re.MULTILINE)
+NAME = re.compile(r"^ ?(e?\d+/\d+/\d+)\b", re.MULTILINE)
 """The first column of a listing, whose other cells may go on in further lines."""
 
 
@@ -18,6 +18,8 @@ def runs(tmp_path: Path) -> Path:
     """A directory with a run of conversations."""
     chats = ChatRun(tmp_path / "runs" / "chats", tmp_path / "policy")
     chats.small()
+    for number in range(3):
+        chats.trajectory(f"e{8 + number}/1/0", chats.spoken("1 + 1?", (f"It is {number}.", ())), number / 2)
     (chats.close().path / "config.json").write_text(json.dumps(chats.config))
     return tmp_path / "runs"
 
@@ -32,6 +34,9 @@ def runs(tmp_path: Path) -> Path:
         (("--newest", 3), ["2/1/3", "2/1/2", "2/1/1"]),
         (("--reward-min", 0.6, "--reward-max", 0.9), ["2/0/3", "1/0/3", "0/0/3"]),
         (("--step", 9), []),
+        (("--evaluation",), ["e10/1/0", "e9/1/0", "e8/1/0"]),
+        (("--evaluation", "--step", 10, "--best", 1), ["e10/1/0"]),
+        (("--evaluation", "--group", "e9/1", "--reward-max", 0.5), ["e9/1/0"]),
     ],
 )
 def test_trajectories_are_found(elastic: Callable, runs: Path, wanted: tuple[object, ...], expected: list[str]) -> None:
@@ -80,6 +85,10 @@ def test_what_is_not_there_is_said(elastic: Callable, runs: Path, tmp_path: Path
     )
     code, _, err = elastic("runs", "trajectories", "chats", "--directory", runs, "--best", 1, "--worst", 1)
     assert (code, err.strip()) == (2, "error: --best, --worst: found 2 of them; allowed: one")
+    for group, others in (("a/b/c/d", ()), ("2/1/0", ()), ("e9/1", ()), ("2/1", ("--evaluation",))):
+        code, _, err = elastic("runs", "trajectories", "chats", "--directory", runs, "--group", group, *others)
+        allowed = "VERSION/TASK such as e10/3" if others else "STEP/NUMBER such as 3/0, with --evaluation e10/3"
+        assert (code, err.strip()) == (2, f"error: --group: found {group!r}; allowed: {allowed}")
     (tmp_path / "policy" / "tokenizer.json").unlink()
     code, out, _ = elastic("runs", "trajectory", "chats", "2/1/0", "--directory", runs)
     assert code == 0

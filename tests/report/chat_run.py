@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 
 from elastic.config import JournalConfig
+from elastic.core.ids import is_evaluated, parse_trajectory
 from elastic.core.steps import CUT_OFF
 from elastic.front.rendering.renderer import TemplateRenderer
 from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.front.tiny import EOS, write_tokenizer
 from elastic.protocol.sampled import Sampled, SampledBranch, SampledRun, pack_ids, pack_logprobs
-from elastic.runtime.journal import JournalRecord, RunDirectory, TrajectoryRow
+from elastic.runtime.journal import EvaluatedRow, JournalRecord, RunDirectory, TrajectoryRow
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
 MARKUP = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\"'"
@@ -84,9 +85,9 @@ class ChatRun:
         sampled.reward = reward or 0.0
         further = [SampledBranch(number, bytearray(pack_ids(one)), of) for number, (one, of) in enumerate(branches, 1)]
         self.append(
-            TrajectoryRow(
+            (EvaluatedRow if is_evaluated(name) else TrajectoryRow)(
                 trajectory=name,
-                step=int(name.partition("/")[0]),
+                step=parse_trajectory(name).step,
                 group=name.rpartition("/")[0],
                 started_ns=0,
                 ended_ns=10**9,

@@ -227,3 +227,25 @@ def test_a_runs_figures_on_a_server_have_its_last_evaluation_and_the_best_versio
     assert figures.evaluation is not None
     assert (figures.evaluation.version, figures.evaluation.best_version) == (1, 0)
     assert figures.evaluation.metrics["avg@2"].mean == 0.25
+
+
+def test_on_a_server_versions_that_a_later_process_did_not_go_on_from_count_for_nothing(tmp_path) -> None:
+    sample = SampleRow(t_ns=NS_PER_S, status=run_status())
+
+    def evaluated(version: int, rewards: Sequence[Sequence[float]], *, best: bool = False) -> EvaluationRow:
+        return msgspec.structs.replace(evaluation(version, 5.0 + version, {"sums": rewards}), best=best)
+
+    steps = [step(0, 4.0), step(1, 5.0)]
+    undone = [evaluated(0, BAD, best=True), evaluated(1, FAIR, best=True), evaluated(2, GOOD, best=True)]
+    evaluated_run(tmp_path, *undone, *steps, sample, status="failed: interrupted")
+    evaluated_run(tmp_path, step(1, 5.0), sample)
+    figures = figures_of(tmp_path)
+    assert figures is not None
+    assert figures.evaluation is not None
+    assert (figures.evaluation.version, figures.evaluation.best_version) == (1, 1), "version 2 is another one by now"
+    evaluated_run(tmp_path, step(2, 6.0), evaluated(2, BAD), sample)
+    figures = figures_of(tmp_path)
+    assert figures is not None
+    assert figures.evaluation is not None
+    assert (figures.evaluation.version, figures.evaluation.best_version) == (2, 1)
+    assert figures.evaluation.metrics["avg@2"].mean == 0.0

@@ -131,8 +131,9 @@ class StepSource:
         for place in chain:
             one = self._journal(place)
             groups |= {found.group: found for found in self._groups(place, step)}
-            places = one.trajectory_places(TrajectoryFilter(step=step), None, TRAJECTORIES_MAX)
-            trajectories |= {found.trajectory: found for found in one.trajectories_at(places)}
+            wanted = TrajectoryFilter(step=step)
+            places = one.trajectory_places(wanted, None, TRAJECTORIES_MAX)
+            trajectories |= {found.trajectory: found for found in one.trajectories_at(wanted, places)}
         status = journal.last_until(SampleRow, row.t_ns)
         before = [last.status for one in earlier if (last := self._journal(one).last(SampleRow)) is not None]
         ended = list(trajectories.values())

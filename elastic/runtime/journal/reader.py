@@ -182,22 +182,28 @@ class JournalReader:
     ) -> list[TrajectoryPlace]:
         """Return the places of the wanted trajectories in their order, behind a place."""
         where, values = wanted.clauses(behind)
-        query = f"SELECT {wanted.rank}, rowid FROM trajectories WHERE {where} ORDER BY 1 DESC, 2 DESC LIMIT ?"
+        table = TABLES[wanted.kind]
+        query = f'SELECT {wanted.rank}, rowid FROM "{table.name}" WHERE {where} ORDER BY 1 DESC, 2 DESC LIMIT ?'
         with self._reading():
+            if table.lacks(self._connection):
+                return []
             return [TrajectoryPlace(*row) for row in self._connection.execute(query, (*values, limit))]
 
     def trajectory_place(self, wanted: TrajectoryFilter, trajectory: str) -> TrajectoryPlace | None:
         """Return the place that a trajectory has in the order of the wanted ones, wanted or not."""
-        query = f"SELECT {wanted.rank}, rowid FROM trajectories WHERE trajectory = ?"
+        table = TABLES[wanted.kind]
+        query = f'SELECT {wanted.rank}, rowid FROM "{table.name}" WHERE trajectory = ?'
         with self._reading():
+            if table.lacks(self._connection):
+                return None
             row = self._connection.execute(query, (trajectory,)).fetchone()
         return None if row is None else TrajectoryPlace(*row)
 
-    def trajectories_at(self, places: Sequence[TrajectoryPlace]) -> list[TrajectoryRow]:
+    def trajectories_at(self, wanted: TrajectoryFilter, places: Sequence[TrajectoryPlace]) -> list[TrajectoryRow]:
         """The trajectories that stand there, without their tokens."""
         with self._reading():
             rows = [place.row for place in places]
-            return list(TABLES[TrajectoryRow].read_at(self._connection, rows, without=("token_ids", "sampled")))
+            return list(TABLES[wanted.kind].read_at(self._connection, rows, without=("token_ids", "sampled")))
 
     def by_key(self, kind: type[R], keys: Sequence[str]) -> dict[str, R]:
         """Return the records of a kind with these keys."""

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 import msgspec
 
 from elastic.core.evaluation import EvaluationRecord
+from elastic.core.ids import EVALUATED
 from elastic.core.ledger import DeviceBook
 from elastic.core.policy import StepRecord
 from elastic.core.steps import CUT_OFF
@@ -165,9 +166,11 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     last.
 
     Only those of `step`, of steps before `step_end`, of `group`, and with a reward within the bounds that are set;
-    `truncated` ones, `failed` ones, to which those that were cut off do not belong.
+    `truncated` ones, `failed` ones, to which those that were cut off do not belong. With `evaluation` they are episodes
+    of evaluations, whose step is the version that was evaluated; else they are none.
     """
 
+    evaluation: bool = False
     step: int | None = None
     step_end: float = math.inf
     group: str | None = None
@@ -176,6 +179,10 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     truncated: bool = False
     failed: bool = False
     order: Literal["newest", "best", "worst"] = "newest"
+
+    @property
+    def kind(self) -> type[TrajectoryRow]:
+        return EvaluatedRow if self.evaluation else TrajectoryRow
 
     @property
     def rank(self) -> str:
@@ -188,7 +195,8 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     def clauses(self, behind: TrajectoryPlace | None) -> tuple[str, list[float | str]]:
         """The condition, in SQL, and its values."""
         # Names begin with their step, and are what the table has in order: nothing else of it is read for a step.
-        first, beyond = (None, None) if self.step is None else (f"{self.step}/", f"{self.step}0")
+        begins = f"{EVALUATED if self.evaluation else ''}{self.step}"
+        first, beyond = (None, None) if self.step is None else (f"{begins}/", f"{begins}0")
         asked: list[tuple[str, float | str | None]] = [
             ("trajectory >= ?", first),
             ("trajectory < ?", beyond),

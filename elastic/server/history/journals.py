@@ -2,9 +2,10 @@
 
 import contextlib
 import json
+import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -101,37 +102,38 @@ def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
 def _figures_of(run_dir: Path, former: int) -> RunFigures | None:
     paths = _journal_paths(run_dir)
     newest: RunFigures | None = None
-    evaluation: EvaluationFigures | None = None
+    evaluations: dict[int, EvaluationRow] = {}
+    undone_from = begun_at = math.inf
+    follows = ""
     continued = False
     for number in reversed(range(len(paths))):
         with contextlib.suppress(JournalError, OSError), JournalReader(paths[number]) as journal:
             if newest is None and number < former:
                 return None
-            evaluation = _evaluation(evaluation, journal)
+            if follows != paths[number].name:  # What came behind it began again at a checkpoint.
+                undone_from, begun_at = min(undone_from, begun_at), math.inf
+            for row in reversed(journal.rows(EvaluationRow)):
+                if row.version <= undone_from:
+                    evaluations.setdefault(row.version, row)
+            begun_at, follows = min(begun_at, journal.first_step()), journal.meta().get(CONTINUES, "")
             sample = None if continued else journal.last(SampleRow)
             if sample is not None:
                 earlier = RunFigures.model_validate(msgspec.to_builtins(sample.status))
                 newest = earlier if newest is None else _with_earlier(newest, earlier)
             continued = newest is not None and CONTINUES in journal.meta()
-    return newest and newest.model_copy(update={"evaluation": evaluation})
+    return newest and newest.model_copy(update={"evaluation": _evaluation(evaluations)})
 
 
-def _evaluation(newer: EvaluationFigures | None, journal: JournalReader) -> EvaluationFigures | None:
-    """The last evaluation of a journal and of `newer` ones, and the version that was the best last."""
-    if newer is not None and newer.best_version is not None:
-        return newer
-    rows = journal.rows(EvaluationRow)
+def _evaluation(rows: Mapping[int, EvaluationRow]) -> EvaluationFigures | None:
+    """The last evaluation, and the version that was the best last."""
     if not rows:
-        return newer
-    best_version = next((row.version for row in reversed(rows) if row.best), None)
-    if newer is not None:
-        return newer.model_copy(update={"best_version": best_version})
-    record = rows[-1].record
+        return None
+    record = rows[max(rows)].record
     return EvaluationFigures(
         version=record.version,
         timed_out=record.timed_out,
         metrics=msgspec.to_builtins(record.metrics),
-        best_version=best_version,
+        best_version=max((version for version, row in rows.items() if row.best), default=None),
     )
 
 

@@ -292,7 +292,8 @@ function trajectoriesOf(id) {
   const group = el("input", { id: "of-group", size: 8, placeholder: "3/0" });
   const truncated = el("input", { id: "truncated", type: "checkbox" });
   const failed = el("input", { id: "failed", type: "checkbox" });
-  const form = el("form", { className: "filters" }, named("Order", order), named("Step", step), named("Group", group), named("Truncated", truncated), named("Failed", failed));
+  const evaluation = el("input", { id: "of-evaluations", type: "checkbox" });
+  const form = el("form", { className: "filters" }, named("Order", order), named("Step", step), named("Group", group), named("Truncated", truncated), named("Failed", failed), named("Evaluations", evaluation));
   const body = el("tbody");
   const empty = el("p", { className: "soft", textContent: "No such trajectories." });
   const more = el("button", { textContent: "More" });
@@ -307,6 +308,7 @@ function trajectoriesOf(id) {
     if (group.value.trim()) query.set("group", group.value.trim());
     if (truncated.checked) query.set("truncated", "true");
     if (failed.checked) query.set("failed", "true");
+    if (evaluation.checked) query.set("evaluation", "true");
     if (after) query.set("starting_after", after);
     const page = await ask("GET", `/v1/runs/${id}/trajectories?${query}`);
     if (mine !== asked) return;

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeVar
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 
+from elastic.core.ids import GROUP
 from elastic.protocol.api import (
     Checkpoint,
     HostedAgents,
@@ -80,10 +81,16 @@ async def trajectories(
     found: RunDep,
     state: StateDep,
     page: PageDep,
-    step: Annotated[int | None, Query(ge=0, le=2**31, description="only of this step")] = None,
+    evaluation: Annotated[bool, Query(description="episodes of evaluations; else none of these")] = False,
+    step: Annotated[
+        int | None, Query(ge=0, le=2**31, description="only of this step, or of evaluations of this version")
+    ] = None,
     reward_min: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     reward_max: Annotated[float | None, Query(allow_inf_nan=False)] = None,
-    group: Annotated[str | None, Query(max_length=200, description="only of this group")] = None,
+    group: Annotated[
+        str | None,
+        Query(max_length=200, pattern=f"^{GROUP.pattern}$", description="only of this group, 3/0, or this task, e10/3"),
+    ] = None,
     truncated: Annotated[bool, Query(description="only those that a limit of turns or tokens ended")] = False,
     failed: Annotated[bool, Query(description="only those without a reward")] = False,
     order: Annotated[
@@ -93,6 +100,7 @@ async def trajectories(
 ) -> Response:
     """Browse what the policy has done, by step, group, reward and end."""
     wanted = TrajectoryFilter(
+        evaluation=evaluation,
         step=step,
         group=group,
         reward_min=reward_min,

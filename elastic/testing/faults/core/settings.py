@@ -188,7 +188,7 @@ def draw_evaluation(rng: Random, settings: WorldSettings) -> WorldSettings:
     )
     if rng.random() < 1 / 4:  # More than are under way at once.
         held, other = evaluation.sets
-        held = msgspec.structs.replace(held, tasks=12 * held.tasks)
+        held = msgspec.structs.replace(held, tasks=6 * held.tasks)
         evaluation = msgspec.structs.replace(evaluation, sets=(held, other))
     return msgspec.structs.replace(settings, plan=msgspec.structs.replace(settings.plan, evaluation=evaluation))
 
