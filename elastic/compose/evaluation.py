@@ -21,7 +21,7 @@ from elastic.environments.rows import (
 )
 
 if TYPE_CHECKING:
-    from elastic.environments.env_worker import HeldOut
+    from elastic.environments.env_worker import HeldOutRows
 
 MOST_EPISODES = 1_000_000
 """Of an evaluation: each of their rewards is kept until its end."""
@@ -110,9 +110,9 @@ def check_evaluation(config: Config, where: str) -> None:
             raise ConfigError(ConfigProblem(str(error), (*section, key), where)) from error
 
 
-def held_out(config: Config, environment: str) -> "HeldOut | None":
+def held_out(config: Config, environment: str) -> "HeldOutRows | None":
     """What an env worker is to look at before it plays tasks of a split: what `check_evaluation` could not."""
-    from elastic.environments.env_worker import HeldOut
+    from elastic.environments.env_worker import HeldOutRows
 
     sources = _sources(config)
     splits = {} if config.evaluation is None else {split.name: split for split in config.evaluation.splits}
@@ -121,7 +121,7 @@ def held_out(config: Config, environment: str) -> "HeldOut | None":
     of_hub = isinstance(sources[environment].source, HubSource)
     trained = {one.name: sources[one.name] for one in config.trained if one.name in sources}
     unseen = {name: one for name, one in trained.items() if of_hub or isinstance(one.source, HubSource)}
-    return HeldOut(name=environment, tasks=splits[environment].tasks, trained=unseen)
+    return HeldOutRows(name=environment, tasks=splits[environment].tasks, trained=unseen)
 
 
 def _sources(config: Config) -> dict[str, DataSource]:

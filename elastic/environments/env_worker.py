@@ -76,7 +76,7 @@ MakeClient: TypeAlias = Callable[[PlayedTrajectory], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOut:
+class HeldOutRows:
     """Rows of which the first so many, or all, are the tasks of the split `name`, which is evaluated and never trained
     on. `trained` has what environments train on, of which none of these may be."""
 
@@ -104,7 +104,7 @@ class EnvWork:
     seed: int
     away_s: float
     data: DataSource | None = None
-    held_out: HeldOut | None = None
+    held_out: HeldOutRows | None = None
     """What these rows have to be, where that is not known yet."""
     inside: bool = False
     """Whether it is in a container, where `run_dir` has the doors to the run."""
