@@ -237,7 +237,9 @@ class EnvironmentConfig(_Section):
         None, description="interpreter of env workers, with Elastic in its environment; else the run's own"
     )
     max_restarts: int = Field(
-        3, ge=0, description="deaths of an env worker in a row, without a finished trajectory, that a run survives"
+        3,
+        ge=0,
+        description="deaths of an env worker in a row, by its own fault, that a run survives",
     )
     container: str = Field(
         "",

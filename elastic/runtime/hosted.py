@@ -3,14 +3,16 @@
 A run's env workers dial in (`elastic.environments.hosting`). Each plays many episodes; an episode is given to the one
 with the fewest. An env worker that is gone, or silent, loses its episodes: each goes on in another one, to which its
 finished turns are replayed, as environments are functions of seed and actions. Where a replay brings something else
-than was seen before, `ReplayDiffers` says so: what the policy has sampled then belongs to no episode any more.
+than was seen before, `ReplayDiffers` says so: what the policy has sampled then belongs to no episode any more. An order
+that env workers keep dying of is carried out alone, and fails its episode at last (`elastic.runtime.blame`).
 """
 
 import asyncio
+import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection
-from typing import Any, ClassVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import ClassVar
 
 import structlog
 from pydantic import BaseModel
@@ -23,13 +25,12 @@ from elastic.protocol.connection import Connection
 from elastic.protocol.frames import RefusedFrame, WireError
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import ids_of, pack_ids
+from elastic.runtime.blame import NO_DEATHS, Blame, Deaths, Floor
 
 log = structlog.get_logger(__name__)
 
 HELLO_S = 5.0
 """For an env worker to say hello."""
-RESTARTS_MAX = 3
-"""How often an episode begins again whose env worker is gone; then it has failed."""
 ANSWER_SLACK_S = 5.0
 """An env worker ends each call that takes too long. Beyond that, one that answers nothing of what it was asked counts
 as silent, although it gives signs of life."""
@@ -55,17 +56,30 @@ class ConnectedHost:
         self.driver = driver
         self.facts: m.EpisodesHosted | None = None
         self.episodes = set[int]()
-        self.finished = 0
+        self.answered = 0
+        """Steps."""
+        self.floor = Floor()
         self.progress_s = 0.0
         """When it last answered, or was asked while it owed nothing (the loop's time)."""
         self.connection = connection
         self._vocab_size = vocab_size
         self._asked = dict[int, asyncio.Future[m.EpisodeAnswered]]()
+        self._alone: Deaths | None = None
+        """Those that the episode has seen that is alone now."""
         self._numbers = 0
 
     @property
     def open(self) -> bool:
         return self.connection.open
+
+    @property
+    def blame(self) -> Blame:
+        """Whom it would be blamed on if the env worker died now."""
+        if not self._asked:
+            return Blame.WORKERS
+        if self._alone is not None and self._alone.one_more(running=True).failed:
+            return Blame.EPISODES
+        return Blame.ANY
 
     @property
     def owes(self) -> bool:
@@ -77,6 +91,18 @@ class ConnectedHost:
         self._numbers += 1
         self.episodes.add(self._numbers)
         return self._numbers
+
+    @contextlib.asynccontextmanager
+    async def running(self, deaths: Deaths) -> AsyncIterator[None]:
+        """A context in which an episode that has seen these `deaths` may ask; the only one, if it is to be alone."""
+        alone = deaths.alone
+        await self.floor.take(alone=alone)
+        self._alone = deaths if alone else None
+        try:
+            yield
+        finally:
+            self._alone = None
+            self.floor.give(alone=alone)
 
     async def reset(self, number: int, seed: int) -> m.EpisodeAnswered:
         """Begin the episode of this number. Raises as `ask` does."""
@@ -95,7 +121,7 @@ class ConnectedHost:
             answer = await asked
         finally:
             self._asked.pop(order.episode, None)
-        self.finished += answer.done
+        self.answered += not isinstance(order, m.ResetEpisode)
         return answer
 
     def leave(self, number: int) -> None:
@@ -147,7 +173,9 @@ class EpisodeHosts:
         self.connected: dict[str, ConnectedHost] = {}
         """By driver."""
         self._heard_s: dict[str, float] = {}
-        self._finished = Counter[str]()
+        self._answered = Counter[str]()
+        self._blames: dict[str, Blame] = {}
+        """Whom the last death of each is to be blamed on."""
         self._come = asyncio.Event()
 
     def make(self, environment: str) -> "RemoteEnvironment":
@@ -238,8 +266,9 @@ class EpisodeHosts:
     def _lost(self, host: ConnectedHost, cause: str) -> None:
         if self.connected.get(host.driver) is host:
             del self.connected[host.driver]
-        self._finished[host.driver] += host.finished
-        host.finished = 0
+        self._answered[host.driver] += host.answered
+        host.answered = 0
+        self._blames[host.driver] = host.blame
         host.lose(cause)
 
     # What is known of them
@@ -250,14 +279,15 @@ class EpisodeHosts:
             return heard_s
         return min(heard_s, host.progress_s + ANSWER_SLACK_S)
 
-    def finished(self, driver: str) -> int:
+    def done(self, driver: str) -> int:
         host = self.connected.get(driver)
-        return self._finished[driver] + (0 if host is None else host.finished)
+        return self._answered[driver] + (0 if host is None else host.answered)
 
-    def lost(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> None:
+    def lost(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> Blame:
         if (host := self.connected.get(driver)) is not None:
             self._lost(host, cause)
             host.connection.abort()
+        return self._blames.pop(driver, Blame.WORKERS)
 
 
 class _NoSettings(BaseModel):
@@ -287,7 +317,10 @@ class RemoteEnvironment:
         """The finished ones."""
         self._seen: list[bytes] = []
         """Digests of what was answered to the reset and to these."""
-        self._begun = 0
+        self._stands = False
+        """Whether its env worker has the episode as it stands."""
+        self._deaths = NO_DEATHS
+        """Of the order that is under way."""
 
     async def reset(self, seed: int) -> list[int]:
         self._seed = seed
@@ -313,36 +346,47 @@ class RemoteEnvironment:
             self._host = None
 
     async def _reset(self, host: ConnectedHost) -> m.EpisodeAnswered:
-        assert host.facts is not None
-        self._host, self._number, self.stop_token_ids = host, host.enter(), host.facts.stop_token_ids
         return await host.reset(self._number, self._seed)
 
-    async def _carried_out(self, order: Callable[[ConnectedHost], Any]) -> m.EpisodeAnswered:
+    async def _carried_out(self, order: Callable[[ConnectedHost], Awaitable[m.EpisodeAnswered]]) -> m.EpisodeAnswered:
         """What an env worker answers, whichever it is."""
         while True:
+            host = self._host if self._host is not None and self._host.open else await self._found()
+            runs = False
             try:
-                host = self._host
-                if host is None or not host.open:
-                    host = await self._found()
-                return await order(host)
+                async with host.running(self._deaths):
+                    runs = host.open  # It may have gone while others were running.
+                    if not self._stands:
+                        await self._replay(host)
+                    answer = await order(host)
             except HostLost as lost:
                 self._host = None
-                log.info("an episode goes on elsewhere", environment=self._environment, cause=str(lost))
-                if self._begun > RESTARTS_MAX:
-                    raise EpisodeLost(f"it was begun {self._begun} times: {lost}") from lost
+                if runs:
+                    self._deaths = self._deaths.one_more(running=True)
+                alone = self._deaths.alone
+                log.info("an episode goes on elsewhere", environment=self._environment, alone=alone, cause=str(lost))
+                if self._deaths.failed:
+                    raise EpisodeLost(self._deaths.told(str(lost))) from lost
+            else:
+                self._stands, self._deaths = True, NO_DEATHS
+                return answer
 
     async def _found(self) -> ConnectedHost:
-        """An env worker that has the episode as it stands. Raises `HostLost`, and `ReplayDiffers`."""
-        host = await self._hosts.free(self._environment)
-        self._begun += 1
+        """An env worker that knows nothing of the episode yet."""
+        host = self._host = await self._hosts.free(self._environment)
+        assert host.facts is not None
+        self._number, self._stands, self.stop_token_ids = host.enter(), False, host.facts.stop_token_ids
+        return host
+
+    async def _replay(self, host: ConnectedHost) -> None:
+        """Have it begin, and say the finished turns again. Raises `HostLost`, and `ReplayDiffers`."""
         orders = [self._reset, *map(self._again, self._turns)] if self._seen else []
         for number, (order, seen) in enumerate(zip(orders, self._seen, strict=True)):
             if _digest(await order(host)) != seen:
                 said = f"turn {number}" if number else "its reset"
                 raise ReplayDiffers(f"the environment did not repeat itself: its answer to {said} was another one")
-        return host
 
-    def _again(self, turn: bytes) -> Callable[[ConnectedHost], Any]:
+    def _again(self, turn: bytes) -> Callable[[ConnectedHost], Awaitable[m.EpisodeAnswered]]:
         return lambda host: host.ask(m.StepEpisode(self._number, turn))
 
 

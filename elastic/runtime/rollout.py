@@ -38,7 +38,7 @@ from elastic.runtime.episodes import (
     ScoringSettings,
     stable_hash,
 )
-from elastic.runtime.hosted import RESTARTS_MAX, EpisodeLost, ReplayDiffers
+from elastic.runtime.hosted import EpisodeLost, ReplayDiffers
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.ports import Feed
 from elastic.runtime.status import LostPlays
@@ -54,6 +54,8 @@ _ENDS = (asyncio.CancelledError, GeneratorExit)
 STUBBORN_S = 2.0
 """How long an environment may take to end once it is told to. It may catch what tells it."""
 BEGUN_AT_ONCE = 1_024
+DIVERGED_MAX = 3
+"""How often a trajectory begins again whose environment does not repeat itself; then it has failed."""
 """Trajectories that begin before the event loop comes to others: a step's may be tens of thousands, each costs the time
 of its environment's making and of a decision, and a busy loop comes to the next ones some ten times a second only."""
 _TOLD_TIMES = 5
@@ -361,7 +363,7 @@ class Rollouts:
                     await self._play(episode, environment)
                     break
                 except ReplayDiffers as differs:
-                    if (times := len(self._left.get(trajectory, ()))) >= RESTARTS_MAX:
+                    if (times := len(self._left.get(trajectory, ()))) >= DIVERGED_MAX:
                         raise Diverged(f"it was begun {times + 1} times: {differs}") from differs
                     again = notes.BegunAgain(trajectory, str(differs), episode.policy_tokens)
                     self._begin_again(again)

@@ -19,8 +19,9 @@ from elastic.protocol.connection import over_socket
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import pack_ids, pack_logprobs
 from elastic.runtime.agents import notes
+from elastic.runtime.blame import ALONE_MAX, TOGETHER_MAX
 from elastic.runtime.episodes import RolloutLimits, RolloutTrajectory
-from elastic.runtime.hosted import ANSWER_SLACK_S, RESTARTS_MAX, EpisodeHosts, EpisodeLost
+from elastic.runtime.hosted import ANSWER_SLACK_S, EpisodeHosts, EpisodeLost
 from elastic.runtime.rollout import Rollouts
 from elastic.runtime.status import LostPlays
 
@@ -128,7 +129,7 @@ async def test_an_episode_goes_on_elsewhere_as_if_nothing_were(workers: Workers)
     assert (await going_on).token_ids == [8]
     last = await environment.step([3])
     assert (last.done, last.reward) == (True, 11.0)
-    assert (workers.hosts.finished("theirs_0"), workers.hosts.finished("theirs_1")) == (0, 1)
+    assert (workers.hosts.done("theirs_0"), workers.hosts.done("theirs_1")) == (1, 3)
 
 
 async def test_an_episode_is_given_to_who_plays_fewest(workers: Workers) -> None:
@@ -165,13 +166,16 @@ async def test_an_episode_whose_env_workers_keep_dying_has_failed(workers: Worke
     environment = workers.hosts.make("theirs")
     await environment.reset(5)
     stepping = asyncio.create_task(environment.step([1]))
-    for left in reversed(range(RESTARTS_MAX + 1)):
+    for left in reversed(range(TOGETHER_MAX + ALONE_MAX)):
         await until(lambda: any(host.owes for host in workers.hosts.connected.values()))
         cut()
         await until(lambda: not workers.hosts.connected)
         if left:
             cut = await workers.begin(kind=Hanging)
-    with pytest.raises(EpisodeLost, match="it was begun 4 times: its env worker is gone"):
+    with pytest.raises(
+        EpisodeLost,
+        match="4 env workers in a row died of it, the last 2 while nothing else ran: its env worker is gone",
+    ):
         await stepping
 
 

@@ -1,14 +1,16 @@
 """Who has which trajectory: groups that drivers have named, sessions, and what is over. Pure."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from elastic.core.ids import group_of, parse_agent_id
+from elastic.core.ids import environment_of, group_of, parse_agent_id
 from elastic.core.types import Nanoseconds, TrajectoryId
 from elastic.protocol.front_messages import AgentCaller, TrajectoryStanding
 from elastic.runtime.agents import notes
 from elastic.runtime.agents.refusals import CallRefused
 from elastic.runtime.agents.trajectory import AgentTrajectory
+from elastic.runtime.blame import NO_DEATHS, Deaths
 from elastic.runtime.status import LostPlays
 
 ENDED_KEPT = 4096
@@ -58,10 +60,12 @@ class EndedTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class FormerPlays:
-    """How often a trajectory has been begun again, and how many turns it had had by then."""
+    """How often a trajectory has been begun again, and how many turns it had had by then; and the deaths of env workers
+    by which that came."""
 
     restart: int = 0
     asked: int = 0
+    deaths: Deaths = NO_DEATHS
 
 
 NEVER_PLAYED = FormerPlays()
@@ -116,20 +120,53 @@ class AgentClaims:
         if begun.key:
             self.begun[begun.driver, begun.key] = begun
 
-    def due(self, environment: str) -> AgentGroup | None:
-        """The group of an environment whose members are to be played next, whoever plays them."""
-        groups = self.groups.values()
-        return next((group for group in groups if group.members and group.environment == environment), None)
+    def due(self, driver: str) -> tuple[AgentGroup, TrajectoryId] | None:
+        """The member of a group that an env worker is to play next; None while there is none for it.
+
+        What is to be played alone comes first, once an env worker has nothing else under way: the one that has the
+        least is given nothing more until then.
+        """
+        environment = environment_of(driver)
+        due = (
+            (group, member)
+            for group in self.groups.values()
+            if group.environment == environment
+            for member in group.members
+        )
+        alone = {trajectory for trajectory, former in self.former.items() if former.deaths.alone}
+        if not alone:
+            return next(due, None)
+        playing = Counter(one.driver for one in self.trajectories.values() if environment_of(one.driver) == environment)
+        exclusive = {one.driver for one in self.trajectories.values() if one.trajectory in alone}
+        if driver in exclusive:
+            return None
+        together, first_alone = None, None
+        for group, member in due:
+            if member not in alone:
+                together = together or (group, member)
+            else:
+                first_alone = first_alone or (group, member)
+        if first_alone is None:
+            return together
+        if not playing[driver]:
+            return first_alone
+        least = min(playing.keys() - exclusive, key=lambda one: (playing[one], one))
+        return None if driver == least else together
 
     def restart(self, trajectory: TrajectoryId) -> int:
         """How often it has been begun again."""
         return self.former.get(trajectory, NEVER_PLAYED).restart
 
-    def begin_again(self, trajectory: TrajectoryId, tokens: int) -> None:
+    def deaths(self, trajectory: TrajectoryId) -> Deaths:
+        """Of env workers that have played it."""
+        return self.former.get(trajectory, NEVER_PLAYED).deaths
+
+    def begin_again(self, trajectory: TrajectoryId, tokens: int, *, ran: bool) -> None:
         """Nobody plays it, and it may be given out once more. What was said of it so far is void, and so many tokens
-        were sampled for nothing."""
+        were sampled for nothing. `ran` is as in `BegunAgain`."""
         left = self.trajectories.pop(trajectory)
-        self.former[trajectory] = FormerPlays(self.restart(trajectory) + 1, left.asked)
+        deaths = self.deaths(trajectory).one_more(running=ran)
+        self.former[trajectory] = FormerPlays(self.restart(trajectory) + 1, left.asked, deaths)
         self.sessions = {key: of for key, of in self.sessions.items() if of != trajectory}
         if (group := self.groups.get(group_of(trajectory))) is not None:
             group.members.insert(0, trajectory)

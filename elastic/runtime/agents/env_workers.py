@@ -11,7 +11,9 @@ from typing import Protocol
 
 import structlog
 
+from elastic.core.ids import environment_of
 from elastic.core.types import TrajectoryId
+from elastic.runtime.blame import Blame
 from elastic.system.last_words import last_words
 from elastic.system.outages import backoff
 from elastic.system.plain_values import told
@@ -34,8 +36,8 @@ DRAIN_S = 2.0
 class EnvWorkerOrder:
     """How an env worker is started: by `command`, with its own driver's key among the `variables`.
 
-    One that says nothing for `step_timeout_s` is ended; one that dies `max_restarts` times without a finished
-    trajectory fails the run. `section` is that of its environment in the configuration.
+    One that says nothing for `step_timeout_s` is ended; one that dies more than `max_restarts` times in a row by a
+    fault of its own fails the run. `section` is that of its environment in the configuration.
     """
 
     command: Sequence[str]
@@ -63,12 +65,13 @@ class Drivers(Protocol):
         """When it last said anything (the loop's time); None before it has."""
         ...
 
-    def finished(self, driver: str) -> int:
-        """How many trajectories it has finished, in this process's time."""
+    def done(self, driver: str) -> int:
+        """How many trajectories it has finished, or steps of some, in this process's time."""
         ...
 
-    def lost(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> None:
-        """It plays these trajectories and no others any more; the others begin again."""
+    def lost(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> Blame:
+        """It plays these trajectories and no others any more; the others begin again, or have failed. Returns whom
+        that may be blamed on."""
         ...
 
 
@@ -139,9 +142,10 @@ class EnvWorkers:
             self._fail(f"env worker {name} cannot be kept: {told(error)}")
 
     async def _start_again_and_again(self, name: str, order: EnvWorkerOrder) -> None:
-        deaths = 0
+        deaths = own = 0
+        """In a row, and those of them that are its own fault."""
         while True:
-            before = self._drivers.finished(name)
+            before = self._drivers.done(name)
             try:
                 watched, start_s = self._processes.get(name), order.step_timeout_s  # It need only dial again.
                 if watched is None:
@@ -151,15 +155,22 @@ class EnvWorkers:
                 await self._processes.forget(name)
             except OSError as error:
                 cause = f"it does not start: {error}"
-            deaths = 1 if self._drivers.finished(name) > before else deaths + 1
+            if self._drivers.done(name) > before:
+                deaths = own = 0
             words = last_words(self._processes.log(name), self._order.secrets)
             log.warning("an env worker has ended; another one is started", worker=name, how=cause, last=words)
-            self._drivers.lost(name, (), f"its env worker has ended: {cause}")
-            if deaths > order.max_restarts:
-                times = f"{deaths} times without a finished trajectory ({order.section}.max_restarts)"
+            blame = self._drivers.lost(name, (), f"its env worker has ended: {cause}")
+            deaths += 1
+            own += blame is Blame.WORKERS or (blame is Blame.EPISODES and not self._has_done(environment_of(name)))
+            if own > order.max_restarts:
+                times = f"{deaths} times in a row without a finished trajectory ({order.section}.max_restarts)"
                 self._fail(f"env worker {name} has ended {times}: {cause}; it said: {words}")
                 return
-            await asyncio.sleep(backoff(deaths - 1, BACK_OFF_S, BACK_OFF_MAX_S))
+            await asyncio.sleep(backoff(max(0, own - 1), BACK_OFF_S, BACK_OFF_MAX_S))
+
+    def _has_done(self, environment: str) -> bool:
+        """Whether its env workers have ever got anything done: then not they are to blame, but what they die of."""
+        return any(self._drivers.done(name) for name in self._order.workers if environment_of(name) == environment)
 
     async def _ended(self, name: str, watched: OneProcess, start_s: float, limit_s: float) -> str:
         """Wait for its end, and bring that about if it does not come in `start_s`, or says nothing for `limit_s`;

@@ -88,11 +88,13 @@ class Truncated(_Note, frozen=True):
 
 
 class BegunAgain(_Note, frozen=True):
-    """Whoever played the trajectory is gone: it begins again, and the `tokens` that it had sampled are lost."""
+    """Whoever played the trajectory is gone: it begins again, and the `tokens` that it had sampled are lost. `ran` is
+    whether its own code may have been to blame."""
 
     trajectory: TrajectoryId
     cause: str
     tokens: int
+    ran: bool = False
 
 
 class UpstreamAsked(_Note, frozen=True):
@@ -152,7 +154,9 @@ AgentNote: TypeAlias = (
 
 encode_note = msgspec.msgpack.Encoder().encode
 decode_note = msgspec.msgpack.Decoder(AgentNote).decode
-_BEGUN_AGAIN = encode_note(BegunAgain("", "", 0)).removesuffix(encode_note("") * 2 + encode_note(0))
+_BEGUN_AGAIN = encode_note(BegunAgain("", "", 0)).removesuffix(
+    encode_note("") * 2 + encode_note(0) + encode_note(False)
+)
 """How such a note begins: of the many others none is decoded to see that it is another."""
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ids import agent_id, drawn_from, environment_of, group_of, is_evaluated, turn_id
+from elastic.core.ids import agent_id, drawn_from, group_of, is_evaluated, turn_id
 from elastic.core.types import NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId, TurnId
 from elastic.protocol import wire
 from elastic.protocol.front_messages import (
@@ -40,6 +40,7 @@ from elastic.runtime.agents.limits import AgentLimits
 from elastic.runtime.agents.refusals import TOO_MANY_TURNS, CallRefused
 from elastic.runtime.agents.trajectory import AgentTrajectory, AgentTurn, HistoryPiece, behind
 from elastic.runtime.agents.upstream import UpstreamAccount, call_of
+from elastic.runtime.blame import Blame
 from elastic.runtime.episodes import FinishedEpisodes, OpenTurn, RolloutTrajectory, ScoringSettings, stable_hash
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.ports import Feed
@@ -48,8 +49,6 @@ from functions.base import Call
 from functions.rewards import FinishedTrajectory
 
 REWARD_MAX = 1e9
-RESTARTS_MAX = 3
-"""How often a trajectory begins again whose env worker is gone; then it has failed."""
 ALONE_S = 30.0
 """How long a turn goes on whose client has vanished, so that it can ask again; and how long a member that comes in the
 place of another waits for a driver that asks for it."""
@@ -136,9 +135,10 @@ class AgentRollouts:
 
     def begin_due(self, driver: str) -> TrajectoryBegun | None:
         """Give an env worker the trajectory that is due; None while none is. Its request, key and URL are not set."""
-        if (group := self._claims.due(environment_of(driver))) is None:
+        if (due := self._claims.due(driver)) is None:
             return None
-        begun = notes.Begun(group.members[0], driver, str(group.number), b"", "", self._clock_ns())
+        group, member = due
+        begun = notes.Begun(member, driver, str(group.number), b"", "", self._clock_ns())
         self._note(begun)
         return TrajectoryBegun(
             0,
@@ -149,24 +149,31 @@ class AgentRollouts:
             row=group.row,
         )
 
-    def hold(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> None:
-        """An env worker plays these trajectories, and no others that it was given: those begin again."""
-        for name, trajectory in list(self._claims.trajectories.items()):
-            if trajectory.driver != driver or name in holds:
-                continue
-            if (times := self._claims.restart(name)) >= RESTARTS_MAX:
-                self._end(trajectory, f"it was begun {times + 1} times: {cause}")
+    def hold(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> Blame:
+        """An env worker plays these trajectories, and no others that it was given: those begin again, or have failed
+        (`elastic.runtime.blame`). Returns whom that may be blamed on."""
+        held = self._claims.trajectories.items()
+        lost = [(name, one) for name, one in held if one.driver == driver and name not in holds]
+        calling = self._upstream.trajectories
+        ran = {name for name, trajectory in lost if not trajectory.waits and name not in calling}
+        blame = Blame.ANY if lost else Blame.WORKERS
+        for name, trajectory in lost:
+            deaths = self._claims.deaths(name).one_more(running=name in ran or not ran)
+            if deaths.failed:
+                blame = Blame.EPISODES
+                self._end(trajectory, deaths.told(cause))
                 continue
             turns = list(trajectory.turns)
             tokens = trajectory.branches.tokens
             for turn in [turn for turn in trajectory.turns.values() if turn.kept is None]:
                 tokens += turn.tokens
                 self._give_up(turn)
-            self._note(notes.BegunAgain(name, cause, tokens))
+            self._note(notes.BegunAgain(name, cause, tokens, name in ran or not ran))
             if self.watcher is not None:
                 self.watcher.left(turns)
         if self.watcher is not None:
             self.watcher.offered()
+        return blame
 
     def bind(self, caller: AgentCaller, session: str) -> TrajectoryStanding:
         trajectory = self._claims.open(caller)
@@ -690,7 +697,7 @@ class AgentRollouts:
                 trajectories[note.trajectory].truncated = True
             case notes.BegunAgain():
                 if note.trajectory in trajectories:  # Else it is one of an environment that speaks token ids.
-                    self._claims.begin_again(note.trajectory, note.tokens)
+                    self._claims.begin_again(note.trajectory, note.tokens, ran=note.ran)
             case notes.UpstreamAsked() | notes.UpstreamTold() | notes.UpstreamCarried():
                 self._upstream.apply(note)
             case notes.TurnAsked():

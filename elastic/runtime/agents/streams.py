@@ -22,6 +22,7 @@ from elastic.runtime.agents.metrics import RunMetrics
 from elastic.runtime.agents.refusals import TOO_MANY_TURNS, CallRefused, refused_turn
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.trajectory import AgentTurn
+from elastic.runtime.blame import Blame
 from elastic.runtime.hosted import EpisodeHosts
 
 HELLO_S = 5.0
@@ -262,24 +263,30 @@ class FrontStreams:
         if self._stopped():
             return
         for waiting in self._begins.values():
-            while waiting and (begun := self._rollouts.begin_due(waiting[0][0].driver)) is not None:
+            has_none, waits_on = set[str](), deque[tuple[_Front, m.BeginTrajectory]]()
+            while waiting:
                 front, ask = waiting.popleft()
+                begun = None if front.driver in has_none else self._rollouts.begin_due(front.driver)
+                if begun is None:
+                    has_none.add(front.driver)
+                    waits_on.append((front, ask))
+                    continue
                 assert self._secrets is not None
                 key = self._secrets.agent_key(begun.trajectory, begun.restart)
                 answer = msgspec.structs.replace(begun, request=ask.request, key=key, base_url=self.base_url)
                 self._reply(front, answer)
+            waiting.extend(waits_on)
 
     # What is known of env workers (`elastic.runtime.agents.env_workers.Drivers`)
 
     def heard_s(self, driver: str) -> float | None:
         return self._heard_s.get(driver)
 
-    def finished(self, driver: str) -> int:
+    def done(self, driver: str) -> int:
         return self._finished[driver]
 
-    def lost(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> None:
-        if not self._stopped():
-            self._rollouts.hold(driver, holds, cause)
+    def lost(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> Blame:
+        return Blame.WORKERS if self._stopped() else self._rollouts.hold(driver, holds, cause)
 
     def _reply(self, front: _Front, answer: m.FromRun) -> None:
         """Answer once all that was said so far is durable."""

@@ -110,6 +110,11 @@ class AgentTrajectory:
         return any(turn.alone_ns is None and not turn.given for turn in self.turns.values())
 
     @property
+    def waits(self) -> bool:
+        """Whether it waits for the policy, as far as is known."""
+        return any(not turn.given for turn in self.turns.values())
+
+    @property
     def played(self) -> int:
         """How many turns there have been by who plays it now."""
         return self.asked - self.asked_before

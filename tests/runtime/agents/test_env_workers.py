@@ -19,8 +19,8 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import pack_ids
 from elastic.runtime.agents import AgentRollouts
 from elastic.runtime.agents.refusals import CallRefused
-from elastic.runtime.agents.rollouts import RESTARTS_MAX
 from elastic.runtime.agents.streams import FrontStreams
+from elastic.runtime.blame import ALONE_MAX, TOGETHER_MAX
 from tests.runtime.agents.test_agent_rollouts import LIMITS, Bench
 
 SECRETS = RunSecrets(b"x" * 32)
@@ -71,15 +71,18 @@ def test_what_its_env_worker_leaves_begins_again_elsewhere() -> None:
         assert now.rollouts.begin_due("one").trajectory == "0/0/1"  # type: ignore[union-attr]
 
 
+CAUSE = "4 env workers in a row died of it, the last 2 while nothing else ran: it was killed"
+
+
 def test_what_is_begun_too_often_has_failed_and_is_never_a_reward() -> None:
     bench = Bench()
-    for restart in range(RESTARTS_MAX + 1):
+    for restart in range(TOGETHER_MAX + ALONE_MAX):
         begun = bench.rollouts.begin_due("one")
         assert begun is not None
         assert (begun.trajectory, begun.restart) == ("0/0/0", restart)
         bench.rollouts.hold("one", (), "it was killed")
     event, _ = bench.ended["0/0/0"]
-    assert event == e.TrajectoryFailed(trajectory="0/0/0", cause="it was begun 4 times: it was killed")
+    assert event == e.TrajectoryFailed(trajectory="0/0/0", cause=CAUSE)
     assert bench.rollouts.begin_due("one").trajectory == "0/0/1"  # type: ignore[union-attr]
 
 
@@ -168,7 +171,7 @@ async def test_an_end_that_is_asked_for_again_is_one() -> None:
             shown = await heard(far)
             assert isinstance(shown, m.TrajectoryShown)
             assert shown.standing.state == "finished"
-            assert run.streams.finished("one") == 1
+            assert run.streams.done("one") == 1
 
 
 async def test_who_comes_in_the_place_of_a_failed_member_is_given_to_who_waits() -> None:
