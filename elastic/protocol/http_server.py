@@ -268,12 +268,13 @@ async def serving(
     certificate: Certificate | None = None,
     drained: Callable[[], Awaitable[object]] | None = None,
     accepted_at_once: int = ACCEPTED_AT_ONCE,
+    plain: Collection[IPv4Network | IPv6Network] = (),
     **options: Any,
 ) -> AsyncIterator[str]:
     """Serve `app` on `listener` for a while, on the running loop; yields its URL. Signals are left to the caller.
 
-    With a `certificate` by HTTPS. At the end nothing more is accepted, and `drained` is waited for before requests in
-    work are ended. `options` are uvicorn's.
+    With a `certificate` by HTTPS, and to peers of `plain` networks also without. At the end nothing more is accepted,
+    and `drained` is waited for before requests in work are ended. `options` are uvicorn's.
     Where several processes accept on one socket, few connections `accepted_at_once` are shared out evenly.
     """
     limits = limits or PeerLimits()
@@ -285,7 +286,14 @@ async def serving(
         await server.up
         if certificate is not None:
             most, timeout_s = limits.connections_max, limits.head_timeout_s
-            door = TlsServer(listener, certificate, server.protocol, most, timeout_s)
+            door = TlsServer(
+                listener,
+                certificate,
+                server.protocol,
+                most,
+                timeout_s,
+                may_be_plain=lambda address: is_within(address, plain),
+            )
         else:
             door = DialLimit(listener, server.protocol, limits, accepted_at_once)
         yield f"{'http' if certificate is None else 'https'}://{address}"

@@ -27,6 +27,8 @@ DIRECTORY = "tls"
 MADE_BEFORE = datetime.timedelta(days=1)
 """Certificates are dated back as much, for clocks that are slow."""
 VALID = datetime.timedelta(days=365)
+HANDSHAKE = b"\x16"
+"""The first byte of TLS: a record of a handshake."""
 ACCEPT_PAUSE_S = 0.05
 """After a connection could not be accepted: whoever waits goes on waiting in the kernel."""
 
@@ -211,6 +213,9 @@ class TlsServer:
     Strangers cost little: of more than `most` handshakes at once (or than peers are `expected`, where these are more)
     the oldest ends of the address that has the most, and each ends after `timeout_s`. An address that dials more often
     than `dials_per_s`, beyond twice `most` at once, is hung up on before a handshake has begun.
+
+    Where `may_be_plain` says so of a peer's address, it gets its protocol without encryption if it begins with anything
+    else than a handshake.
     """
 
     def __init__(
@@ -223,6 +228,7 @@ class TlsServer:
         refuse: Refuse = lambda address, reason: None,
         dials_per_s: float = DIALS_PER_S,
         expected: Callable[[], int] = lambda: 0,
+        may_be_plain: Callable[[str], bool] = lambda address: False,
     ) -> None:
         self.sockets = [listener]
         self._listener = listener
@@ -232,6 +238,7 @@ class TlsServer:
         self._timeout_s = timeout_s
         self._refuse = refuse
         self._expected = expected
+        self._may_be_plain = may_be_plain
         self._rates = DialRates(2 * most, dials_per_s)
         self._handshakes: dict[asyncio.Task[None], str] = {}
         """The oldest first, with the addresses."""
@@ -258,7 +265,8 @@ class TlsServer:
                 self._refuse(address, "it dials too often")
                 await asyncio.sleep(0)  # What waits to be accepted is accepted without a pause.
                 continue
-            task = asyncio.create_task(self._shake_hands(connection, address), name="TLS handshake")
+            greeting = self._greet if self._may_be_plain(str(peer[0])) else self._shake_hands
+            task = asyncio.create_task(greeting(connection, address), name="TLS handshake")
             self._handshakes[task] = address
             task.add_done_callback(lambda task: self._handshakes.pop(task, None))
             if len(self._handshakes) > max(self._most, self._expected()):
@@ -266,6 +274,22 @@ class TlsServer:
                 address = self._handshakes.pop(crowded)
                 crowded.cancel()
                 self._refuse(address, "too many TLS handshakes are under way")
+
+    async def _greet(self, connection: socket.socket, address: str) -> None:
+        """Let a peer in that may speak plain text, by what its first byte says."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                begins = await _first_byte(connection)
+                if begins != HANDSHAKE:
+                    await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
+        except (OSError, TimeoutError):
+            connection.close()
+            return
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        if begins == HANDSHAKE:
+            await self._shake_hands(connection, address)
 
     async def _shake_hands(self, connection: socket.socket, address: str) -> None:
         try:
@@ -277,6 +301,18 @@ class TlsServer:
         except asyncio.CancelledError:
             connection.close()
             raise
+
+
+async def _first_byte(connection: socket.socket) -> bytes:
+    """What the peer begins with, left to be read; empty if it has hung up."""
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+    loop.add_reader(connection, lambda: None if readable.done() else readable.set_result(None))
+    try:
+        await readable
+    finally:
+        loop.remove_reader(connection)
+    return connection.recv(1, socket.MSG_PEEK)
 
 
 def _why(error: OSError) -> str:

@@ -11,8 +11,9 @@ from elastic.front.doors.access import DoorAccess, read_network
 from elastic.front.doors.doors import DOORS, TrainerDoors
 from elastic.front.doors.roots import WeightsRoot, WeightsRoots
 from elastic.front.errors import ERROR_SHAPES
-from elastic.protocol.http_server import serving
+from elastic.protocol.http_server import PeerLimits, serving
 from elastic.protocol.run_secrets import RunSecrets
+from elastic.protocol.tls import Certificate
 from tests.doors.memory_run import MemoryRun
 
 SECRETS = RunSecrets(b"d" * 32)
@@ -35,9 +36,14 @@ class ServedDoors:
 
 @contextlib.asynccontextmanager
 async def served_doors(
-    root: Path, opened: Sequence[str] = tuple(DOORS), plain: Sequence[str] = ()
+    root: Path,
+    opened: Sequence[str] = tuple(DOORS),
+    plain: Sequence[str] = (),
+    certificate: Certificate | None = None,
+    head_timeout_s: float = 5.0,
 ) -> AsyncIterator[ServedDoors]:
     run = MemoryRun()
+    networks = [read_network(one) for one in plain]
     listener = socket.create_server(("127.0.0.1", 0))
 
     async def metrics() -> str:
@@ -49,12 +55,13 @@ async def served_doors(
     doors = TrainerDoors(
         run=run,
         roots=WeightsRoots([WeightsRoot(PurePosixPath(THEIRS), root)]),
-        access=DoorAccess(SECRETS, [read_network(one) for one in plain]),
+        access=DoorAccess(SECRETS, networks),
         alive=lambda: True,
         metrics=metrics,
         decode=decode,
         opened=opened,
     )
     app = Starlette(routes=doors.routes(), exception_handlers=ERROR_SHAPES)
-    async with serving(app, listener) as url:
+    limits = PeerLimits(head_timeout_s=head_timeout_s)
+    async with serving(app, listener, limits, certificate=certificate, plain=networks) as url:
         yield ServedDoors(run, doors, root, url)

@@ -20,6 +20,7 @@ from elastic.front.doors.requests import spans_of
 from elastic.front.doors.roots import WeightsRoot, WeightsRoots, read_root
 from elastic.front.doors.sglang import told
 from elastic.protocol.openai.errors import FrontError
+from elastic.protocol.tls import run_certificate
 from tests.doors.memory_run import CONTEXT_TOKENS, offered
 from tests.doors.served import CONTROL, REQUESTS, SECRETS, THEIRS, ServedDoors, served_doors
 
@@ -68,6 +69,27 @@ async def test_only_peers_of_a_plain_network_need_no_key(tmp_path: Path) -> None
         assert (await client.post("/pause")).status_code == 401
     async with served_doors(tmp_path, plain=["127.0.0.0/8"]) as served, client_of(served, "") as client:
         assert (await client.post("/pause")).status_code == 200
+
+
+async def test_beyond_a_plain_network_everybody_speaks_tls(tmp_path: Path) -> None:
+    certificate = run_certificate(tmp_path, ["127.0.0.1"])
+    async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+        async with served_doors(tmp_path, plain=["127.0.0.0/8"], certificate=certificate) as served:
+            assert served.url.startswith("https://")
+            for url in (served.url, served.url.replace("https://", "http://")):
+                assert (await client.post(f"{url}/pause")).status_code == 200
+        async with served_doors(tmp_path, plain=["10.0.0.0/8"], certificate=certificate) as served:
+            assert (await client.post(f"{served.url}/pause")).status_code == 401
+            with pytest.raises(httpx.TransportError):
+                await client.post(f"{served.url.replace('https://', 'http://')}/pause")
+
+
+async def test_a_peer_of_a_plain_network_that_says_nothing_is_hung_up_on(tmp_path: Path) -> None:
+    certificate = run_certificate(tmp_path, ["127.0.0.1"])
+    async with served_doors(tmp_path, plain=["127.0.0.1"], certificate=certificate, head_timeout_s=0.1) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(served.url).port)
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+        writer.close()
 
 
 @pytest.mark.parametrize("said", ["10.0.0.1/8", "host", "", "10.0.0.0/33"])
