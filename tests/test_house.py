@@ -11,7 +11,7 @@ from benchmarks import house
 
 ROOT = Path(__file__).parents[1]
 BESIDE = ("functions", "policies", "providers", "traces")
-ENTRIES_MAX = 17
+ENTRIES_MAX = 18
 STEPPING = "loops", "threads"
 """Modules of a world that step what asyncio and threading keep to themselves."""
 

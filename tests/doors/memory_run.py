@@ -5,10 +5,12 @@ tell what it was given.
 """
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
+import torch
+from safetensors.torch import load_file, save_file
 
 from elastic.front.doors.base import (
     DoorRefused,
@@ -53,6 +55,11 @@ class MemoryRun:
         """Requests whose clients have vanished."""
         self.refuses: DoorRefused | None = None
         """What every call is refused with."""
+        self.refused = 0
+        self.taken: list[dict[str, torch.Tensor]] = []
+        """The tensors of each offer."""
+        self.files: list[int] = []
+        """In how many files they were."""
         self.labels = [""]
         self.adapters: dict[str, None] = {}
         self._turns: list[MemoryTurn] = []
@@ -72,7 +79,7 @@ class MemoryRun:
         return sum(turn.running and len(turn.ids) == self.gate for turn in self._turns)
 
     async def generate(self, request: TokenRequest) -> TokenAnswer:
-        self._check(request)
+        await self._check(request)
         self.requests.append(request)
         turn = MemoryTurn(request, min(request.max_tokens or CONTEXT_TOKENS, CONTEXT_TOKENS - len(request.prompt_ids)))
         self._turns.append(turn)
@@ -87,9 +94,8 @@ class MemoryRun:
             await self._say()
         return self._answer(turn)
 
-    def _check(self, request: TokenRequest) -> None:
-        if self.refuses is not None:
-            raise self.refuses
+    async def _check(self, request: TokenRequest) -> None:
+        await self._refuse()
         if request.model and request.model not in (self.model.name, *self.adapters):
             raise DoorRefused(f"no model {request.model!r} was offered", param="model", missing=True)
         if len(request.prompt_ids) >= CONTEXT_TOKENS:
@@ -136,11 +142,12 @@ class MemoryRun:
         return VersionRun(version=number, tokens=tokens, label=self.labels[number])
 
     async def offer(self, offer: WeightsOffer) -> VersionRun:
-        if self.refuses is not None:
-            raise self.refuses
+        await self._refuse()
         if not any(offer.directory.glob("*.safetensors")):
             raise DoorRefused(f"{offer.directory}: has no weights", missing=not offer.directory.is_dir())
         self.offers.append(offer)
+        self.files.append(len(list(offer.directory.glob("*.safetensors"))))
+        self.taken.append(tensors_of(offer.directory))
         self.labels.append(offer.label)
         if offer.adapter:
             self.adapters[offer.adapter] = None
@@ -149,8 +156,7 @@ class MemoryRun:
         return self._version()
 
     async def pause(self, mode: PauseMode) -> None:
-        if self.refuses is not None:
-            raise self.refuses
+        await self._refuse()
         self.pauses.append(mode)
         self.paused = True
         await self._say()
@@ -170,8 +176,7 @@ class MemoryRun:
         return len(self._turns)
 
     async def standing(self) -> ServingState:
-        if self.refuses is not None:
-            raise self.refuses
+        await self._refuse()
         running = sum(turn.running for turn in self._turns)
         return ServingState(
             now=self._version(),
@@ -182,18 +187,31 @@ class MemoryRun:
             adapters=tuple(self.adapters),
         )
 
+    async def _refuse(self) -> None:
+        if self.refuses is not None:
+            self.refused += 1
+            await self._say()
+            raise self.refuses
+
     async def _say(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
 
-def offered(root: Path, name: str, content: bytes = b"weights") -> Path:
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint; where it has an index, those that this names, each from its shard."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        shards = {name: load_file(directory / name) for name in {*places.values()}}
+        return {name: shards[shard][name] for name, shard in places.items()}
+    [file] = directory.glob("*.safetensors")
+    return load_file(file)
+
+
+def offered(root: Path, name: str, value: float = 0.0) -> Path:
     """A directory with weights below a root."""
     directory = root / name
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "model.safetensors").write_bytes(content)
+    save_file({"weight": torch.full((2, 2), value)}, directory / "model.safetensors")
     return directory
-
-
-def renamed(run: MemoryRun, name: str) -> None:
-    run.model = msgspec.structs.replace(run.model, name=name)

@@ -24,7 +24,7 @@ METRICS = 'vllm:num_requests_running{engine="spot-1"} 1\n'
 
 
 class ServedDoors:
-    """`root` is where the directories are that the trainer calls `THEIRS`."""
+    """`root` is where the directories are that the trainer names, below `THEIRS` unless a test says otherwise."""
 
     def __init__(self, run: MemoryRun, doors: TrainerDoors, root: Path, url: str) -> None:
         self.run, self.doors, self.root, self.url = run, doors, root, url
@@ -41,6 +41,7 @@ async def served_doors(
     plain: Sequence[str] = (),
     certificate: Certificate | None = None,
     head_timeout_s: float = 5.0,
+    theirs: str = THEIRS,
 ) -> AsyncIterator[ServedDoors]:
     run = MemoryRun()
     networks = [read_network(one) for one in plain]
@@ -54,7 +55,7 @@ async def served_doors(
 
     doors = TrainerDoors(
         run=run,
-        roots=WeightsRoots([WeightsRoot(PurePosixPath(THEIRS), root)]),
+        roots=WeightsRoots([WeightsRoot(PurePosixPath(theirs), root)]),
         access=DoorAccess(SECRETS, networks),
         alive=lambda: True,
         metrics=metrics,

@@ -267,7 +267,7 @@ async def test_skyrl(served: ServedDoors) -> None:
         async with session.get(f"{control}/get_world_size", json={}) as size:
             assert (await size.json()) == {"world_size": 1}
         for update in range(1, UPDATES + 1):
-            offered(served.root, "lora", b"%d" % update)
+            offered(served.root, "lora", update)
             async with session.post(f"{control}/pause", params={"mode": "keep", "clear_cache": "false"}) as paused:
                 assert paused.status == 200
             body = {"lora_name": "skyrl-lora", "lora_path": f"{THEIRS}/lora"}
@@ -294,3 +294,4 @@ async def test_skyrl(served: ServedDoors) -> None:
             async with session.post(f"{data}/finish_session", params={"session_id": "7"}) as finished:
                 assert finished.status == 200
     assert [offer.adapter for offer in served.run.offers] == ["skyrl-lora"] * UPDATES
+    assert [tensors["weight"][0, 0].item() for tensors in served.run.taken] == [1, 2, 3]

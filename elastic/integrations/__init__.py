@@ -1,0 +1,1 @@
+"""Elastic from within other people's trainers, whose processes need none of it but a module of this room."""
