@@ -76,7 +76,8 @@ LONGEST_S = 31_536_000
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # A process builds what it validates: most of a run's need a section or two.
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     @field_validator("*")
     @classmethod

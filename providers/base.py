@@ -107,7 +107,7 @@ USD_MAX = 1e6
 class ProviderSettings(BaseModel):
     """Configuration that every provider has. Adapters add their own keys in a subclass."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     kind: str = Field(default="", description="which provider this is; else the section's name says it")
     max_workers: int = Field(1, ge=0, le=10_000, description="most workers to hold at once")

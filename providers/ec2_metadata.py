@@ -17,8 +17,6 @@ from elastic.protocol.http_clients import async_client
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 """The environment variable by which AWS's own clients find the service."""
 ENDPOINT = "http://169.254.169.254"
-NOTICES_VARIABLE = "ELASTIC_NOTICES"
-"""The environment variable that names who gives notices to a worker: "ec2", or nobody."""
 TOKEN_TTL_S = 21_600
 ANSWER_TIMEOUT_S = 2.0
 NOTICE_S_MAX = 120.0

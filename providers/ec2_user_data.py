@@ -11,11 +11,11 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-from providers.ec2_metadata import NOTICES_VARIABLE
-
 LIMIT_BYTES = 16_384
 """EC2's, before base64."""
 TOKEN_VARIABLE = "ELASTIC_JOIN_TOKEN"
+NOTICES_VARIABLE = "ELASTIC_NOTICES"
+"""The environment variable that names who gives notices to a worker: "ec2", or nobody."""
 
 _SCRIPT = """\
 #!/bin/bash

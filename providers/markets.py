@@ -209,7 +209,7 @@ def _readable(trace: str) -> str:
 class SpotTraceSettings(BaseModel):
     """A spot trace, and how it is played."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     trace: Annotated[str, AfterValidator(_readable)] = Field(
         "rlboost-a",

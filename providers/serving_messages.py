@@ -96,7 +96,7 @@ def _readable(trace: str) -> str:
 
 
 class _HostSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
 
 
 class LoadSettings(_HostSection):

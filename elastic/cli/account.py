@@ -5,14 +5,11 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.cli.output import say
 from elastic.config import ConfigError
-from elastic.protocol.api_client import PATIENCE_S, Client
 from elastic.runtime.journal import DirectoryStore, RunDirectory
 from elastic.system.files import write_whole
 
 URL_VARIABLE, KEY_VARIABLE = "ELASTIC_API_URL", "ELASTIC_API_KEY"
-PATIENCE_VARIABLE = "ELASTIC_API_PATIENCE_S"
 
 
 class Login(msgspec.Struct, frozen=True):
@@ -80,28 +77,3 @@ def run_on_disk(directory: Path, name: str) -> RunDirectory:
         if (path := _account_path()) is None or not path.exists():
             raise
         raise ConfigError(f"{error}; for runs on the server: --remote") from None
-
-
-def connected() -> Client:
-    """The server that this user is logged in to. Raises `ConfigError`."""
-    found, told = account(), list[str]()
-
-    def waits(why: str) -> None:
-        if not told:
-            told.append(why)
-            say(f"{why}; asking again for up to {patience_s:g} s")
-
-    patience_s = patience()
-    return Client(found.url, found.key, patience_s=patience_s, on_wait=waits)
-
-
-def patience() -> float:
-    """How long a server that does not answer is asked again. Raises `ConfigError`."""
-    text = os.environ.get(PATIENCE_VARIABLE, "")
-    try:
-        found = float(text) if text else PATIENCE_S
-    except ValueError:
-        found = -1.0
-    if not 0.0 <= found < float("inf"):
-        raise ConfigError(f"{PATIENCE_VARIABLE}: found {text!r}; allowed: seconds, such as {PATIENCE_S:g}")
-    return found

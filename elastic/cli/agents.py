@@ -1,4 +1,4 @@
-"""`elastic agents`: where agents reach a run that they drive, and which keys they show; and its fronts' processes."""
+"""`elastic agents`: where agents reach a run that they drive, and which keys they show."""
 
 from pathlib import Path
 from typing import Annotated
@@ -118,29 +118,3 @@ def base_url(run: RunDirectory) -> str:
         what = "does not go on now" if served else 'is not driven by agents: environment.name = "outside" is'
         bad_input(f"run {run.name} {what}")
     return agents_url(load_run_config(run.path), Address.parse(served))
-
-
-def env_worker(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
-    environment: Annotated[str, typer.Option(metavar="NAME", help="The environment whose episodes are played.")],
-) -> None:
-    """Be an env worker of a run: play its episodes by users' code.
-
-    Example: elastic env-worker runs/one --environment agent
-    """
-    from elastic.compose.processes import run_env_worker
-
-    run_env_worker(run_dir, environment)
-
-
-def front(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
-    descriptor: Annotated[int, typer.Option("--fd", metavar="N", help="The socket on which agents are served.")],
-) -> None:
-    """Be a front of a run: serve agents on an inherited socket.
-
-    Example: elastic front runs/one --fd 3
-    """
-    from elastic.compose.processes import run_front
-
-    run_front(run_dir, descriptor)

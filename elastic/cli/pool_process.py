@@ -28,6 +28,6 @@ def pool_host() -> int:
 
     Example: elastic pool-host
     """
-    from elastic.compose.pool import run_pool_host
+    from elastic.compose.pool_host import run_pool_host
 
     return run_pool_host()

@@ -1,5 +1,6 @@
 """The server of `elastic api login`, as commands use it: what it refuses ends the program with one message."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -7,14 +8,15 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from elastic.cli.account import connected
+from elastic.cli.account import account
 from elastic.cli.output import EXIT_INTERRUPTED, bad_input, failed, say
 from elastic.config import ConfigError
-from elastic.protocol.api_client import ApiError, Client, ClientError
+from elastic.protocol.api_client import PATIENCE_S, ApiError, Client, ClientError
 from elastic.system.signals import INTERRUPT, handled
 
 M = TypeVar("M", bound=BaseModel)
 
+PATIENCE_VARIABLE = "ELASTIC_API_PATIENCE_S"
 _BAD_INPUT = (400, 404, 409, 412, 422)
 
 
@@ -26,13 +28,38 @@ def is_hosted(name: str) -> bool:
 @contextmanager
 def server() -> Iterator[Client]:
     """The server that this user is logged in to; what it refuses ends the program with one message."""
-    with connected() as client:
+    with _connected() as client:
         try:
             yield client
         except ApiError as error:
             _refused(error)
         except ClientError as error:
             failed(str(error))
+
+
+def _connected() -> Client:
+    """The server that this user is logged in to. Raises `ConfigError`."""
+    found, told = account(), list[str]()
+
+    def waits(why: str) -> None:
+        if not told:
+            told.append(why)
+            say(f"{why}; asking again for up to {patience_s:g} s")
+
+    patience_s = _patience()
+    return Client(found.url, found.key, patience_s=patience_s, on_wait=waits)
+
+
+def _patience() -> float:
+    """How long a server that does not answer is asked again. Raises `ConfigError`."""
+    text = os.environ.get(PATIENCE_VARIABLE, "")
+    try:
+        found = float(text) if text else PATIENCE_S
+    except ValueError:
+        found = -1.0
+    if not 0.0 <= found < float("inf"):
+        raise ConfigError(f"{PATIENCE_VARIABLE}: found {text!r}; allowed: seconds, such as {PATIENCE_S:g}")
+    return found
 
 
 def _refused(error: ApiError) -> NoReturn:

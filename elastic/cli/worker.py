@@ -1,11 +1,11 @@
-"""Processes that providers and pools start, or people, such as `elastic worker`."""
+"""Processes that providers, pools and runs start, or people, such as `elastic worker`; each imports what it needs."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from elastic.compose.processes import run_pool_resident, run_serving_host, run_worker
+from elastic.compose.processes import run_env_worker, run_front, run_pool_resident, run_serving_host, run_worker
 
 
 def worker(
@@ -54,3 +54,25 @@ def pool_resident(
     Example: ELASTIC_KEEPER_FD=3 elastic pool-resident runs/one
     """
     run_pool_resident()
+
+
+def env_worker(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
+    environment: Annotated[str, typer.Option(metavar="NAME", help="The environment whose episodes are played.")],
+) -> None:
+    """Be an env worker of a run: play its episodes by users' code.
+
+    Example: elastic env-worker runs/one --environment agent
+    """
+    run_env_worker(run_dir, environment)
+
+
+def front(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
+    descriptor: Annotated[int, typer.Option("--fd", metavar="N", help="The socket on which agents are served.")],
+) -> None:
+    """Be a front of a run: serve agents on an inherited socket.
+
+    Example: elastic front runs/one --fd 3
+    """
+    run_front(run_dir, descriptor)

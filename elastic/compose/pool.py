@@ -14,6 +14,7 @@ import structlog
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
 from elastic.compose.nanoseconds import in_nanoseconds
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, phase_plan
+from elastic.compose.pool_host import NAME_VARIABLE, NODE_VARIABLE, RECORDS_VARIABLE
 from elastic.compose.processes import run_loop
 from elastic.compose.run_endings import DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, ending_of, world
 from elastic.compose.runs import claimed, load_run_config, private, save_run_config
@@ -27,7 +28,6 @@ from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandMana
 from elastic.pool.gateway import PoolGateway, PoolTokens
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
-from elastic.pool.keeper import Keeper, KeeperTicket
 from elastic.pool.live import LivePorts
 from elastic.pool.ports import HowEnded, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
@@ -45,7 +45,6 @@ from elastic.system.supervision import RecordedProcesses
 
 log = structlog.get_logger(__name__)
 
-NAME_VARIABLE, NODE_VARIABLE, RECORDS_VARIABLE = "ELASTIC_POOL_NAME", "ELASTIC_POOL_NODE", "ELASTIC_POOL_RECORDS"
 PHASES_VARIABLE = "ELASTIC_PHASES"
 ELASTIC = (sys.executable, "-P", "-m", "elastic.cli")
 RUN_LOG = Path("logs") / "process.log"
@@ -306,33 +305,3 @@ def _stops_by_signal(shell: PoolShell, journal: PoolJournal) -> Callable[[], Non
         shell.stop(now=now)
 
     return act_on(TERMINATION, stop)
-
-
-def run_pool_host() -> int:
-    """Be a node's keeper, as the environment says, until the pool does without it; returns the exit code.
-
-    Raises `ConfigError` where the environment names no pool.
-    """
-    needed = (POOL_VARIABLE, NAME_VARIABLE, NODE_VARIABLE, TOKEN_VARIABLE)
-    missing = [name for name in needed if not os.environ.get(name)]
-    if missing:
-        raise ConfigError(f"elastic pool-host: {', '.join(missing)} not set, which a pool hands to its keepers")
-    records = os.environ.get(RECORDS_VARIABLE, "")
-    ticket = KeeperTicket(
-        endpoint=Endpoint(os.environ[POOL_VARIABLE], fingerprint=os.environ.get(FINGERPRINT_VARIABLE, "")),
-        pool=os.environ[NAME_VARIABLE],
-        node=os.environ[NODE_VARIABLE],
-        token=os.environ.pop(TOKEN_VARIABLE),
-        records=Path(records) if records else None,
-    )
-    return run_loop(_keep(ticket))
-
-
-async def _keep(ticket: KeeperTicket) -> int:
-    keeping = asyncio.create_task(Keeper(ticket).run(), name="keeper")
-    act_on(TERMINATION, keeping.cancel)
-    try:
-        log.info("keeper ends", node=ticket.node, cause=await keeping)
-    except asyncio.CancelledError:
-        log.info("keeper ends", node=ticket.node, cause="it was told to")
-    return 0

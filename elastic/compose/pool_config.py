@@ -28,7 +28,7 @@ _WAITS = WaitLimits()
 
 
 class _PoolPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class PoolNodesConfig(_PoolPart):

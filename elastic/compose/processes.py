@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from elastic.compose.runs import load_run_config
 from elastic.config import ConfigError, validate
 from elastic.pool.messages import KEEPER_VARIABLE, QUIET_VARIABLE
 from elastic.protocol.endpoint import Address, Endpoint
@@ -21,10 +20,10 @@ from elastic.system.logs import STANDARD_ERROR, log_to
 from elastic.system.machine import collect_between_decisions, defer_full_collections, quietly
 from elastic.system.named_code import CodeUnusable
 from elastic.system.processes import end_own_kin
-from providers.serving_messages import LendOrder
 
 if TYPE_CHECKING:
     from elastic.worker.agent import AgentExit, Ticket
+    from providers.serving_messages import LendOrder
 
 T = TypeVar("T")
 
@@ -52,6 +51,7 @@ def run_worker(
     if trainer_run_dir is None:
         leave_process(run_loop(run_agent(ticket)))
     _load(lambda: import_module("elastic.worker.trainer_host"))
+    from elastic.compose.runs import load_run_config
     from elastic.worker.device_permit import DevicePermit, keeper_socket
     from elastic.worker.trainer_host import run_trainer_host
 
@@ -72,7 +72,7 @@ def run_serving_host() -> int:
     from elastic.worker.connection import JOIN_TIMEOUT_S, Ticket
     from elastic.worker.warmup import warm_up
 
-    async def start_agent(order: LendOrder, share: serving_host.HostShare) -> None:
+    async def start_agent(order: "LendOrder", share: serving_host.HostShare) -> None:
         wait_s = settings.orchestrator_timeout_s or JOIN_TIMEOUT_S
         endpoint = Endpoint(order.join, fingerprint=order.fingerprint)
         ticket = Ticket(endpoint=endpoint, run=order.run, worker=order.worker, token=order.token, wait_s=wait_s)
@@ -125,6 +125,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     """
     from elastic.compose.data import data_source, episode_seed
     from elastic.compose.evaluation import held_out
+    from elastic.compose.runs import load_run_config
     from elastic.config import OUTSIDE
     from elastic.environments.container import INSIDE_VARIABLE
     from elastic.environments.env_worker import PLAYED_SETTINGS, EnvWork, serve_env_worker

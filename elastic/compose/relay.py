@@ -10,7 +10,6 @@ import structlog
 
 from elastic.config import Config
 from elastic.protocol.endpoint import Address
-from elastic.protocol.http_server import BodyLimits, CallerLimits, serving, too_many
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sockets import address_of, listening_socket
 from elastic.protocol.tls import Certificate
@@ -18,7 +17,6 @@ from elastic.runtime.gateway import GatewayError, GatewayOutage, cannot_listen
 from elastic.weights.errors import RelayError, RelayUnavailable
 from elastic.weights.relay import below, open_relay
 from elastic.weights.rights import RelayRights
-from elastic.weights.server import BLOB_BYTES_MAX, relay_app
 from elastic.weights.shared_memory import in_memory
 
 log = structlog.get_logger(__name__)
@@ -100,6 +98,10 @@ async def _served(
     config: Config, directory: Path, port: int, rights: RelayRights, certificate: Certificate | None
 ) -> AsyncIterator[Address]:
     """The directory over HTTP, or HTTPS: where it listens."""
+    # Few runs serve their weights, and what serves HTTP takes long to import.
+    from elastic.protocol.http_server import BodyLimits, CallerLimits, serving, too_many
+    from elastic.weights.server import BLOB_BYTES_MAX, relay_app
+
     host = config.run.host
     try:
         listener = listening_socket(host, port)

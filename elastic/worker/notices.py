@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import structlog
 
-from providers.ec2_metadata import NOTICES_VARIABLE, InstanceMetadata, MetadataError
+from providers.ec2_user_data import NOTICES_VARIABLE
 
 log = structlog.get_logger(__name__)
 
@@ -22,6 +22,9 @@ async def watch_instance(tell: Tell, poll_s: float = POLL_S) -> None:
     """Report each notice once, for as long as the worker lives. A service that does not answer is asked again."""
     if os.environ.get(NOTICES_VARIABLE) != "ec2":
         return
+    # An HTTP client takes long to import, and most workers are not on EC2.
+    from providers.ec2_metadata import InstanceMetadata, MetadataError
+
     silent, told = False, set[str]()
     async with InstanceMetadata.of_environment() as metadata:
         while True:

@@ -8,7 +8,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from elastic.worker.notices import watch_instance
-from providers.ec2_metadata import ENDPOINT_VARIABLE, NOTICES_VARIABLE, InstanceMetadata, MetadataError
+from providers.ec2_metadata import ENDPOINT_VARIABLE, InstanceMetadata, MetadataError
+from providers.ec2_user_data import NOTICES_VARIABLE
 
 POLL_S = 0.01
 

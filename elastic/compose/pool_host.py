@@ -1,0 +1,48 @@
+"""The process of a pool's node: its keeper, which imports no more than it needs."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import structlog
+
+from elastic.compose.processes import run_loop
+from elastic.config import ConfigError
+from elastic.pool.client import FINGERPRINT_VARIABLE, POOL_VARIABLE, TOKEN_VARIABLE
+from elastic.pool.keeper import Keeper, KeeperTicket
+from elastic.protocol.endpoint import Endpoint
+from elastic.system.signals import TERMINATION, act_on
+
+log = structlog.get_logger(__name__)
+
+NAME_VARIABLE, NODE_VARIABLE, RECORDS_VARIABLE = "ELASTIC_POOL_NAME", "ELASTIC_POOL_NODE", "ELASTIC_POOL_RECORDS"
+
+
+def run_pool_host() -> int:
+    """Be a node's keeper, as the environment says, until the pool does without it; returns the exit code.
+
+    Raises `ConfigError` where the environment names no pool.
+    """
+    needed = (POOL_VARIABLE, NAME_VARIABLE, NODE_VARIABLE, TOKEN_VARIABLE)
+    missing = [name for name in needed if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(f"elastic pool-host: {', '.join(missing)} not set, which a pool hands to its keepers")
+    records = os.environ.get(RECORDS_VARIABLE, "")
+    ticket = KeeperTicket(
+        endpoint=Endpoint(os.environ[POOL_VARIABLE], fingerprint=os.environ.get(FINGERPRINT_VARIABLE, "")),
+        pool=os.environ[NAME_VARIABLE],
+        node=os.environ[NODE_VARIABLE],
+        token=os.environ.pop(TOKEN_VARIABLE),
+        records=Path(records) if records else None,
+    )
+    return run_loop(_keep(ticket))
+
+
+async def _keep(ticket: KeeperTicket) -> int:
+    keeping = asyncio.create_task(Keeper(ticket).run(), name="keeper")
+    act_on(TERMINATION, keeping.cancel)
+    try:
+        log.info("keeper ends", node=ticket.node, cause=await keeping)
+    except asyncio.CancelledError:
+        log.info("keeper ends", node=ticket.node, cause="it was told to")
+    return 0
