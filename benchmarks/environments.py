@@ -142,7 +142,11 @@ async def hosted(workers: int) -> AsyncIterator[EnvWorkersThere]:
         config = {"model": {"checkpoint": "."}, "environment": {"name": NAME}}
         (run_dir / "config.json").write_text(json.dumps(config))
         secrets, failed = RunSecrets.of(run_dir), list[str]()
-        hosts = EpisodeHosts("benchmark", (NAME,), WORDS, secrets, lambda: bool(failed), failed.append)
+
+        def fail(cause: str, *, bad_input: bool = False) -> None:
+            failed.append(cause)
+
+        hosts = EpisodeHosts("benchmark", (NAME,), WORDS, secrets, lambda: bool(failed), fail)
         names = [env_worker_id(NAME, number) for number in range(workers)]
         path = {"PYTHONPATH": os.pathsep.join((folder, str(ROOT)))}
         order = EnvWorkersOrder(
@@ -159,7 +163,7 @@ async def hosted(workers: int) -> AsyncIterator[EnvWorkersThere]:
             secrets=(),
             owner=EPISODE_HOSTS,
         )
-        serving = ServingHosts(order, False, hosts, failed.append)
+        serving = ServingHosts(order, False, hosts, fail)
         await serving.start()
         try:
             await until("env workers", lambda: len([h for h in hosts.connected.values() if h.facts]) == workers)

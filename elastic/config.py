@@ -163,7 +163,7 @@ class ModelConfig(_Section):
 
 OUTSIDE = "outside"
 """The environment that is none: agents outside of the run drive its trajectories."""
-AGENT, CHAT = "agent", "chat"
+PLAYED_BY_ROWS = AGENT, CHAT = "agent", "chat"
 PLAYED = (AGENT, CHAT, "gymnasium", "openenv", "reasoning-gym", "verifiers")
 """Environments whose episodes are users' code, in env workers."""
 DRIVEN = (OUTSIDE, *PLAYED)
@@ -269,9 +269,6 @@ class EnvironmentConfig(_Section):
 
     @model_validator(mode="after")
     def _played_by_rows(self) -> "EnvironmentConfig":
-        if self.data is not None and self.kind not in (AGENT, CHAT):
-            allowed = ", ".join(map(repr, (AGENT, CHAT)))
-            raise ValueError(f"environment.data is for environments of kind {allowed} (found {self.kind!r})")
         if self.data is None and self.kind == CHAT:
             raise ValueError(f"environment.data is missing, which has the prompts of an environment of kind {CHAT!r}")
         return self

@@ -328,8 +328,9 @@ def test_the_environments_of_a_mix_are_resolved_each_by_its_kind() -> None:
         ({"name": "a", "kind": "frozenlake", "settings": {"size": 4}}, "environments.1.settings.size: unknown key"),
         (
             {"name": "a", "kind": "frozenlake", "data": {"source": "r.jsonl"}},
-            "environment.data is for environments of kind",
+            "environments.1.data: found for kind 'frozenlake'; allowed for kinds 'agent' and 'chat'",
         ),
+        ({"name": "a", "kind": "chess", "data": {"source": "r.jsonl"}}, "environments.1.kind: unknown environment"),
     ):
         with pytest.raises(ConfigError) as refused:
             resolve(validate(Config, raw | {"environments": [entries[0], wrong]}, "test"), [], "test")

@@ -20,7 +20,17 @@ from elastic.cli.options import (
     with_budget,
     with_seed,
 )
-from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, emit, program, say
+from elastic.cli.output import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    bad_input,
+    console,
+    emit,
+    program,
+    say,
+)
 from elastic.cli.progress import ProgressDisplay, bar
 from elastic.cli.supervise import supervise_run
 from elastic.cli.tables import show_listing
@@ -300,9 +310,9 @@ def _told(outcome: RunOutcome, run_dir: Path, go_on: str) -> int:
         say(f"interrupted; {go_on.replace('go on', 'goes on', 1)}")
         return EXIT_INTERRUPTED
     if outcome.failed:
-        say(f"error: the run failed: {outcome.failed}")
+        say(f"error: {'' if outcome.bad_input else 'the run failed: '}{outcome.failed}")
         say(f"hint: logs are in {run_dir / 'logs'}; {go_on}")
-        return EXIT_FAILED
+        return EXIT_BAD_INPUT if outcome.bad_input else EXIT_FAILED
     if outcome.stopped:
         more = " --budget-usd USD" if outcome.stopped.startswith(BUDGET_EXHAUSTED) else ""
         say(f"stopped: {outcome.stopped}; {go_on}{more}")

@@ -61,6 +61,8 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path
     failed: str
     interrupted: bool
+    bad_input: bool = False
+    """Whether it has failed for what it was given, which has to be mended."""
     stopped: str = ""
     """Why it was stopped before its end; empty where it was not."""
     ended_early: str = ""
@@ -144,6 +146,7 @@ async def execute(
         run_dir=run_dir,
         failed=failed,
         interrupted=failed == INTERRUPTED,
+        bad_input=orchestrator.bad_input,
         stopped=scheduler.stopped,
         ended_early=scheduler.ended_early,
     )

@@ -15,6 +15,7 @@ from elastic.compose.checkpoints import checkpoints
 from elastic.compose.data import counted
 from elastic.compose.evaluation import with_tasks
 from elastic.config import (
+    PLAYED_BY_ROWS,
     Config,
     ConfigError,
     ConfigProblem,
@@ -254,6 +255,10 @@ def _chosen(config: Config, number: int, where: str) -> ChosenEnvironment:
     environment, section = config.mixture[number], config.environment_section(number)
     key = "name" if environment.kind == environment.name else "kind"
     kind = _own_kind(environment, where, *section, key)
+    if environment.data is not None and environment.kind not in PLAYED_BY_ROWS:
+        allowed = " and ".join(map(repr, PLAYED_BY_ROWS))
+        problem = f"found for kind {environment.kind!r}; allowed for kinds {allowed}"
+        raise ConfigError(ConfigProblem(problem, (*section, "data"), where))
     if not ENVIRONMENT_NAME.fullmatch(environment.name):
         problem = f"found {environment.name!r}; allowed: up to 63 letters, digits, _ and -"
         raise ConfigError(ConfigProblem(problem, (*section, "name"), where))

@@ -132,7 +132,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     from elastic.environments.hosting import HostWork, load_kind, serve_episodes
     from elastic.environments.limits import ProcessLimits
     from elastic.environments.rows import BadData
-    from elastic.environments.run_link import take_keys
+    from elastic.environments.run_link import take_keys, tell_unusable
 
     config = load_run_config(run_dir)
     played = {one.name: (number, one) for number, one in enumerate(config.mixture) if one.kind != OUTSIDE}
@@ -146,16 +146,16 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
 
         sys.exit(run_loop(keep_container(run_dir, container_order(run_dir, config, number))))
     os.nice(NICENESS)
+    keys = take_keys()  # Before any code of users' is loaded: what that starts inherits none.
     limits, section = own.limits, (*config.environment_section(number), "settings")
     ProcessLimits(limits.memory_gb, limits.cpu_s, limits.files).hold()
     away_s = config.run.orchestrator_timeout_s
     try:
         if own.kind not in PLAYED_SETTINGS:
-            key = take_keys().run  # Before code of others is loaded: what that starts inherits none.
             kind = load_kind(own.kind)
             work = HostWork(
                 run_dir=run_dir,
-                key=key,
+                key=keys.run,
                 kind=kind,
                 settings=validate(kind.Settings, own.settings, str(run_dir), *section),
                 limit_s=own.step_timeout_s,
@@ -166,6 +166,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
             return
         chat_work = EnvWork(
             run_dir=run_dir,
+            keys=keys,
             settings=validate(PLAYED_SETTINGS[own.kind], own.settings, str(run_dir), *section),
             model=config.served_name,
             checkpoint=config.model.checkpoint,
@@ -176,7 +177,8 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
             inside=inside,
         )
         run_loop(serve_env_worker(chat_work))
-    except (CodeUnusable, BadData) as error:
+    except (CodeUnusable, BadData, ConfigError) as error:
+        run_loop(tell_unusable(run_dir, keys.run, str(error)))
         raise ConfigError(str(error)) from error
 
 

@@ -42,7 +42,7 @@ from elastic.environments.hidden_keys import HiddenKeys
 from elastic.environments.kinds import KindMeans, KindSettings
 from elastic.environments.limits import end_with_input
 from elastic.environments.rows import DataSource, Rows, check_held_out, check_tasks, prompts_of, read_rows
-from elastic.environments.run_link import EnvRunLink, serve_run, take_keys
+from elastic.environments.run_link import NO_KEYS, EnvRunLink, EnvWorkerKeys, serve_run
 from elastic.protocol.front_messages import (
     AgentCaller,
     BeginTrajectory,
@@ -98,6 +98,7 @@ class EnvWork:
     tokenizer. `away_s` is how long it goes on without a process at the run."""
 
     run_dir: Path
+    keys: EnvWorkerKeys = NO_KEYS
     settings: PlayedSettings
     model: str
     checkpoint: Path = Path()
@@ -118,7 +119,7 @@ async def serve_env_worker(work: EnvWork) -> None:
 
 
 async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
-    keys = take_keys()  # Before any code of users' is loaded: what that starts inherits none.
+    keys = work.keys
     hidden = HiddenKeys(*keys)
     lasting.enter_context(hidden.in_output())
     link = EnvRunLink(work.run_dir, keys.run, work.away_s)

@@ -20,12 +20,14 @@ from elastic.environments.limits import bound_output
 from elastic.protocol.connection import Connection, ConnectionLost, SessionRefused, over_socket
 from elastic.protocol.frames import RefusedFrame, WireError
 from elastic.protocol.front_messages import (
+    CAUSE_MAX,
     FRONT_SIDE,
     FRONT_VERSION,
     SOCKET,
     Declined,
     DriverBeat,
     DriverHello,
+    EnvironmentUnusable,
     FromFront,
     FromRun,
     FrontWelcome,
@@ -54,6 +56,9 @@ class EnvWorkerKeys(NamedTuple):
 
     run: str = ""
     chat: str = ""
+
+
+NO_KEYS = EnvWorkerKeys()
 
 
 def take_keys() -> EnvWorkerKeys:
@@ -118,7 +123,7 @@ class EnvRunLink:
         lost_s, wait_s = here().monotonic(), REDIAL_S
         while True:
             try:
-                connection = await self._dial()
+                connection = await self.dial()
             except SessionRefused as refused:
                 raise RunGone(str(refused)) from refused
             except (OSError, ConnectionLost) as error:
@@ -154,7 +159,8 @@ class EnvRunLink:
             connection.send(DriverBeat())
             await asyncio.sleep(BEAT_S)
 
-    async def _dial(self) -> Connection[FromFront, FromRun]:
+    async def dial(self) -> Connection[FromFront, FromRun]:
+        """A connection on which the run has said welcome. Raises `OSError`, `ConnectionLost` and `SessionRefused`."""
         connection = await self._connect()
         with contextlib.ExitStack() as unless_welcome:
             unless_welcome.callback(connection.abort)
@@ -198,6 +204,16 @@ async def _over_unix_socket(run_dir: Path) -> Connection[FromFront, FromRun]:
     except BaseException:
         end.close()
         raise
+
+
+async def tell_unusable(run_dir: Path, key: str, cause: str) -> None:
+    """Tell the run, if it is there, that its environment cannot be played."""
+    link = EnvRunLink(run_dir, key, 0.0)
+    with contextlib.suppress(OSError, TimeoutError, ConnectionLost, SessionRefused):
+        async with asyncio.timeout(WELCOME_S):
+            connection = await link.dial()
+            connection.send(EnvironmentUnusable(cause[:CAUSE_MAX]))
+            await connection.lost
 
 
 async def serve_run(link: EnvRunLink, work: Sequence[Coroutine[Any, Any, NoReturn]]) -> None:

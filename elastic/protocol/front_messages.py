@@ -26,7 +26,7 @@ from elastic.protocol.connection import MessageCodec
 from elastic.protocol.frames import MAX_FRAME_BYTES, RefusedFrame, WireError, framed
 from elastic.protocol.metrics import Buckets
 
-FRONT_VERSION = 4
+FRONT_VERSION = 5
 SOCKET = "front.sock"
 """The socket's name in the run's directory."""
 DIGEST_BYTES = 16
@@ -101,6 +101,12 @@ class DriverHello(_FrontMessage, frozen=True):
 
 class DriverBeat(_FrontMessage, frozen=True):
     """The env worker is there, and not held up."""
+
+
+class EnvironmentUnusable(_FrontMessage, frozen=True):
+    """The env worker cannot play its environment: why, and what is allowed. The run closes the connection."""
+
+    cause: Annotated[str, msgspec.Meta(max_length=CAUSE_MAX)]
 
 
 class LookUp(_FrontMessage, frozen=True):
@@ -534,6 +540,7 @@ FromFront: TypeAlias = (
     | AskUpstream
     | UpstreamWaived
     | UpstreamOver
+    | EnvironmentUnusable
     | EpisodesHosted
     | EpisodeAnswered
     | EpisodeFailed

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import structlog
 from pydantic import BaseModel
@@ -47,6 +47,12 @@ class ReplayDiffers(Exception):
 
 class HostLost(Exception):
     """The env worker of an episode is gone."""
+
+
+class EndRun(Protocol):
+    """Ends a run that has failed for this cause; `bad_input` if it is what the run was given that has to be mended."""
+
+    def __call__(self, cause: str, *, bad_input: bool = False) -> None: ...
 
 
 class ConnectedHost:
@@ -162,7 +168,7 @@ class EpisodeHosts:
         vocab_size: int,
         secrets: RunSecrets,
         stopped: Callable[[], bool],
-        fail: Callable[[str], None],
+        fail: EndRun,
     ) -> None:
         self.environments = environments
         self._run_name = run_name
@@ -174,6 +180,8 @@ class EpisodeHosts:
         """By driver."""
         self._heard_s: dict[str, float] = {}
         self._answered = Counter[str]()
+        self._unusable: dict[str, str] = {}
+        """Why env workers cannot play, by driver."""
         self._blames: dict[str, Blame] = {}
         """Whom the last death of each is to be blamed on."""
         self._come = asyncio.Event()
@@ -249,6 +257,9 @@ class EpisodeHosts:
                     self._introduce(host, message)
                 case m.DriverBeat():
                     pass
+                case m.EnvironmentUnusable(cause):
+                    self._unusable[host.driver] = cause
+                    host.connection.close()
                 case _:
                     raise WireError(f"{type(message).__name__} is nothing that such an env worker may say")
 
@@ -257,7 +268,8 @@ class EpisodeHosts:
         if facts.words > self._vocab_size:
             self._fail(
                 f"model.checkpoint has a vocabulary of {self._vocab_size} tokens; environment {environment!r} needs at "
-                f"least {facts.words}"
+                f"least {facts.words}",
+                bad_input=True,
             )
             return
         host.facts = facts
@@ -278,6 +290,9 @@ class EpisodeHosts:
         if heard_s is None or host is None or not host.owes:
             return heard_s
         return min(heard_s, host.progress_s + ANSWER_SLACK_S)
+
+    def unusable(self, driver: str) -> str:
+        return self._unusable.get(driver, "")
 
     def done(self, driver: str) -> int:
         host = self.connected.get(driver)

@@ -44,7 +44,7 @@ from elastic.runtime.engine_meters import EngineMeters
 from elastic.runtime.episodes import RolloutLimits, ScoringSettings
 from elastic.runtime.flushing import SATURATED_SHARE, CoreLoad, FlushControl, follow_load, thread_busy_s
 from elastic.runtime.gateway import Gateway, GatewayError
-from elastic.runtime.hosted import EpisodeHosts
+from elastic.runtime.hosted import EndRun, EpisodeHosts
 from elastic.runtime.journal import AGENTS, JOIN, PUBLISHER, TRACEBACK, RunDirectory, SqliteJournal, TrajectoryRow
 from elastic.runtime.left_behind import write_down
 from elastic.runtime.listener import Listener
@@ -80,7 +80,7 @@ TRACEBACK_MAX = 8000
 """Characters of a traceback that are kept; the last ones say most."""
 
 
-MakeHosts: TypeAlias = Callable[[EpisodeHosts, Callable[[str], None]], HostProcesses]
+MakeHosts: TypeAlias = Callable[[EpisodeHosts, EndRun], HostProcesses]
 """Makes what starts env workers, which dial these hosts; it may end the run for a cause."""
 
 
@@ -159,6 +159,8 @@ class Orchestrator:
         busy_s: Callable[[], float] = thread_busy_s,
     ) -> None:
         self.scheduler = scheduler
+        self.bad_input = False
+        """Whether the run has failed for what it was given."""
         self._busy_s = busy_s
         self._config = config
         self._journal = journal
@@ -220,6 +222,10 @@ class Orchestrator:
         """Give everything back and end; the run then counts as failed for this reason."""
         self._run.stop(reason)
 
+    def _fail(self, cause: str, *, bad_input: bool = False) -> None:
+        self.bad_input = self.bad_input or bad_input
+        self.stop(cause)
+
     def kill(self, reason: str) -> None:
         """End at once: kill what runs, and wait for no peer."""
         self._run.kill(reason)
@@ -265,7 +271,7 @@ class Orchestrator:
                 RunMetrics(lambda: self._sampler.status(self.now_ns()), meters, self._chats),
                 self._chats,
                 wiring.secrets,
-                run.stop,
+                self._fail,
                 self._hosts,
             )
         self._permits = None if wiring.pool is None else PoolPermits(wiring.pool, run.feed, self.now_ns)
@@ -308,8 +314,8 @@ class Orchestrator:
             return None, None
         remote = [name for name, make in wiring.token_level.items() if make is None]
         words = vocabulary(wiring.welcome.model, INTEGER_MAX)
-        hosts = EpisodeHosts(wiring.welcome.run, remote, words, wiring.secrets, self._is_stopped, run.stop)
-        return hosts, make_hosts(hosts, run.stop)
+        hosts = EpisodeHosts(wiring.welcome.run, remote, words, wiring.secrets, self._is_stopped, self._fail)
+        return hosts, make_hosts(hosts, self._fail)
 
     def _make_driven(self, run: Run, scoring: ScoringSettings | None) -> AgentRollouts | None:
         """The trajectories that agents play, if they play any."""

@@ -85,6 +85,8 @@ class StandInRun:
         self.heard_s = 0.0
         """When the env worker said anything last."""
         self.connections = 0
+        self.unusable = ""
+        """Why the env worker cannot play, as it has said."""
         self.prompts: dict[str, list[Any]] = {}
         """By trajectory: what its calls had as prompts."""
         self.tools: dict[str, Any] = {}
@@ -177,6 +179,9 @@ class StandInRun:
                 self.heard_s = asyncio.get_running_loop().time()
                 if isinstance(message, m.BeginTrajectory):
                     self._spawn(self._give(connection, message.request))
+                elif isinstance(message, m.EnvironmentUnusable):
+                    self.unusable = message.cause
+                    return
                 elif isinstance(message, m.EpisodesHosted):
                     self._spawn(self._give_episodes(connection, episodes))
                 elif isinstance(message, m.EpisodeAnswered | m.EpisodeFailed):

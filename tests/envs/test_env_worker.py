@@ -19,13 +19,13 @@ from elastic.environments.env_worker import (
     FunctionPlayer,
     load_client,
     load_rollout,
-    serve_env_worker,
 )
 from elastic.environments.hidden_keys import HiddenKeys
 from elastic.environments.rows import DataSource, Rows, read_rows
-from elastic.environments.run_link import CHAT_KEY_VARIABLE, KEY_VARIABLE
+from elastic.front.tiny import write_tokenizer
 from elastic.protocol import front_messages as m
 from elastic.system.named_code import CodeUnusable
+from elastic.testing.environments import DRIVER_KEY, EnvironmentUnderTest, EnvWorkerUnderTest, StandInRun
 
 KEY = "agent.3-1-2.1.secret"
 SETTINGS = AgentSettings.model_validate({"rollout": "mine.py:rollout", "client": "none"})
@@ -65,16 +65,19 @@ async def played(rollout: Any, rows: Rows | None = None, **more: Any) -> list[m.
     return link.said
 
 
-async def test_code_that_is_loaded_inherits_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (KEY_VARIABLE, CHAT_KEY_VARIABLE):
-        monkeypatch.setenv(variable, "secret")
-    (tmp_path / "mine.py").write_text(
-        "import os\nraise ValueError([n for n, v in os.environ.items() if v == 'secret'])\n"
-    )
-    settings = AgentSettings.model_validate({"rollout": f"{tmp_path}/mine.py:rollout", "client": "none"})
-    work = EnvWork(run_dir=tmp_path, settings=settings, model="tiny", seed=7, away_s=1.0)
-    with pytest.raises(CodeUnusable, match=r"ValueError: \[\]"):
-        await serve_env_worker(work)
+async def test_code_that_cannot_be_loaded_is_told_to_the_run_and_inherits_no_key(tmp_path: Path) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text(f"import os\nraise ValueError([n for n, v in os.environ.items() if v == {DRIVER_KEY!r}])\n")
+    write_tokenizer(tmp_path / "policy")
+    settings = {"rollout": f"{code}:rollout", "client": "none"}
+    run = StandInRun(tmp_path / "run", tmp_path / "policy", {"name": "agent", "settings": settings})
+    async with run.serving():
+        under_test = EnvironmentUnderTest(name="agent", write=lambda *_: {}, python=Path(sys.executable))
+        worker = EnvWorkerUnderTest(run, under_test)
+        assert await worker.ended() == 2
+    told = f"{code}:rollout: cannot be loaded by {sys.executable}: ValueError: [] ({code}, line 2)"
+    assert run.unusable == told
+    assert worker.words().splitlines()[-1] == f"error: {told}"
 
 
 async def test_a_function_gets_its_task_and_its_reward_is_told() -> None:

@@ -57,8 +57,9 @@ async def test_what_cannot_be_played_is_told(
     run = StandInRun(tmp_path / "run", tmp_path / "policy", {"name": kind, **write(tmp_path, False)})
     async with run.serving():
         worker = EnvWorkerUnderTest(run, EnvironmentUnderTest(name=kind, write=write, python=python))
-        assert await worker.ended() != 0
+        assert await worker.ended() == 2
     words = worker.words()
+    assert f"error: {run.unusable}" in words
     assert str(python) in words
     assert [one for one in told if one not in " ".join(words.split())] == []
     assert "Traceback" not in words

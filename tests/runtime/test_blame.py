@@ -245,6 +245,7 @@ class Dying:
 
     def __init__(self, blames: Sequence[Blame], done: Sequence[int] = (0,)) -> None:
         self.started = 0
+        self.why, self.bad_input = "", False
         self._blames, self._done = blames, done
 
     async def take_over(self, names: Collection[str]) -> None: ...
@@ -264,11 +265,38 @@ class Dying:
 
     def heard_s(self, driver: str) -> None: ...
 
+    def unusable(self, driver: str) -> str:
+        return self.why
+
     def done(self, driver: str) -> int:
         return self._done[min(self.started, len(self._done) - 1)]
 
     def lost(self, driver: str, holds: Collection[TrajectoryId], cause: str) -> Blame:
         return self._blames[min(self.started, len(self._blames)) - 1]
+
+
+def failure(dying: Dying, run_dir: Path) -> str:
+    """Why the run of such env workers fails."""
+    causes = list[str]()
+    order = EnvWorkerOrder(command=(), variables={}, step_timeout_s=1.0, max_restarts=3)
+    workers = EnvWorkersOrder(run_dir=run_dir, workers={"theirs_0": order}, secrets=())
+
+    async def until_it_fails() -> None:
+        failed = asyncio.Event()
+
+        def fail(cause: str, *, bad_input: bool = False) -> None:
+            assert bad_input == dying.bad_input
+            causes.append(cause)
+            failed.set()
+
+        kept = EnvWorkers(workers, dying, fail, dying)
+        await kept.start()
+        await failed.wait()
+        await kept.aclose()
+
+    with asyncio.Runner(loop_factory=StandingClock) as runner:
+        runner.run(until_it_fails())
+    return causes[0]
 
 
 @pytest.mark.parametrize(
@@ -282,24 +310,16 @@ class Dying:
     ids=["do nothing", "die of each episode", "die of some, and then do nothing", "have done something in between"],
 )
 def test_env_workers_that_die_by_themselves_fail_the_run(dying: Dying, deaths: int, tmp_path: Path) -> None:
-    causes = list[str]()
-    order = EnvWorkerOrder(command=(), variables={}, step_timeout_s=1.0, max_restarts=3)
-    workers = EnvWorkersOrder(run_dir=tmp_path, workers={"theirs_0": order}, secrets=())
-
-    async def until_it_fails() -> None:
-        failed = asyncio.Event()
-
-        def fail(cause: str) -> None:
-            causes.append(cause)
-            failed.set()
-
-        kept = EnvWorkers(workers, dying, fail, dying)
-        await kept.start()
-        await failed.wait()
-        await kept.aclose()
-
-    with asyncio.Runner(loop_factory=StandingClock) as runner:
-        runner.run(until_it_fails())
+    cause = failure(dying, tmp_path)
     assert dying.started == deaths
-    assert "env worker theirs_0 has ended" in causes[0]
-    assert "environment.max_restarts" in causes[0]
+    assert "env worker theirs_0 has ended" in cause
+    assert "environment.max_restarts" in cause
+
+
+def test_code_that_cannot_be_used_ends_the_run_at_once_unless_it_could_be_before(tmp_path: Path) -> None:
+    dying = Dying([Blame.WORKERS])
+    dying.why, dying.bad_input = "environment.settings.rewards: no such function", True
+    assert (failure(dying, tmp_path), dying.started) == (dying.why, 1)
+    worked = Dying([Blame.WORKERS], [1])
+    worked.why = dying.why
+    assert "has ended 4 times" in failure(worked, tmp_path)

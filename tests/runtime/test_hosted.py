@@ -84,8 +84,12 @@ class Workers:
 
     def __init__(self) -> None:
         self.failed: list[str] = []
-        self.hosts = EpisodeHosts("run", ("theirs",), WORDS, SECRETS, lambda: False, self.failed.append)
+        self.hosts = EpisodeHosts("run", ("theirs",), WORDS, SECRETS, lambda: False, self.fail)
         self.ends: list[Any] = []
+
+    def fail(self, cause: str, *, bad_input: bool = False) -> None:
+        assert bad_input
+        self.failed.append(cause)
 
     async def begin(
         self, driver: str = "theirs_0", kind: type[Adding] = Adding, words: int = WORDS

@@ -4,7 +4,7 @@ and what it was playing begins again elsewhere.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,7 @@ import structlog
 from elastic.core.ids import environment_of
 from elastic.core.types import TrajectoryId
 from elastic.runtime.blame import Blame
+from elastic.runtime.hosted import EndRun
 from elastic.system.last_words import last_words
 from elastic.system.outages import backoff
 from elastic.system.plain_values import told
@@ -61,6 +62,10 @@ class EnvWorkersOrder:
 class Drivers(Protocol):
     """What is known of programs that play trajectories."""
 
+    def unusable(self, driver: str) -> str:
+        """Why it cannot play its environment, as it has said itself; empty if it has not."""
+        ...
+
     def heard_s(self, driver: str) -> float | None:
         """When it last said anything (the loop's time); None before it has."""
         ...
@@ -106,13 +111,11 @@ class Processes(Protocol):
 
 
 class EnvWorkers:
-    """`fail` ends the run for a cause."""
-
     def __init__(
         self,
         order: EnvWorkersOrder,
         drivers: Drivers,
-        fail: Callable[[str], None],
+        fail: EndRun,
         processes: Processes | None = None,
     ) -> None:
         self._order = order
@@ -160,8 +163,12 @@ class EnvWorkers:
             words = last_words(self._processes.log(name), self._order.secrets)
             log.warning("an env worker has ended; another one is started", worker=name, how=cause, last=words)
             blame = self._drivers.lost(name, (), f"its env worker has ended: {cause}")
+            has_done = self._has_done(environment_of(name))
+            if (why := self._drivers.unusable(name)) and not has_done:
+                self._fail(why, bad_input=True)
+                return
             deaths += 1
-            own += blame is Blame.WORKERS or (blame is Blame.EPISODES and not self._has_done(environment_of(name)))
+            own += blame is Blame.WORKERS or (blame is Blame.EPISODES and not has_done)
             if own > order.max_restarts:
                 times = f"{deaths} times in a row without a finished trajectory ({order.section}.max_restarts)"
                 self._fail(f"env worker {name} has ended {times}: {cause}; it said: {words}")

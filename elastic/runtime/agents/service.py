@@ -18,7 +18,7 @@ from elastic.runtime.agents.processes import FrontProcesses
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.streams import FrontStreams
 from elastic.runtime.gateway import GatewayError
-from elastic.runtime.hosted import EpisodeHosts
+from elastic.runtime.hosted import EndRun, EpisodeHosts
 
 LOOK_AFTER_S = 0.5
 
@@ -59,7 +59,7 @@ class AgentService:
         metrics: RunMetrics | None = None,
         chats: Chats | None = None,
         secrets: RunSecrets | None = None,
-        fail: Callable[[str], None] = lambda _: None,
+        fail: EndRun | None = None,
         hosts: EpisodeHosts | None = None,
     ) -> None:
         self._rollouts = rollouts
@@ -68,7 +68,7 @@ class AgentService:
         self._streams = FrontStreams(run_name, rollouts, durable, stopped, metrics, chats, secrets, hosts)
         self._fronts = wiring.make_fronts(self._streams)
         order = wiring.env_workers
-        self._env_workers = None if order is None else EnvWorkers(order, self._streams, fail)
+        self._env_workers = None if order is None or fail is None else EnvWorkers(order, self._streams, fail)
 
     async def start(self) -> str:
         """Start the fronts, and env workers; returns where agents are served. Raises `GatewayError`, if that is not to
@@ -108,9 +108,7 @@ class HostProcesses(Protocol):
 class ServingHosts:
     """Those env workers as processes. Where the run has no fronts, whose socket they dial, they have one of theirs."""
 
-    def __init__(
-        self, order: EnvWorkersOrder, has_fronts: bool, hosts: EpisodeHosts, fail: Callable[[str], None]
-    ) -> None:
+    def __init__(self, order: EnvWorkersOrder, has_fronts: bool, hosts: EpisodeHosts, fail: EndRun) -> None:
         self._hub = None if has_fronts else FrontHub(order.run_dir, hosts)
         self._workers = EnvWorkers(order, hosts, fail)
 

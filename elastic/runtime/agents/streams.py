@@ -74,6 +74,8 @@ class FrontStreams:
         """Whether it is about to be looked what is due to them."""
         self._heard_s: dict[str, float] = {}
         self._finished = Counter[str]()
+        self._unusable: dict[str, str] = {}
+        """Why env workers cannot play, by driver."""
         self._run_name = run_name
         self._metrics = metrics
         self._rejections = 0
@@ -219,7 +221,7 @@ class FrontStreams:
                 rollouts.called(message)
             case m.FrontHello() | m.DriverHello() | m.DriverBeat():
                 raise WireError("a second hello")
-            case m.EpisodesHosted() | m.EpisodeAnswered() | m.EpisodeFailed():
+            case m.EnvironmentUnusable() | m.EpisodesHosted() | m.EpisodeAnswered() | m.EpisodeFailed():
                 raise WireError(f"{type(message).__name__} is nothing that a front may say")
 
     def _answer_driver(self, front: _Front, message: m.FromFront) -> None:
@@ -229,6 +231,9 @@ class FrontStreams:
         match message:
             case m.DriverBeat():
                 pass
+            case m.EnvironmentUnusable(cause):
+                self._unusable[driver] = cause
+                front.connection.close()
             case m.BeginTrajectory():
                 self._begins.setdefault(environment_of(driver), deque()).append((front, message))
                 self.offered()
@@ -281,6 +286,9 @@ class FrontStreams:
 
     def heard_s(self, driver: str) -> float | None:
         return self._heard_s.get(driver)
+
+    def unusable(self, driver: str) -> str:
+        return self._unusable.get(driver, "")
 
     def done(self, driver: str) -> int:
         return self._finished[driver]

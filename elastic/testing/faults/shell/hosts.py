@@ -5,7 +5,7 @@ Both ends of their connections, and who keeps them, are production code. They ar
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, ConnectionLost
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.agents import EPISODE_HOSTS, EnvWorkerOrder, EnvWorkers, EnvWorkersOrder
-from elastic.runtime.hosted import EpisodeHosts
+from elastic.runtime.hosted import EndRun, EpisodeHosts
 from elastic.testing.faults.shell.models import ModelEnvironment
 from elastic.testing.faults.shell.process import Process
 
@@ -34,7 +34,7 @@ DEATHS_MAX = 1_000_000
 class WorldHosts:
     """`elastic.runtime.agents.HostProcesses` in a world."""
 
-    def __init__(self, world: "World", environment: str, hosts: EpisodeHosts, fail: Callable[[str], None]) -> None:
+    def __init__(self, world: "World", environment: str, hosts: EpisodeHosts, fail: EndRun) -> None:
         self._hosts = hosts
         kept = EnvWorkerOrder(
             command=(),
