@@ -18,7 +18,7 @@ from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.tickets import TicketRefused, read_ticket
 from elastic.system.logs import STANDARD_ERROR, log_to
 from elastic.system.machine import collect_between_decisions, defer_full_collections, quietly
-from elastic.system.named_code import CodeUnusable
+from elastic.system.named_code import CodeUnusable, keyed
 from elastic.system.processes import end_own_kin
 
 if TYPE_CHECKING:
@@ -178,8 +178,9 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
         )
         run_loop(serve_env_worker(chat_work))
     except (CodeUnusable, BadData, ConfigError) as error:
-        run_loop(tell_unusable(run_dir, keys.run, str(error)))
-        raise ConfigError(str(error)) from error
+        problem = keyed(str(error), own.settings, section)
+        run_loop(tell_unusable(run_dir, keys.run, problem))
+        raise ConfigError(problem) from error
 
 
 def _load_resident() -> None:

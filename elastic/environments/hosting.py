@@ -63,7 +63,10 @@ def load_kind(name: str) -> type[Environment]:
     if name not in points:
         there = ", ".join(sorted(points)) or "none"
         raise CodeUnusable(f"environment.kind: found {name!r}; installed for {sys.executable}: {there}")
-    kind = load_point(points[name])
+    try:
+        kind = load_point(points[name])
+    except CodeUnusable as error:
+        raise CodeUnusable(f"environment.kind: {error}") from error
     settings = getattr(kind, "Settings", None)
     if not (isinstance(settings, type) and issubclass(settings, BaseModel)):
         raise CodeUnusable(f"environment.kind: found {name!r}, whose Settings are no pydantic.BaseModel")

@@ -100,6 +100,16 @@ def missing(value: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield key, code
 
 
+def keyed(problem: str, value: Any, key: tuple[str, ...]) -> str:
+    """A problem of code behind the key that names it, where the problem begins with that name. `value` is that of the
+    configuration's `key`."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, one in inner:
+        if (found := keyed(problem, one, (*key, str(name)))) != problem:
+            return found
+    return f"{'.'.join(key)}: {problem}" if isinstance(value, str) and problem.startswith(f"{value}:") else problem
+
+
 def load(text: str) -> Any:
     """Import what is named. Raises `CodeUnusable`.
 

@@ -75,7 +75,8 @@ async def test_code_that_cannot_be_loaded_is_told_to_the_run_and_inherits_no_key
         under_test = EnvironmentUnderTest(name="agent", write=lambda *_: {}, python=Path(sys.executable))
         worker = EnvWorkerUnderTest(run, under_test)
         assert await worker.ended() == 2
-    told = f"{code}:rollout: cannot be loaded by {sys.executable}: ValueError: [] ({code}, line 2)"
+    problem = f"cannot be loaded by {sys.executable}: ValueError: [] ({code}, line 2)"
+    told = f"environment.settings.rollout: {code}:rollout: {problem}"
     assert run.unusable == told
     assert worker.words().splitlines()[-1] == f"error: {told}"
 

@@ -1,0 +1,69 @@
+"""Code that is misspelt ends a live run at the first start of an env worker, with status 2 and one message."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.runtime.journal import RunDirectory
+from tests.envs.installed_environment import install_environment
+from tests.front.live import benchmark
+
+pytestmark = pytest.mark.environments
+
+RAISING = "raise ValueError('not today')\n"
+
+
+CHAT = """
+[environment]
+name = "chat"
+data = {{ source = "{here}/rows.jsonl", answer = "answer" }}
+settings = {{ rewards = ["CODE"] }}
+"""
+THEIRS = '[environment]\nname = "theirs"\nkind = "raising"\n'
+
+
+@pytest.mark.parametrize(
+    ("environments", "told"),
+    [
+        (
+            CHAT.replace("CODE", "{here}/mine.py:rigth"),
+            "environment.settings.rewards.0: {here}/mine.py:rigth: {here}/mine.py has no 'rigth'; it has right",
+        ),
+        (
+            CHAT.replace("CODE", "no_such:right"),
+            "environment.settings.rewards.0: no_such:right: cannot be loaded by {python}: ModuleNotFoundError",
+        ),
+        (CHAT.replace("CODE", "{here}/mine.py:right"), "rows.jsonl: row 1 has no column 'answer'"),
+        (
+            THEIRS,
+            "environment.kind: found 'raising', whose raising_package:Saying cannot be loaded by {python}: Value",
+        ),
+    ],
+    ids=["a name", "a module", "a column", "a class"],
+)
+def test_the_first_start_ends_the_run(
+    environments: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("def right(completions, **columns):\n    return [0.0]\n")
+    rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3="}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    install_environment(tmp_path, "raising", RAISING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    with benchmark("_agents") as agents:
+        config, policy = tmp_path / "agents.toml", agents.write_policy(tmp_path / "policy")
+        sections = agents.CONFIG.format(checkpoint=policy, environments=environments.format(here=tmp_path))
+        config.write_text(sections if "chat" in environments else sections.replace("[front]\nprocesses = 2\n", ""))
+    given = [f"--set=run.directory={tmp_path}/runs", "--set=run.pass_env=['PYTHONPATH']"]
+    command = [sys.executable, "-m", "elastic.cli", "run", str(config), "--providers", "reserved", *given]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2, ended.stderr
+    (message,) = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    assert told.format(here=tmp_path, python=sys.executable) in message
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    logs = list((run_dir / "logs").glob("*_0.log"))
+    assert [log.read_text().count("error:") for log in logs] == [1], "it was started once"
+    with RunDirectory(run_dir).newest_journal() as journal:
+        assert journal.meta()["status"].startswith("failed: ")
