@@ -49,7 +49,7 @@ class HostLost(Exception):
     """The env worker of an episode is gone."""
 
 
-class EndRun(Protocol):
+class FailRun(Protocol):
     """Ends a run that has failed for this cause; `bad_input` if it is what the run was given that has to be mended."""
 
     def __call__(self, cause: str, *, bad_input: bool = False) -> None: ...
@@ -168,7 +168,7 @@ class EpisodeHosts:
         vocab_size: int,
         secrets: RunSecrets,
         stopped: Callable[[], bool],
-        fail: EndRun,
+        fail: FailRun,
     ) -> None:
         self.environments = environments
         self._run_name = run_name

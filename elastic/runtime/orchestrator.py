@@ -44,7 +44,7 @@ from elastic.runtime.engine_meters import EngineMeters
 from elastic.runtime.episodes import RolloutLimits, ScoringSettings
 from elastic.runtime.flushing import SATURATED_SHARE, CoreLoad, FlushControl, follow_load, thread_busy_s
 from elastic.runtime.gateway import Gateway, GatewayError
-from elastic.runtime.hosted import EndRun, EpisodeHosts
+from elastic.runtime.hosted import EpisodeHosts, FailRun
 from elastic.runtime.journal import AGENTS, JOIN, PUBLISHER, TRACEBACK, RunDirectory, SqliteJournal, TrajectoryRow
 from elastic.runtime.left_behind import write_down
 from elastic.runtime.listener import Listener
@@ -80,7 +80,7 @@ TRACEBACK_MAX = 8000
 """Characters of a traceback that are kept; the last ones say most."""
 
 
-MakeHosts: TypeAlias = Callable[[EpisodeHosts, EndRun], HostProcesses]
+MakeHosts: TypeAlias = Callable[[EpisodeHosts, FailRun], HostProcesses]
 """Makes what starts env workers, which dial these hosts; it may end the run for a cause."""
 
 

@@ -14,7 +14,7 @@ import structlog
 from elastic.core.ids import environment_of
 from elastic.core.types import TrajectoryId
 from elastic.runtime.blame import Blame
-from elastic.runtime.hosted import EndRun
+from elastic.runtime.hosted import FailRun
 from elastic.system.last_words import last_words
 from elastic.system.outages import backoff
 from elastic.system.plain_values import told
@@ -115,7 +115,7 @@ class EnvWorkers:
         self,
         order: EnvWorkersOrder,
         drivers: Drivers,
-        fail: EndRun,
+        fail: FailRun,
         processes: Processes | None = None,
     ) -> None:
         self._order = order

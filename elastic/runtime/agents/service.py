@@ -18,7 +18,7 @@ from elastic.runtime.agents.processes import FrontProcesses
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.streams import FrontStreams
 from elastic.runtime.gateway import GatewayError
-from elastic.runtime.hosted import EndRun, EpisodeHosts
+from elastic.runtime.hosted import EpisodeHosts, FailRun
 
 LOOK_AFTER_S = 0.5
 
@@ -59,7 +59,7 @@ class AgentService:
         metrics: RunMetrics | None = None,
         chats: Chats | None = None,
         secrets: RunSecrets | None = None,
-        fail: EndRun | None = None,
+        fail: FailRun | None = None,
         hosts: EpisodeHosts | None = None,
     ) -> None:
         self._rollouts = rollouts
@@ -108,7 +108,7 @@ class HostProcesses(Protocol):
 class ServingHosts:
     """Those env workers as processes. Where the run has no fronts, whose socket they dial, they have one of theirs."""
 
-    def __init__(self, order: EnvWorkersOrder, has_fronts: bool, hosts: EpisodeHosts, fail: EndRun) -> None:
+    def __init__(self, order: EnvWorkersOrder, has_fronts: bool, hosts: EpisodeHosts, fail: FailRun) -> None:
         self._hub = None if has_fronts else FrontHub(order.run_dir, hosts)
         self._workers = EnvWorkers(order, hosts, fail)
 

@@ -17,7 +17,7 @@ from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, ConnectionLost
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.agents import EPISODE_HOSTS, EnvWorkerOrder, EnvWorkers, EnvWorkersOrder
-from elastic.runtime.hosted import EndRun, EpisodeHosts
+from elastic.runtime.hosted import EpisodeHosts, FailRun
 from elastic.testing.faults.shell.models import ModelEnvironment
 from elastic.testing.faults.shell.process import Process
 
@@ -34,7 +34,7 @@ DEATHS_MAX = 1_000_000
 class WorldHosts:
     """`elastic.runtime.agents.HostProcesses` in a world."""
 
-    def __init__(self, world: "World", environment: str, hosts: EpisodeHosts, fail: EndRun) -> None:
+    def __init__(self, world: "World", environment: str, hosts: EpisodeHosts, fail: FailRun) -> None:
         self._hosts = hosts
         kept = EnvWorkerOrder(
             command=(),
