@@ -1,6 +1,7 @@
 """Routing of turns. Source: ROSE §4.3 (turns, prefixes, own devices first); RollArt, mechanism 1 (hardware)."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -49,31 +50,33 @@ class AffinityRouting(msgspec.Struct, frozen=True):
 
     def route(self, turn: TurnView, fleet: FleetView) -> WorkerId | None:
         affine = _affine(turn, fleet)
-        if affine is not None and affine.has_place and not (self.hardware and _declared(affine.kind)):
+        begins = affine is not None and affine.has_place
+        if affine is not None and begins and not (self.hardware and _declared(affine.kind)):
             return affine.id
         candidates = _candidates(turn, fleet)
         if not candidates:
             return None
-        if affine is not None and (affine.has_place or not candidates[0].has_place):
+        first = candidates[0]
+        if affine is not None and affine is not first and (begins or not first.has_place):
             candidates = [affine, *candidates]
-        if self.hardware and _all_declared(candidates):
-            return min(candidates, key=_cost_of(turn)).id
-        return candidates[0].id
+        return (_cheapest(turn, candidates) if self.hardware and len(candidates) > 1 else candidates[0]).id
 
 
-def _cost_of(turn: TurnView) -> Callable[[WorkerView], float]:
-    """Return what tells the work that the turn adds to a worker, in relative seconds; more if the worker has lately
-    given turns back."""
+def _cheapest(turn: TurnView, workers: Sequence[WorkerView]) -> WorkerView:
+    """Return the worker to which the turn adds the least work, which counts for more if it has lately given turns back;
+    the first where one does not declare what it can do."""
     context, decode_tokens, holder = turn.prompt_tokens + turn.accepted, turn.expected_tokens, turn.affine_worker
-
-    def cost(worker: WorkerView) -> float:
+    cheapest, least_s = workers[0], math.inf
+    for worker in workers:
         cached = turn.affine_tokens if worker.id == holder else 0
         # Turns that are done sooner are not in the batch all the time.
         batch = min(float(worker.outstanding), worker.due_tokens / decode_tokens)
         added_s = added_work_s(worker.kind, batch, max(1, context - cached), decode_tokens, context)
-        return (added_s or 0.0) / worker.standing
-
-    return cost
+        if added_s is None:
+            return workers[0]
+        if added_s / worker.standing < least_s:
+            cheapest, least_s = worker, added_s / worker.standing
+    return cheapest
 
 
 def added_work_s(
@@ -103,13 +106,6 @@ def added_work_s(
 
 def _declared(kind: WorkerKind) -> bool:
     return kind.tflops is not None and kind.memory_gb_per_s is not None
-
-
-def _all_declared(workers: Sequence[WorkerView]) -> bool:
-    for worker in workers:  # noqa: SIM110  (without a generator: each turn asks)
-        if not _declared(worker.kind):
-            return False
-    return True
 
 
 def _affine(turn: TurnView, fleet: FleetView) -> WorkerView | None:
