@@ -259,19 +259,24 @@ class Ledger:
         book = self.books.get(worker)
         if book is None or book.closed_ns is not None:
             return
-        if not book.parks and any(account in accounts_ns for account in UNPRICED_ACCOUNTS):
+        if not book.parks and not UNPRICED_ACCOUNTS.isdisjoint(accounts_ns):
             accounts_ns = _priced(accounts_ns)
-        grown = [account for account, ns in accounts_ns.items() if ns > book.credited_ns.get(account, 0)]
-        fresh = {account: accounts_ns[account] - book.credited_ns.get(account, 0) for account in sorted(grown)}
+        credited_ns, had_ns = book.credited_ns, book.accounts_ns
+        fresh = {
+            account: ns
+            for account in sorted(accounts_ns)
+            if (ns := accounts_ns[account] - credited_ns.get(account, 0)) > 0
+        }
         total_ns = sum(fresh.values())
         room_ns = now_ns - book.cursor_ns
         if not book.reported:
             book.reported = True
             book.add(Account.BOOTING, max(0, room_ns - total_ns))
             room_ns = now_ns - book.cursor_ns
-        for account, ns in _fit(fresh, total_ns, room_ns):
-            book.add(account, ns)
-            book.credited_ns[account] = book.credited_ns.get(account, 0) + ns
+        for account, ns in fresh.items() if total_ns <= room_ns else _fit(fresh, total_ns, room_ns):
+            had_ns[account] = had_ns.get(account, 0) + ns
+            credited_ns[account] = credited_ns.get(account, 0) + ns
+            book.cursor_ns += ns
         book.decoded_tokens = max(book.decoded_tokens, decoded_tokens)
 
     def lose(self, worker: WorkerId, tokens: int) -> None:
@@ -328,9 +333,7 @@ def _priced(accounts_ns: Mapping[Account, int]) -> Mapping[Account, int]:
 
 
 def _fit(fresh: Mapping[Account, int], total_ns: int, room_ns: int) -> Iterable[tuple[Account, int]]:
-    """`fresh`, scaled down to `room_ns` where it is larger, exact to the nanosecond."""
-    if total_ns <= room_ns:
-        return fresh.items()
+    """`fresh`, which is larger than `room_ns`, scaled down to that, exact to the nanosecond."""
     scaled = {account: ns * room_ns // total_ns for account, ns in fresh.items()}
     largest = max(fresh, key=lambda account: fresh[account])
     scaled[largest] += room_ns - sum(scaled.values())
