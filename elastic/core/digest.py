@@ -52,7 +52,7 @@ LEFT_OUT: Mapping[str, str] = {
     "TurnQueue.changed": "whether dispatch has seen the queue, as `Fleet._opened`",
     "TurnQueue._needs": "an index of the turns of `Turns.live` that are queued",
     "TurnQueue._lines": "as `_needs`, cleaned up as turns come to the head",
-    "TurnQueue._heads": "as `_needs`",
+    "TurnQueue.heads": "as `_needs`",
     "Turns.moving": "an index of the turns in `live` that are on their way",
 }
 """Attributes that follow from others, or hold no state: `Class.attribute`, or an attribute of any class."""

@@ -124,12 +124,13 @@ class Worker:
     def queued(self) -> int:
         """Turns that wait on it for room in its batch or memory; all that have not begun, where it declares no batch
         size."""
-        if self.max_batch is None or not self.pending:
-            return self.pending
-        waiting = len(self.turns) - self.places
+        batch, pending = self.max_batch, self.pending
+        if batch is None or not pending:
+            return pending
+        waiting = len(self.turns) - (batch if batch < self.capacity else self.capacity)
         if waiting < self.engine_pending:
             waiting = self.engine_pending
-        return waiting if waiting < self.pending else self.pending
+        return waiting if waiting < pending else pending
 
     @property
     def has_place(self) -> bool:
@@ -252,13 +253,11 @@ class Fleet:
             worker.engine_pending = worker.pending  # Those that it begins first were in no queue.
         self._out_of_order[worker.id] = worker
 
-    def unassign_all(self, worker: Worker) -> list[TurnId]:
-        """Take all turns off the worker; returns them."""
-        turns = list(worker.turns)
+    def unassign_all(self, worker: Worker) -> None:
+        """Take all turns off the worker."""
         worker.turns.clear()
         worker.pending = worker.engine_pending = worker.due_tokens = 0
         self._out_of_order[worker.id] = worker
-        return turns
 
     def given_back(self, worker: Worker) -> None:
         """Lower the standing of a worker that has given a turn back unasked."""
@@ -285,11 +284,10 @@ class Fleet:
         self.reindex(worker)
 
     def redeem(self, worker: Worker) -> None:
-        """The worker has finished a turn."""
-        if worker.strikes:
-            worker.owes -= 1
-            worker.trusted += 1
-        if worker.strikes and worker.owes <= 0:
+        """A worker with strikes has finished a turn."""
+        worker.owes -= 1
+        worker.trusted += 1
+        if worker.owes <= 0:
             worker.strikes = worker.owes = 0
             del self.struck[worker.id]
             self.reindex(worker)
@@ -316,14 +314,7 @@ class Fleet:
 
     def may_take(self, worker: Worker) -> bool:
         """As `has_room`, but includes workers that are about to leave."""
-        if (
-            worker.state is not WorkerState.READY
-            or len(worker.turns) >= worker.capacity
-            or worker.version is None
-            or worker.resting
-            or (worker.declines and worker.pending)
-            or (worker.strikes and len(worker.turns) >= worker.trusted)
-        ):
+        if not _accepts(worker):
             return False
         return (worker.max_batch is not None and worker.has_place) or worker.queued < self._max_pending
 
@@ -428,11 +419,18 @@ class Fleet:
                 self._opened = True
 
     def _load_entry(self, worker: Worker, queued: int) -> tuple[_Place, _Load] | None:
-        if worker.version is None or not self.has_room(worker):
+        """As `has_room` says, with what of it is known already."""
+        version = worker.version
+        if version is None or worker.leaves_ns is not None or not _accepts(worker):
             return None
-        queue = (0 if worker.has_place else 1 + queued) + (_LAST if worker.strikes else 0)
-        share = (len(worker.turns) + 1) / (worker.places * worker.standing)
-        return (worker.kind, worker.version), (queue, share, worker.order, worker.id)
+        turns, batch, places = len(worker.turns), worker.max_batch, worker.capacity
+        if batch is not None and batch < places:
+            places = batch
+        begins = turns < places and not worker.engine_pending
+        if not (begins and batch is not None) and queued >= self._max_pending:
+            return None
+        queue = (0 if begins else 1 + queued) + (_LAST if worker.strikes else 0)
+        return (worker.kind, version), (queue, (turns + 1) / (places * worker.standing), worker.order, worker.id)
 
     def _reindex_help(self, worker: Worker) -> None:
         counted, helps_with = self._helping.get(worker.id), self._helps_with(worker)
@@ -503,6 +501,18 @@ class RemainingFleet:
 def _to_do(worker: Worker, queued: int) -> Load | None:
     """What a ready worker has to do, on which so many turns wait for room."""
     return (queued, len(worker.turns) - worker.pending) if worker.state is WorkerState.READY else None
+
+
+def _accepts(worker: Worker) -> bool:
+    """Whether a worker takes turns now, and has credit for another one."""
+    return not (
+        worker.state is not WorkerState.READY
+        or len(worker.turns) >= worker.capacity
+        or worker.version is None
+        or worker.resting
+        or (worker.declines and worker.pending)
+        or (worker.strikes and len(worker.turns) >= worker.trusted)
+    )
 
 
 def _able(worker: Worker) -> bool:

@@ -112,30 +112,33 @@ class Patience:
 
     def note_turn(self, worker: WorkerId, tokens: int, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
         """A turn has ended, so long after its worker began it, and with as many tokens of this worker."""
-        self._turns.note(duration_ns, now_ns)
+        turns = self._turns
+        if duration_ns > turns.duration_ns or now_ns >= turns.since_ns + REMEMBERED_NS:
+            turns.note(duration_ns, now_ns)
         usual = self._usual.pop(worker, None) or _Usual()
         usual.note(tokens, duration_ns)
         self._usual[worker] = usual
         if len(self._usual) > COMPARED_WORKERS:
             del self._usual[next(iter(self._usual))]
-        pace = _Pace(worker, duration_ns // max(1, tokens), now_ns)
+        token_ns = duration_ns // max(1, tokens)
         since_ns, paces = now_ns - REMEMBERED_NS, self._paces
-        if len(paces) == 2 and pace.token_ns < paces[1].token_ns and paces[0].at_ns > since_ns < paces[1].at_ns:
+        if len(paces) == 2 and token_ns < paces[1].token_ns and paces[0].at_ns > since_ns < paces[1].at_ns:
             return
         known = [p for p in paces if p.at_ns > since_ns]
-        if any(p.worker == worker and p.token_ns >= pace.token_ns for p in known):
+        if any(p.worker == worker and p.token_ns >= token_ns for p in known):
             self._paces = known
         else:
+            pace = _Pace(worker, token_ns, now_ns)
             others = [p for p in known if p.worker != worker]
             self._paces = sorted([pace, *others], key=lambda pace: -pace.token_ns)[:2]
 
-    def turn_ns(self, worker: WorkerId, tokens: int, now_ns: Nanoseconds) -> Nanoseconds:
-        """How long a worker may take for a whole turn of so many tokens.
+    def turn_ns(self, worker: WorkerId, tokens: int, token_ns: Nanoseconds) -> Nanoseconds:
+        """How long a worker may take for a whole turn of so many tokens, of which any may take `token_ns`.
 
         A prefill takes at most as long as any token may. Where no other worker has finished a turn lately, so may each
         token; else it may take `TIMES_MOST` as long as theirs.
         """
-        token_ns = pace_ns = self.limit_ns("token", now_ns)
+        pace_ns = token_ns
         for pace in self._paces:
             if pace.worker != worker:
                 pace_ns = min(token_ns, TIMES_MOST * pace.token_ns)

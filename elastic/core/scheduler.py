@@ -131,7 +131,7 @@ class Scheduler:
             if run.phase is Phase.RUNNING:
                 self._turn_manager.dispatch()
                 self._balancer.watch()
-            if not (all_else or run.turns.queue or run.fleet.help_changed):
+            if not (all_else or run.turns.queue.heads or run.fleet.help_changed):
                 return
             run.fleet.help_changed = False
             self._driver.advance()

@@ -15,6 +15,7 @@ from elastic.core.patience import MARGIN
 from elastic.core.run_state import Changed, RunState
 from elastic.core.turns import Turn
 from elastic.core.types import (
+    NO_EXTRAS,
     NS_PER_S,
     TURN_ENDS,
     Chunk,
@@ -73,21 +74,21 @@ class TurnManager:
             self._take_from_struck()
         queue, opened = run.turns.queue, run.fleet.take_opened()
         started = False
-        if queue and (opened or queue.changed):
-            while (match := self._match()) is not None:
+        if queue.heads and (opened or queue.changed):
+            while queue.heads and (match := self._match()) is not None:
                 self._start(*match)
                 started = True
             queue.changed = False
-        if started or not queue:
+        if started or not queue.heads:
             self._clear_queue_waits()
-        if queue:
+        if queue.heads:
             self._expect_place()
 
     def _take_from_struck(self) -> None:
         """Route a turn again, as soon as another worker has a place, of which one with strikes has brought nothing, or
         that others would have finished long ago."""
         run = self._run
-        if run.turns.queue or run.now_ns < self._looked_ns + STRUCK_LOOK_NS:
+        if run.turns.queue.heads or run.now_ns < self._looked_ns + STRUCK_LOOK_NS:
             return
         for worker in list(run.fleet.struck.values()):
             for turn in self._of(worker):
@@ -138,7 +139,8 @@ class TurnManager:
     def _match(self) -> tuple[Turn, Worker] | None:
         """The first queued turn that a worker can take, with that worker."""
         run = self._run
-        for turn in run.turns.heads():
+        for _, _, head in run.turns.queue.heads:
+            turn = run.turns.live[head]
             chosen = self._destination(turn) if turn.destination is not None else None
             if chosen is None and run.fleet.leaving:
                 chosen = self._leaving(turn)
@@ -275,7 +277,9 @@ class TurnManager:
                     watched_ns = due_ns
             else:
                 longer += 1
-                turn, refused = self._take(worker, told.get(place) or Chunk(slot, start, count, version))
+                finish, detail, prefilled, cached = told.get(place, NO_EXTRAS)
+                chunk = Chunk(slot, start, count, version, finish, detail, prefilled, cached)
+                turn, refused = self._take(worker, chunk)
                 watched_ns = run.timers.until_ns("token", worker_id)
                 unsettled = worker.standing < 1 or not worker.brought
                 if turn is None:
@@ -294,9 +298,10 @@ class TurnManager:
 
     def _take(self, worker: Worker, chunk: Chunk) -> tuple[Turn | None, int]:
         """Accept or refuse a chunk. Returns its turn if it was accepted, and how many tokens are lost if not."""
-        turn = found = self._in_slot(worker, chunk.slot)
+        turn = found = self._run.turns.live.get(worker.slots.get(chunk.slot, ""))
         lost = 0
-        if turn is None:
+        if turn is None or turn.slot != chunk.slot or turn.worker != worker.id:  # Its present attempt is elsewhere.
+            turn = found = None
             lost = chunk.count
         elif self._fits(turn, chunk):
             self._accept(turn, worker, chunk)
@@ -304,14 +309,9 @@ class TurnManager:
             lost = max(0, chunk.start + chunk.count - turn.accepted)
             self._refuse(turn, chunk)
             found = None
-        if chunk.finish is not None and self._in_slot(worker, chunk.slot) is None:
+        if chunk.finish is not None and (turn is None or turn.worker is None):
             worker.slots.pop(chunk.slot, None)
         return found, lost
-
-    def _in_slot(self, worker: Worker, slot: int) -> Turn | None:
-        """The turn whose present attempt the worker has there."""
-        turn = self._run.turns.live.get(worker.slots.get(slot, ""))
-        return turn if turn is not None and turn.slot == slot and turn.worker == worker.id else None
 
     def _fits(self, turn: Turn, chunk: Chunk) -> bool:
         if chunk.start != turn.accepted or chunk.start + chunk.count > turn.max_new_tokens:
@@ -328,27 +328,35 @@ class TurnManager:
             turn.computed = True
             run.fleet.begin(worker, turn.id)
         if count:
-            run.fleet.progressed(worker, count)
-            turn.version = chunk.version
-            run.turns.trajectories[turn.trajectory].note_token(chunk.version)
+            if not worker.brought or worker.standing < 1:
+                run.fleet.progressed(worker, count)
+            if turn.version != chunk.version:
+                turn.version = chunk.version
+                run.turns.trajectories[turn.trajectory].note_token(chunk.version)
+        ends = finish in TURN_ENDS or turn.accepted == turn.max_new_tokens
         if turn.state is TurnState.RUNNING and (count or begins):
             if count:
                 run.patience.note("token", run.now_ns - turn.heard_ns, run.now_ns)
-            self._expect_token(turn)
-        if finish in TURN_ENDS or turn.accepted == turn.max_new_tokens:
-            run.turns.served(turn, worker.id)
-            tokens = turn.accepted - turn.start
-            if run.patience.late(worker.id, tokens, run.now_ns - turn.started_ns):
-                run.fleet.bring_late(worker)
-                if not worker.strikes:
-                    self._strike(worker, turn.sent_ns, LATE)
-            else:
-                run.fleet.redeem(worker)
-            run.patience.note_turn(worker.id, tokens, run.now_ns - turn.started_ns, run.now_ns)
-            self._close(turn, TurnState.FINISHED, finish or FinishReason.LENGTH)
-            run.out.append(c.FinishTurn(turn=turn.id))
+            if not ends:
+                self._expect_token(turn, run.patience.limit_ns("token", run.now_ns))
+        if ends:
+            self._finish(turn, worker, finish or FinishReason.LENGTH)
         elif finish is not None:
             self._given_up(turn, chunk)
+
+    def _finish(self, turn: Turn, worker: Worker, finish: FinishReason) -> None:
+        run = self._run
+        run.turns.served(turn, worker.id)
+        tokens, took_ns = turn.accepted - turn.start, run.now_ns - turn.started_ns
+        if run.patience.late(worker.id, tokens, took_ns):
+            run.fleet.bring_late(worker)
+            if not worker.strikes:
+                self._strike(worker, turn.sent_ns, LATE)
+        elif worker.strikes:
+            run.fleet.redeem(worker)
+        run.patience.note_turn(worker.id, tokens, took_ns, run.now_ns)
+        self._close(turn, TurnState.FINISHED, finish)
+        run.out.append(c.FinishTurn(turn=turn.id))
 
     def _on_cut(self, event: e.TurnCut) -> None:
         """End a turn where its answer ends. What was accepted behind that is lost."""
@@ -413,6 +421,8 @@ class TurnManager:
         """
         run = self._run
         worker.waiting.clear()
+        if not pending:
+            return
         for turn in islice(map(run.turns.live.__getitem__, reversed(worker.turns)), pending):
             worker.waiting[turn.id] = turn.attempt
             if worker.turns[turn.id]:
@@ -437,16 +447,17 @@ class TurnManager:
         """Wait for the turn's first token, and for the end of the attempt."""
         run = self._run
         assert turn.worker is not None
-        whole_ns = run.patience.turn_ns(turn.worker, turn.max_new_tokens - turn.accepted, run.now_ns)
+        token_ns = run.patience.limit_ns("token", run.now_ns)
+        whole_ns = run.patience.turn_ns(turn.worker, turn.max_new_tokens - turn.accepted, token_ns)
         turn.ends_ns = run.now_ns + whole_ns
-        self._expect_token(turn)
+        self._expect_token(turn, token_ns)
 
-    def _expect_token(self, turn: Turn) -> None:
+    def _expect_token(self, turn: Turn, token_ns: Nanoseconds) -> None:
         """Wait for the turn's next token. Its worker is watched until the first that a turn of it is due."""
         run = self._run
         assert turn.worker is not None
         now_ns = turn.heard_ns = run.now_ns
-        due_ns = now_ns + run.patience.limit_ns("token", now_ns)
+        due_ns = now_ns + token_ns
         if turn.ends_ns < due_ns:
             due_ns = max(now_ns, turn.ends_ns)
         turn.due_ns = due_ns
@@ -566,8 +577,13 @@ class TurnManager:
     def take_away(self, worker: Worker, cause: str) -> None:
         """Queue a worker's turns again, at once: nothing more can come from these attempts."""
         run = self._run
-        for turn_id in run.fleet.unassign_all(worker):
-            self._requeue_unheard(run.turns.live[turn_id], cause)
+        turns = self._of(worker)
+        run.fleet.unassign_all(worker)
+        run.timers.clear("token", worker.id)
+        for turn in turns:
+            self._note_unheard(turn, worker)
+            self._clear_waits(turn)
+            self._queue(turn, cause)
 
     def cancel(self, trajectory: TrajectoryId, cause: str) -> None:
         """The trajectory is over: so are its turns, and nothing of it is remembered."""
@@ -596,17 +612,20 @@ class TurnManager:
             self._run.out.append(c.AbortTurn(worker=worker.id, epoch=worker.epoch, turn=turn.id, attempt=turn.attempt))
 
     def _requeue_unheard(self, turn: Turn, cause: str) -> None:
-        """Queue a turn whose worker left no word of its progress.
+        """Queue a turn whose worker left no word of its progress."""
+        self._note_unheard(turn, self._run.fleet.workers[turn.worker] if turn.worker is not None else None)
+        self._requeue(turn, cause)
 
-        Its prefill counts as paid, unless the worker has reported that this attempt still waited.
-        """
-        worker = self._run.fleet.workers[turn.worker] if turn.worker is not None else None
+    def _note_unheard(self, turn: Turn, worker: Worker | None) -> None:
+        """The turn's prefill counts as paid, unless the worker has reported that this attempt still waited."""
         if worker is None or worker.waiting.get(turn.id) != turn.attempt:
             turn.computed = True
-        self._requeue(turn, cause)
 
     def _requeue(self, turn: Turn, cause: str) -> None:
         self._leave_worker(turn)
+        self._queue(turn, cause)
+
+    def _queue(self, turn: Turn, cause: str) -> None:
         if turn.given_back:
             self._avoid(turn)
         self._run.turns.move(turn, TurnState.QUEUED, self._run.now_ns, cause)
@@ -624,7 +643,8 @@ class TurnManager:
                 self._run.timers.clear("token", worker.id)
 
     def _clear_waits(self, turn: Turn) -> None:
-        self._run.timers.clear("handover", turn.id)
+        if turn.state is TurnState.MOVING:
+            self._run.timers.clear("handover", turn.id)
         if turn.avoided:
             self._run.timers.clear("retry", turn.id)
 

@@ -8,7 +8,6 @@
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import TypeAlias
 
@@ -24,32 +23,31 @@ class TurnQueue:
         self._needs: dict[TurnId, Needs] = {}
         """Of each turn that is queued. An entry of a line counts while its turn stands here with the line's needs."""
         self._lines: dict[Needs, list[tuple[int, TurnId]]] = {}
-        self._heads: list[tuple[int, Needs, TurnId]] = []
+        self.heads: list[tuple[int, Needs, TurnId]] = []
+        """Each line's head with its order and needs, oldest request first."""
 
     def __bool__(self) -> bool:
-        return bool(self._heads)
+        return bool(self.heads)
 
     def head(self) -> TurnId | None:
         """The turn that was requested first of all."""
-        return self._heads[0][2] if self._heads else None
-
-    def heads(self) -> Iterator[TurnId]:
-        """Each line's head, oldest request first; until the queue changes."""
-        return (turn for _, _, turn in self._heads)
+        return self.heads[0][2] if self.heads else None
 
     def add(self, turn: TurnId, order: int, needs: Needs) -> None:
         """Queue a turn, or have one that is queued stand in another line. Its request was the `order`-th."""
         if turn in self._needs:
             self.remove(turn, order)
         self._needs[turn] = needs
-        line = self._lines.setdefault(needs, [])
-        former = line[0] if line else None
-        heappush(line, (order, turn))
-        if former is not None:
+        line = self._lines.get(needs)
+        if line is None:
+            self._lines[needs] = [(order, turn)]
+        else:
+            former = line[0]
+            heappush(line, (order, turn))
             if former[0] < order:
                 return
             self._unhead(needs, *former)
-        insort(self._heads, (order, needs, turn))
+        insort(self.heads, (order, needs, turn))
         self.changed = True
 
     def remove(self, turn: TurnId, order: int) -> None:
@@ -58,14 +56,17 @@ class TurnQueue:
         if line[0][1] != turn:
             return
         self._unhead(needs, order, turn)
+        if len(line) == 1:
+            del self._lines[needs]
+            return
         while line and self._needs.get(line[0][1]) != needs:
             heappop(line)
         if not line:
             del self._lines[needs]
             return
         order, turn = line[0]
-        insort(self._heads, (order, needs, turn))
+        insort(self.heads, (order, needs, turn))
         self.changed = True
 
     def _unhead(self, needs: Needs, order: int, turn: TurnId) -> None:
-        del self._heads[bisect_left(self._heads, (order, needs, turn))]
+        del self.heads[bisect_left(self.heads, (order, needs, turn))]

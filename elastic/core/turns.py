@@ -156,7 +156,7 @@ class Turns:
         self.finished += 1
         state = self.trajectories[turn.trajectory]
         state.affine_worker = worker
-        state.affine_tokens = turn.context_tokens
+        state.affine_tokens = turn.prompt_tokens + turn.accepted
         if turn.accepted:
             state.given_up = None
         turn.demand.note(turn.prefilled, turn.accepted)
@@ -238,4 +238,4 @@ class Turns:
     def heads(self) -> Iterator[Turn]:
         """The turns that may go next, oldest request first: of those with the same needs the first. Until the queue
         changes."""
-        return map(self.live.__getitem__, self.queue.heads())
+        return (self.live[turn] for _, _, turn in self.queue.heads)

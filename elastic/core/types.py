@@ -294,6 +294,11 @@ class ChunkPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached: PromptTokens
 
 
+ChunkExtras: TypeAlias = tuple[FinishReason | None, str, int, int]
+"""The finish, detail, prefilled and cached tokens of a chunk."""
+NO_EXTRAS: ChunkExtras = (None, "", 0, 0)
+
+
 class Chunks(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Chunks in columns: chunk i has `counts[i]` tokens from position `starts[i]` on, of the turn in slot `slots[i]`.
 
@@ -336,25 +341,19 @@ class Chunks(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return zip(self.slots, self.starts, self.counts, versions, strict=True)
 
     @property
-    def told(self) -> Mapping[int, Chunk]:
-        """By place, the chunks of which there is more to say than `plain` does."""
-        if not self.ends and not self.prompts:
-            return {}
-        found: dict[int, Chunk] = {}
-        plain = list(self.plain)
-        for end in self.ends:
-            if (place := end.place) < len(plain):
-                found[place] = Chunk(*plain[place], end.finish, end.detail)
+    def told(self) -> Mapping[int, ChunkExtras]:
+        """By place, what there is to say of a chunk beyond what `plain` does."""
+        found: dict[int, ChunkExtras] = {end.place: (end.finish, end.detail, 0, 0) for end in self.ends}
         for prompt in self.prompts:
-            if (place := prompt.place) < len(plain):
-                known = found.get(place)
-                finish, detail = (None, "") if known is None else (known.finish, known.detail)
-                found[place] = Chunk(*plain[place], finish, detail, prompt.prefilled, prompt.cached)
+            finish, detail, _, _ = found.get(prompt.place, NO_EXTRAS)
+            found[prompt.place] = finish, detail, prompt.prefilled, prompt.cached
         return found
 
     def __iter__(self) -> Iterator[Chunk]:
         told = self.told
-        return (told.get(place) or Chunk(*plain) for place, plain in enumerate(self.plain))
+        for place, (slot, start, count, version) in enumerate(self.plain):
+            finish, detail, prefilled, cached = told.get(place, NO_EXTRAS)
+            yield Chunk(slot, start, count, version, finish, detail, prefilled, cached)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -411,7 +410,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
 
 
-class WorkerKind(msgspec.Struct, frozen=True):
+class WorkerKind(msgspec.Struct, frozen=True, cache_hash=True):
     """Properties that make workers alike: their provider, and what their devices declare."""
 
     provider: str
