@@ -24,6 +24,7 @@ from tests.trainer.hugging_face import (
     EXACT,
     FLOAT32_BUFFER,
     MODELS,
+    SIZES,
     VOCABULARY,
     change_config,
     read_weights,
@@ -118,6 +119,26 @@ def test_a_shared_row_is_a_plain_forward_a_sequence(stored, kind: str) -> None:
             assert reference is None or not reference.any(), name
         else:
             torch.testing.assert_close(gradient, reference, atol=2e-4, rtol=1e-3, msg=name)
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize(
+    ("kind", "chances"),
+    [
+        ("starcoder2", {"residual_dropout": 0.3, "embedding_dropout": 0.3, "attention_dropout": 0.3}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3}),
+    ],
+)
+def test_nothing_is_left_to_chance(tmp_path: Path, kind: str, chances: dict[str, object]) -> None:
+    """What a model drops, or jitters, as it trains is none of the policy that is sampled from."""
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **chances)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    row, made = shared_row(), loaded(tmp_path)
+    with torch.no_grad():
+        found = made.distribution(row, 1.0).logprobs
+        assert torch.equal(found, made.distribution(row, 1.0).logprobs)
+        made.model.eval()
+        torch.testing.assert_close(found, made.distribution(row, 1.0).logprobs)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -68,15 +68,14 @@ class CausalModel:
             self._check_looks(own)
             self._plain_head = self._agrees(lambda: self._alone(plain_head=True), own)
             self.packs = self._packed(own, wanted)
+            trains = self._trains_as_it_is(own)
         if not self._plain_head:
             log.warning("the model's logits are more than its last layer's: all of a row's are computed at once")
         if not self.packs:
             log.warning("sequences that share a row of this model see each other: each has a row of its own")
-        for module in self.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        self.model.train()
-        if activation_checkpointing:
+        if not trains:
+            log.warning("as it trains the model leaves things to chance: it is asked as it generates instead")
+        if activation_checkpointing and trains:
             # Up to 5.19, which vLLM 0.32 asks for, transformers has it by another name.
             named = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
             getattr(self.model, f"{named}_checkpointing_enable")({"use_reentrant": False})
@@ -179,6 +178,15 @@ class CausalModel:
         self.model.set_attn_implementation(before)
         return False
 
+    def _trains_as_it_is(self, own: Tensor) -> bool:
+        """Have the model train, which activation checkpointing needs, with all that it would drop kept; returns whether
+        it says the same then. Where it does not (routers with noise) it is left as it generates."""
+        _keep_all(self.model.train())
+        if self._agrees(lambda: self._alone(self._plain_head), own):
+            return True
+        self.model.eval()
+        return False
+
     def _agrees(self, other: Callable[[], Tensor], own: Tensor) -> bool:
         try:
             found = other()
@@ -213,6 +221,15 @@ class CausalModel:
 
     def _together(self) -> Tensor:
         return self.local_distribution(row_of_sequences(self._probes()), 1.0).logprobs
+
+
+def _keep_all(model: nn.Module) -> None:
+    """Set to zero the shares that modules drop, by modules of their own or by numbers that they have read off the
+    config."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and (isinstance(module, nn.Dropout) or "drop" in name):
+                setattr(module, name, 0.0)
 
 
 def names_on_disk(directory: Path, model: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
