@@ -791,7 +791,7 @@ class TrainerConfig(LossConfig):
     micro_batch_tokens: int = Field(
         16_384, ge=1, description="most tokens in one forward and backward pass, padding included"
     )
-    threads: int = Field(1, ge=1, description="CPU threads that the trainer computes with")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads that the trainer computes with")
     checkpoint_every_steps: int = Field(
         5, ge=1, description="steps from one checkpoint to the next; the last has one, too"
     )
@@ -932,7 +932,7 @@ class EngineConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="what it computes on; auto takes CUDA where there is some"
     )
-    threads: int = Field(1, ge=1, description="CPU threads of an engine")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads of an engine")
     max_batch: int = Field(16, ge=1, description="turns executed at once")
     max_pending: int = Field(4, ge=0, description="Θ of delayed dispatch: turns sent ahead (RLBoost Alg. 2)")
     max_context_tokens: int = Field(448, ge=2, description="most tokens of a trajectory, prompts included")

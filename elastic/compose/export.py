@@ -52,13 +52,18 @@ def export(
     there complete, or not at all. Raises `ConfigError` for a step of which there is no checkpoint, for a directory that
     holds something, for `merge` without an adapter, and for files that cannot be read or written.
     """
-    from elastic.engine.model.stored import CheckpointError
+    from safetensors import SafetensorError
+
+    from elastic.engine.model.stored import CheckpointError, check_words
 
     config = load_run_config(run.path)
-    path = _checkpoint(run, step)
+    path, base = _checkpoint(run, step), config.model.checkpoint
+    if not base.is_dir():
+        raise ConfigError(f"elastic export: {base}: the run's base policy, which is exported with it, is not there")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"-o {directory}: is there, and not empty; allowed: a directory that is empty, or none yet")
     try:
+        check_words(base)
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         try:
@@ -83,8 +88,9 @@ def export(
             shutil.rmtree(staging, ignore_errors=True)
     except CheckpointError as error:
         raise ConfigError(f"elastic export: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"-o {directory}: cannot be written ({error.strerror or error})") from error
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"-o {directory}: cannot be written ({why})") from error
     return found
 
 

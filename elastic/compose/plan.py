@@ -236,9 +236,10 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
     _check_pool(config.rewards, where)
     resolve_engine(config.engine, where)
     resolve_trainer(config.trainer, where)
-    if has_ranks(config) and config.seeding.policy == "auto" and not seeding_engines(config):
-        config = config.model_copy(update={"seeding": config.seeding.model_copy(update={"policy": "none"})})
     _check_engine(config, config.trainer.engine, where, "trainer", "engine")
+    generates = seeding_engines(config) > 0 or not has_ranks(config)
+    if config.seeding.policy == "auto" and not generates:
+        config = config.model_copy(update={"seeding": config.seeding.model_copy(update={"policy": "none"})})
     for name, chosen in settings.items():
         _check_engine(config, chosen.engine, where, "providers", name, "engine")
     return RunPlan(

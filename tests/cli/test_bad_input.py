@@ -45,6 +45,8 @@ from elastic.worker.trainer.embedded.trainer import GRPOTrainer
         ("run.certificate=cert.pem", ("run.certificate and run.certificate_key belong together",)),
         ("run.steps=-1", ("run.steps", "greater than or equal to 0", "found -1")),
         ("trainer.step_timeout_s=1e300", ("trainer.step_timeout_s", "at most 31536000 seconds", "found 1e+300")),
+        ("trainer.threads=1025", ("trainer.threads", "less than or equal to 1024", "found 1025")),
+        ("trainer={kind='transformers', transformers={seeding='vllm'}}", ("trainer.transformers.seeding", "'torch'")),
         ("run.steps=0", ("run.steps must be at least 1", "found 0")),
         ("run.steps.x=1", ("steps is not a section",)),
         ("run=3", ("run: must be a section", "found 3")),

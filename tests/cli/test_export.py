@@ -1,6 +1,9 @@
 """A run's policy as a directory, and what cannot be had of it."""
 
+import contextlib
 import json
+import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +73,27 @@ def test_it_may_have_several_files(run: Path, tmp_path: Path) -> None:
     assert one.keys() == many.keys()
     assert all(torch.equal(one[name], many[name]) for name in one)
     assert found.size_bytes == sum(tensor.nbytes for tensor in one.values())
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No file becomes longer than a config."""
+    heard, (soft, hard) = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, heard)
+
+
+def test_a_full_disk_and_a_base_policy_that_is_gone_are_named(elastic, refused, run: Path, tmp_path: Path) -> None:
+    with full_disk():
+        ended = elastic("export", run, "-o", tmp_path / "policy")
+    refused(ended, "-o", "cannot be written", "File too large")
+    given = json.loads((run / "config.json").read_text())
+    given["model"]["checkpoint"] = str(tmp_path / "gone")
+    (run / "config.json").write_text(json.dumps(given))
+    refused(elastic("export", run, "-o", tmp_path / "policy"), str(tmp_path / "gone"), "base policy")
+    assert not list(tmp_path.glob("*policy*"))
 
 
 def test_what_cannot_be_exported(elastic, refused, run: Path, config: Path, tmp_path: Path) -> None:
