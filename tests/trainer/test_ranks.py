@@ -1,5 +1,6 @@
 """A trainer of several ranks learns what one does; when a rank dies or hangs, its process ends, and nothing is lost."""
 
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from elastic.engine.model.stored import CheckpointError
 from elastic.system.processes import lives
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.plan import PublishedUpdate
@@ -212,6 +214,14 @@ def test_any_number_of_ranks_reads_what_another_wrote(start: Start, tmp_path: Pa
         as_of_one(process.ask("train", 1), expected)
 
     assert dict(checkpoint.masters(directory)).keys() == held.keys()
+    shard = next(directory.glob("__1_*"))
+    whole, shapes = shard.read_bytes(), {name: tuple(one.shape) for name, one in checkpoint.masters(directory)}
+    for spoil in (lambda: shard.write_bytes(whole[:-1000]), shard.unlink):
+        spoil()
+        with pytest.raises(CheckpointError, match=f"damaged: {shard.name}"):
+            checkpoint.check_header(directory, shapes)  # which reads no tensor
+    shard.write_bytes(whole)
+    checkpoint.check_header(directory, shapes)
     for damaged in (next(directory.glob("__1_*")), directory / ".metadata"):
         content = bytearray(damaged.read_bytes())
         content[-100] ^= 0x80
@@ -222,6 +232,18 @@ def test_any_number_of_ranks_reads_what_another_wrote(start: Start, tmp_path: Pa
     checkpoint.remove(directory)
     assert [path.name for path in saved(tmp_path)] == [file.name]
     assert not list(tmp_path.glob(".checkpoint-*"))
+
+
+def test_a_rank_without_room_leaves_no_half_of_a_checkpoint(start: Start, tmp_path: Path) -> None:
+    two, path = start(2), tmp_path / "00000001.shards"
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.prlimit(two.pids[0], resource.RLIMIT_FSIZE, (2_000, hard))
+    with pytest.raises(ValueError, match=r"cannot be written, with [\d.,]+ MB free there"):
+        two.ask("save", str(path))
+    assert not list(tmp_path.iterdir())
+    resource.prlimit(two.pids[0], resource.RLIMIT_FSIZE, (hard, hard))
+    two.ask("save", str(path))
+    assert two.ask("load", str(path)) == 0
 
 
 HELD_UP = {

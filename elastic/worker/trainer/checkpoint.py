@@ -165,11 +165,16 @@ def write_directory(path: Path, counters: Counters, ranks: Ranks, save: Callable
             remove(path)
             replace_durably(unfinished, path)
 
-    _on_all(path, "written", ranks, begin)
-    _on_all(path, "written", ranks, lambda: save(unfinished))
-    said = ranks.texts(_on_all(path, "written", ranks, own_digests))
-    digests = {name: one for each in said for name, one in msgspec.json.decode(each, type=dict[str, str]).items()}
-    _on_all(path, "written", ranks, end)
+    try:
+        _on_all(path, "written", ranks, begin)
+        _on_all(path, "written", ranks, lambda: save(unfinished))
+        said = ranks.texts(_on_all(path, "written", ranks, own_digests))
+        digests = {name: one for each in said for name, one in msgspec.json.decode(each, type=dict[str, str]).items()}
+        _on_all(path, "written", ranks, end)
+    except CheckpointError:
+        if ranks.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor], counters: Counters) -> None:

@@ -4,6 +4,7 @@ Each rank's rows are in a file of its own; beside them lie the counters and dige
 """
 
 import pickle
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,10 +37,15 @@ class StoredDirectory(StoredFiles):
         if digests.get(METADATA_FILE) != digest_of(path / METADATA_FILE):
             raise CheckpointError(f"{path}: damaged: {METADATA_FILE} is not as it was written")
         try:
-            stored: Any = FileSystemReader(path).read_metadata().state_dict_metadata
+            metadata: Any = FileSystemReader(path).read_metadata()
+            stored = metadata.state_dict_metadata
             self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(one.size) for name, one in stored.items()}
+            places = [(path / one.relative_path, one.offset + one.length) for one in metadata.storage_data.values()]
         except (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError) as error:
             raise CheckpointError(f"{path}: damaged: {METADATA_FILE} cannot be read ({error})") from error
+        for file, end in places:
+            if not file.is_file() or file.stat().st_size < end:
+                raise CheckpointError(f"{path}: damaged: {file.name} is not as it was written")
 
     def load(self, names: Sequence[str], ranks: Ranks) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -65,7 +71,10 @@ def save_shards(
     try:
         save(_placed(mine, shapes, ranks), storage_writer=FileSystemWriter(directory))
     except CheckpointException as error:
-        raise CheckpointError(f"{directory}: cannot be written ({_cause(error)})") from error
+        free_mb = shutil.disk_usage(directory).free / 1e6
+        raise CheckpointError(
+            f"{directory}: cannot be written, with {free_mb:,.1f} MB free there ({_cause(error)})"
+        ) from error
 
 
 def _placed(shards: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], ranks: Ranks) -> dict[str, Any]:
