@@ -200,7 +200,7 @@ def test_every_loss_is_the_embedded_trainers(tmp_path: Path, keys: dict[str, obj
     directory, teacher = write_model(tmp_path / "qwen3", "qwen3"), write_model(tmp_path / "teacher", "qwen3", seed=5)
     settings = TrainerConfig.model_validate(PLAIN | {"learning_rate": 1e-2, "adam_epsilon": 1e-4} | keys)
     embedded = GRPOTrainer(settings, load_model(directory), GROUPS, 1.0, reference=load_model(teacher))
-    chosen = TransformersSettings()
+    chosen = TransformersSettings.model_validate({})
     settings = settings.model_copy(update={"micro_batch_tokens": 60})
     ours = TransformersTrainer(settings, chosen, loaded(directory), GROUPS, 1.0, reference=loaded(teacher))
     for seed in range(2):
@@ -289,7 +289,7 @@ def test_bfloat16_keeps_float32_masters(stored) -> None:
 class TestPoliciesThatCannotBeTrained:
     def refused(self, directory: Path, *words: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            examine(directory, TransformersSettings())
+            examine(directory, TransformersSettings.model_validate({}))
         for word in ("model.checkpoint", str(directory), *words):
             assert word in str(caught.value)
         assert "Traceback" not in str(caught.value)
@@ -330,7 +330,7 @@ class TestPoliciesThatCannotBeTrained:
     @pytest.mark.trainers
     def test_by_their_model(self, tmp_path: Path) -> None:
         directory = write_model(tmp_path / "llama", "llama")
-        assert examine(directory, TransformersSettings()).vocab_size == VOCABULARY
+        assert examine(directory, TransformersSettings.model_validate({})).vocab_size == VOCABULARY
         change_config(directory, intermediate_size=50)
         self.refused(directory, "does not fit the model", "mlp", "expected shape")
         change_config(directory, model_type="nonesuch", architectures=["Nonesuch"])
