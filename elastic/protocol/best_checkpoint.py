@@ -6,7 +6,9 @@ import msgspec
 
 from elastic.system.files import write_whole
 
-_NOTE = "best.json"
+NOTE = "best.json"
+NOTE_BYTES = 256
+"""More than a note has."""
 
 
 class _Best(msgspec.Struct, frozen=True):
@@ -15,12 +17,20 @@ class _Best(msgspec.Struct, frozen=True):
 
 def keep_best(checkpoints: Path, version: int) -> None:
     """Have the checkpoint of this version kept, and none before it for being the best. Raises `OSError`."""
-    write_whole(checkpoints / _NOTE, msgspec.json.encode(_Best(version)), durable=False)  # Who resumes says it again.
+    write_whole(checkpoints / NOTE, msgspec.json.encode(_Best(version)), durable=False)  # Who resumes says it again.
 
 
 def best_kept(checkpoints: Path) -> int | None:
     """The version whose checkpoint is kept; None where there is no such note, or it cannot be read."""
     try:
-        return msgspec.json.decode((checkpoints / _NOTE).read_bytes(), type=_Best).version
-    except (OSError, msgspec.DecodeError):
+        return best_noted((checkpoints / NOTE).read_bytes())
+    except OSError:
+        return None
+
+
+def best_noted(note: bytes) -> int | None:
+    """The version that such a note names; None where it is none."""
+    try:
+        return msgspec.json.decode(note, type=_Best).version
+    except msgspec.DecodeError:
         return None

@@ -14,9 +14,9 @@ import os
 import platform
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 _SETGROUPS = {"x86_64": 116, "aarch64": 159}
 """The number of the system call, by machine. The C library's own function changes all threads, this one its caller."""
@@ -27,7 +27,14 @@ _DEPTH_MAX = 64
 _TIMES_MAX = 1_000
 _NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.EACCES)
 
+Keep: TypeAlias = Callable[[str], bool]
+"""Whether what has this name in a directory is to be kept."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def none_kept(_: str) -> bool:
+    return False
 
 
 class NotAFile(FileNotFoundError):
@@ -90,20 +97,21 @@ def files(directory: Path, name: str, suffix: str) -> list[tuple[str, os.stat_re
     return found
 
 
-def size_bytes(directory: Path, name: str = "") -> int:
+def size_bytes(directory: Path, name: str = "", keep: Keep = none_kept) -> int:
     """Return the size of all regular files below a directory, or below one in it, as far as a run's directories go.
 
-    Links are not followed.
+    Links are not followed. What it has in it that is to be kept, by its name, is not counted.
     """
     total = 0
     with contextlib.suppress(OSError), as_owner(directory), _below(directory, PurePosixPath(name).parts) as place:
-        for _, _, status in _tree(place):
+        for _, _, status in _tree(place, keep=keep):
             total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
 
 
-def remove(directory: Path, name: str = "") -> None:
-    """Remove the directory, which lies in one of ours, or what has this name in it. Raises `OSError`.
+def remove(directory: Path, name: str = "", keep: Keep = none_kept) -> None:
+    """Remove the directory, which lies in one of ours, or what has this name in it. Raises `OSError`. What
+    it has in it that is to be kept, by its name, stays.
 
     This is done with our own rights, since its owner may have forbidden it to itself. What lies too deep is brought up
     first.
@@ -114,15 +122,18 @@ def remove(directory: Path, name: str = "") -> None:
             return
         with _below(directory, PurePosixPath(name).parts) as place:
             for _ in range(_TIMES_MAX):
-                if _emptied(place):
+                if _emptied(place, keep):
                     break
+            if any(map(keep, os.listdir(f"/proc/self/fd/{place}"))):
+                return
         (directory / name).rmdir()
 
 
-def _emptied(place: int) -> bool:
-    """Remove what is below a directory; return whether that is all, or else has come up."""
+def _emptied(place: int, keep: Keep) -> bool:
+    """Remove what is below a directory, but for what is to be kept in it; return whether that is all, or else has come
+    up."""
     whole = True
-    for parent, entry, status in _tree(place):
+    for parent, entry, status in _tree(place, keep=keep):
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISDIR(status.st_mode):
                 os.unlink(entry, dir_fd=parent)
@@ -152,11 +163,12 @@ def hand_over(top: Path, uid: int, gid: int) -> None:
         os.chown(top, uid, gid, follow_symlinks=False)
 
 
-def _tree(place: int, depth: int = 0) -> Iterator[tuple[int, str, os.stat_result]]:
+def _tree(place: int, depth: int = 0, keep: Keep = none_kept) -> Iterator[tuple[int, str, os.stat_result]]:
     """Yield all that is below a directory: the descriptor of its own directory, its name and status; what is in a
-    directory comes before it, but for what is deeper than `_DEPTH_MAX`."""
+    directory comes before it, but for what is deeper than `_DEPTH_MAX`. What is to be kept in the topmost one is
+    left out, with all below."""
     with _listed(place) as listed:
-        for entry in os.listdir(listed):
+        for entry in (one for one in os.listdir(listed) if not keep(one)):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # It is replaced meanwhile.
                 status = os.stat(entry, dir_fd=listed, follow_symlinks=False)
                 if stat.S_ISDIR(status.st_mode) and depth < _DEPTH_MAX:

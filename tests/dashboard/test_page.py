@@ -17,6 +17,7 @@ from elastic.server.store import runs as runs_store
 from elastic.server.store.tables import runs
 from tests.dashboard.conftest import Served
 from tests.report.chat_run import MARKUP, ChatRun
+from tests.report.evaluated_run import evaluated_run, evaluation
 from tests.server.conftest import Submission
 from tests.server.issuer import CLIENT_ID, CLIENT_SECRET, serving_issuer
 
@@ -174,6 +175,22 @@ def test_people_sign_in_with_a_provider_and_let_a_terminal_in(tab: Any, served: 
         state.provider = IdentityProvider(settings)
         tab.click("text=Sign in with Tests")
         tab.wait_for_selector("text=The identity provider does not answer")
+
+
+def test_evaluations_are_drawn_by_version(tab: Any, served: Served, submission: Submission, tmp_path: Path) -> None:
+    run = submitted(served, submission())
+    rewards = ([[-1.0, 0.0]], [[1.0, 1.0]], [[0.5, 0.0]])
+    rows = [evaluation(10 * n, 5.0 + n, {"sums": tasks}) for n, tasks in enumerate(rewards)]
+    evaluated_run(served.site.settings.run_dir(run), *rows, status="running")
+    seen(served, run, RunPhase.RUNNING, step=3)
+    sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{run}")
+    tab.wait_for_selector("text=avg@2 0.250 with version 20, best 1.000 with version 10")
+    tab.wait_for_selector("text=pass@2 1.000 with version 20")
+    drawn = tab.locator("svg[aria-label='Evaluation: mean reward'] polyline").get_attribute("points")
+    heights = [float(point.split(",")[1]) for point in drawn.split()]
+    assert (heights[1], len(heights)) == (3.0, 3)
+    assert heights[0] > heights[2] > heights[1], "below 0 is on the drawing, too"
+    tab.screenshot(path=str(tmp_path / "evaluations.png"), full_page=True)
 
 
 def test_trajectories_are_found_and_read(tab: Any, served: Served, submission: Submission, tmp_path: Path) -> None:

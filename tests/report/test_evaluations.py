@@ -1,17 +1,12 @@
 """What evaluations came to, in the report, in loggers' rows, on the command line and in the server's series."""
 
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from pathlib import Path
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 
-from elastic.config import JournalConfig
-from elastic.core.evaluation import EvaluationRecord, SetFigures
 from elastic.core.policy import StepRecord
-from elastic.core.scores import metrics
 from elastic.core.types import NS_PER_S
 from elastic.report import as_json, evaluation_words, evaluations, tables
 from elastic.report.evaluation_charts import charts_of
@@ -20,35 +15,10 @@ from elastic.report.tracking.rows import StepSource
 from elastic.report.tracking.samples import SampleBounds
 from elastic.runtime.journal import EvaluationRow, RunDirectory, SampleRow, StepRow
 from elastic.server.history.journals import figures_of, metrics_of
+from tests.report.evaluated_run import evaluated_run, evaluation
 from tests.run_status import run_status
 
-SAMPLES, PASSES = 2, (1, 2)
 GOOD, FAIR, BAD = [[1.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]
-
-
-def evaluation(
-    version: int, at_s: float, sets: Mapping[str, Sequence[Sequence[float]]], *, timed_out: bool = False
-) -> EvaluationRow:
-    """Of tasks with these rewards; one more episode failed in each set."""
-    every = [task for tasks in sets.values() for task in tasks]
-    record = EvaluationRecord(
-        version=version,
-        started_ns=round((at_s - 4) * NS_PER_S),
-        ended_ns=round(at_s * NS_PER_S),
-        timed_out=timed_out,
-        metrics=metrics(every, SAMPLES, PASSES),
-        sets={
-            name: SetFigures(
-                finished=sum(map(len, tasks)),
-                failed=1,
-                cut_off=0,
-                metrics=metrics(tasks, SAMPLES, PASSES),
-                rewards=[[*task] for task in tasks],
-            )
-            for name, tasks in sets.items()
-        },
-    )
-    return EvaluationRow(version=version, t_ns=round(at_s * NS_PER_S), record=record)
 
 
 def step(number: int, at_s: float) -> StepRow:
@@ -56,16 +26,6 @@ def step(number: int, at_s: float) -> StepRow:
         step=number, duration_ns=NS_PER_S, seeding_ns=0, rollout_ns=0, groups_trained=1, groups_dropped=0
     )
     return StepRow(step=number, t_ns=round(at_s * NS_PER_S), record=record, success_rate=None, trainer={})
-
-
-def evaluated_run(
-    directory: Path, *rows: EvaluationRow | SampleRow | StepRow, status: str = "finished", **section: object
-) -> Path:
-    config = msgspec.json.encode({"evaluation": section}).decode()
-    notes = {"run": "measured", "status": status, "config": config}
-    with closing(RunDirectory(directory).begin_journal(JournalConfig.model_validate({}), notes=notes)) as journal:
-        journal.append(*rows)
-    return directory
 
 
 def test_every_version_is_told_with_its_errors_and_the_best_one(summary_of) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from elastic.protocol.api import AccessRole, RunPhase
-from elastic.runtime.journal import RunDirectory, SqliteJournal
+from elastic.protocol.best_checkpoint import keep_best
+from elastic.runtime.journal import EvaluatedRow, RunDirectory, SqliteJournal
 from elastic.runtime.journal.records import EventRow, TrajectoryRow
 from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.quotas.budgets import US_PER_DAY
@@ -107,6 +108,32 @@ def test_parts_go_apart_and_what_goes_on_is_left(site: Site, ended: Callable[...
     assert sorted(e["resource"].rpartition("/")[2] for e in told) == sorted(
         [f"{old}: trajectories, checkpoints, logs", f"{young}: logs", f"{theirs}: logs"]
     )
+
+
+def test_the_best_checkpoint_stays_and_of_evaluations_nothing_that_was_said(
+    site: Site, ended: Callable[..., str]
+) -> None:
+    run = ended(40)
+    path = site.settings.run_dir(run)
+    for name in ("00000002.safetensors", "00000003.shards/rank0"):
+        (path / "checkpoints" / name).parent.mkdir(exist_ok=True)
+        (path / "checkpoints" / name).write_bytes(b"x" * 100)
+    keep_best(path / "checkpoints", 3)
+    journal = SqliteJournal(path / "journal.2.sqlite", 0.01)
+    row_of = {"step": 2, "group": "e2/0", "started_ns": 0, "ended_ns": 1, "reward": 1.0, "cause": "", "turns": 1}
+    said_of = {"token_ids": b"t", "sampled": b"s", "branches": b"b", "task": b"{}"}
+    journal.append(EvaluatedRow(trajectory="e2/0/0", policy_tokens=3, **row_of, **said_of))
+    journal.close()
+    keep(site, "/v1/retention", checkpoints_days=1, trajectories_days=1)
+    (item,) = site.client().get("/v1/retention/dry-run").json()["items"]
+    assert item["bytes"] == 2 * 1000 + 100 + 1000 + 5, "checkpoints and weights, and what was said"
+    retire(site.store, site.settings, IsolatedLoop("retention", LoopFaults()))
+    assert sorted(found.name for found in (path / "checkpoints").iterdir()) == ["00000003.shards", "best.json"]
+    assert (path / "checkpoints" / "00000003.shards" / "rank0").read_bytes() == b"x" * 100
+    (episode,) = RunDirectory(path).trajectories(["e2/0/0"]).values()
+    assert (episode.token_ids, episode.sampled, episode.branches, episode.task) == (b"",) * 4
+    assert episode.reward == 1.0
+    assert row(site, run).retired == {"checkpoints": "removed", "trajectories": "removed"}
 
 
 def test_what_is_half_removed_goes_the_rest_of_the_way(

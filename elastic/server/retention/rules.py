@@ -2,7 +2,8 @@
 
 - Only what has ended is touched, and nothing that a run which goes on could need.
 - What is to go is in the store before the first file is: whoever finds a removal half done does the rest.
-- Logs, checkpoints and trajectories go apart; the run, its figures and its report stay until the whole run goes.
+- Logs, checkpoints and trajectories go apart; the run, its figures and its report stay until the whole run goes, and
+  so does the checkpoint that is kept for being the best.
 """
 
 import contextlib
@@ -11,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.runtime.journal import RunDirectory, open_journal
+from elastic.protocol.best_checkpoint import NOTE, NOTE_BYTES, best_noted
+from elastic.runtime.journal import EvaluatedRow, RunDirectory, TrajectoryRow, open_journal
 from elastic.runtime.journal.frames import FRAME
+from elastic.runtime.journal.records import TABLES
 from elastic.server.history.apart import apart
 from elastic.server.quotas.budgets import US_PER_DAY
 from elastic.server.store.runs import HostedRunRow
@@ -23,6 +26,8 @@ PARTS = (TRAJECTORIES, CHECKPOINTS, LOGS)
 UNRESUMABLE = (TRAJECTORIES, CHECKPOINTS)
 """Without these a run cannot go on."""
 REMOVING, REMOVED = "removing", "removed"
+SAID = ("token_ids", "sampled", "branches", "task")
+"""Columns of trajectories with what was said in them."""
 FORGETTING_S = 3600.0
 """Longest that the journals of a run take to forget what was said: they are written anew."""
 _DIRECTORIES: Mapping[str, Sequence[str]] = {CHECKPOINTS: ("checkpoints", "weights"), LOGS: ("logs",)}
@@ -66,7 +71,8 @@ def bytes_of(run_dir: Path, parts: Sequence[str]) -> int:
     """Return about how many bytes the removal of these parts would free."""
     if RUN in parts:
         return tenant_files.size_bytes(run_dir)
-    found = sum(tenant_files.size_bytes(run_dir, name) for part in parts for name in _DIRECTORIES.get(part, ()))
+    kept = _kept(run_dir)
+    found = sum(tenant_files.size_bytes(run_dir, name, kept) for part in parts for name in _DIRECTORIES.get(part, ()))
     if TRAJECTORIES in parts:
         with contextlib.suppress(OSError):
             found += _said_bytes(run_dir)
@@ -75,10 +81,19 @@ def bytes_of(run_dir: Path, parts: Sequence[str]) -> int:
 
 def remove(run_dir: Path, part: str) -> None:
     """Remove a part; what is gone already is left. Raises `OSError` where something cannot be removed."""
+    kept = _kept(run_dir)
     for name in _DIRECTORIES.get(part, ()):
-        tenant_files.remove(run_dir, name)
+        tenant_files.remove(run_dir, name, kept)
     if part == TRAJECTORIES:
         _forget_what_was_said(run_dir)
+
+
+def _kept(run_dir: Path) -> tenant_files.Keep:
+    """What is kept for being the best checkpoint, and the note that says so."""
+    with contextlib.suppress(OSError), tenant_files.opened(run_dir, f"checkpoints/{NOTE}") as note:
+        if (best := best_noted(note.read(NOTE_BYTES))) is not None:
+            return lambda name: name == NOTE or name.partition(".")[0] == f"{best:08d}"
+    return tenant_files.none_kept
 
 
 @apart()
@@ -87,9 +102,11 @@ def _said_bytes(run_dir: Path) -> int:
     with tenant_files.as_owner(run_dir):
         for journal in RunDirectory(run_dir).journal_paths():
             with contextlib.suppress(sqlite3.Error), contextlib.closing(open_journal(journal, "rw")) as connection:
-                said = "SELECT COALESCE(SUM(LENGTH(token_ids) + LENGTH(sampled)), 0) FROM trajectories"
+                lengths = " + ".join(f"LENGTH({column})" for column in SAID)
+                for table in _tables_of_trajectories(connection):
+                    found += connection.execute(f"SELECT COALESCE(SUM({lengths}), 0) FROM {table}").fetchone()[0]
                 frames = "SELECT COALESCE(SUM(LENGTH(body)), 0) FROM events WHERE kind = ?"
-                found += connection.execute(said).fetchone()[0] + connection.execute(frames, (FRAME,)).fetchone()[0]
+                found += connection.execute(frames, (FRAME,)).fetchone()[0]
     return found
 
 
@@ -106,9 +123,16 @@ def _forget_in(journal: Path) -> None:
         with contextlib.closing(open_journal(journal, "rw")) as connection:
             with connection:
                 connection.execute("BEGIN")
-                connection.execute("UPDATE trajectories SET token_ids = x'', sampled = x''")
+                nothing = ", ".join(f"{column} = x''" for column in SAID)
+                for table in _tables_of_trajectories(connection):
+                    connection.execute(f"UPDATE {table} SET {nothing}")
                 connection.execute("DELETE FROM events WHERE kind = ?", (FRAME,))
             connection.execute("VACUUM")
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     except sqlite3.Error as error:
         raise OSError(f"{journal}: {error}") from error
+
+
+def _tables_of_trajectories(connection: sqlite3.Connection) -> list[str]:
+    tables = (TABLES[kind] for kind in (TrajectoryRow, EvaluatedRow))
+    return [table.name for table in tables if not table.lacks(connection)]

@@ -267,11 +267,32 @@ function chart(title) {
   function draw(values, top, text) {
     const points = values.filter((value) => value !== null);
     const highest = top ?? Math.max(1e-9, ...points);
+    const lowest = Math.min(0, ...points);
     const step = points.length > 1 ? 98 / (points.length - 1) : 0;
-    line.setAttribute("points", points.map((value, n) => `${(1 + n * step).toFixed(2)},${(97 - (94 * value) / highest).toFixed(2)}`).join(" "));
+    const place = (value) => (97 - 94 * ((value / 2 - lowest / 2) / (highest / 2 - lowest / 2))).toFixed(2); // Sums of some rewards are no numbers.
+    line.setAttribute("points", points.map((value, n) => `${(1 + n * step).toFixed(2)},${place(value)}`).join(" "));
     range.textContent = points.length ? text(points) : "";
   }
   return { figure, draw };
+}
+
+// What evaluations came to by version: the mean reward, and the largest k of pass@k. Hidden where nothing was evaluated.
+function evaluationCharts() {
+  const charts = [chart("Evaluation: mean reward"), chart("Evaluation: passed")];
+  for (const one of charts) one.figure.hidden = true;
+  function draw(evaluations) {
+    const names = Object.keys(evaluations.find((one) => Object.keys(one.metrics).length)?.metrics ?? {});
+    const chosen = [names.find((name) => name.startsWith("avg@")), names.findLast((name) => name.startsWith("pass@"))];
+    const best = evaluations.findLast((one) => one.best);
+    chosen.forEach((name, n) => {
+      const known = evaluations.filter((one) => one.metrics[name]);
+      charts[n].figure.hidden = !known.length;
+      const at = (one) => `${signed(one.metrics[name].mean)} with version ${one.version}`;
+      const told = () => `${name} ${at(known.at(-1))}${best?.metrics[name] ? `, best ${at(best)}` : ""}`;
+      charts[n].draw(known.map((one) => one.metrics[name].mean), n ? 1 : null, told);
+    });
+  }
+  return { figures: charts.map((one) => one.figure), draw };
 }
 
 function tile(label) {
@@ -459,6 +480,7 @@ function showRun(id) {
   const tiles = Object.fromEntries(["Step", "Success", "Mean reward", "Tokens/s", "Cost", "Workers", "Preemptions", "Queued turns"].map((label) => [label, tile(label)]));
   const rates = chart("Success by step");
   const speed = chart("Tokens/s");
+  const evaluations = evaluationCharts();
   const cause = el("p", { className: "soft" });
   const evaluated = el("p", { id: "evaluated", className: "soft" });
   const conditions = el("tbody");
@@ -470,7 +492,7 @@ function showRun(id) {
     el("h1", {}, title, phase, stop, resume, remove, report),
     cause,
     el("div", { className: "tiles", id: "figures" }, ...Object.values(tiles).map((one) => one.node)),
-    el("div", { className: "charts" }, rates.figure, speed.figure),
+    el("div", { className: "charts" }, rates.figure, speed.figure, ...evaluations.figures),
     evaluated,
     el("h2", { textContent: "Providers" }),
     el("table", {}, heads("Provider", "Ready", "Booting", "Running turns", "Preemptions", "Deaths", "Cost", "$/hour"), providers),
@@ -482,7 +504,7 @@ function showRun(id) {
   );
   let stream = null;
   let left = false;
-  let drawnStep = -1;
+  let drawnStep = "";
 
   function show(run) {
     const figures = run.figures;
@@ -514,8 +536,9 @@ function showRun(id) {
       ),
     );
     conditions.replaceChildren(...run.conditions.map((one) => cells(one.type, one.status, one.reason, one.message)));
-    if (figures.step !== drawnStep) {
-      drawnStep = figures.step;
+    const drawn = `${figures.step} ${figures.evaluation?.version}`;
+    if (drawn !== drawnStep) {
+      drawnStep = drawn;
       drawSeries();
     }
   }
@@ -526,6 +549,7 @@ function showRun(id) {
       if (left) return;
       rates.draw(series.steps.map((one) => one.success_rate), 1, (points) => percent(points.at(-1)));
       speed.draw(series.samples.map((one) => one.tokens_per_s), null, (points) => `up to ${count(Math.max(...points))}`);
+      evaluations.draw(series.evaluations);
       checkpoints.replaceChildren(...kept.data.map((one) => el("li", { textContent: `${one.created_at}  version ${one.version}  ${count(one.bytes / 1e6)} MB` })));
       await trajectories.refresh();
     } catch (error) {
