@@ -1,45 +1,62 @@
 """`elastic evaluate`: how well a policy does, or which of two is better, on the capacity that runs have."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from elastic.cli.options import AsJson, Overrides, RunsDirectory, names_in
+from elastic.cli.options import AsJson, Overrides, RunsDirectory, names_in, refuse_all_but
 from elastic.cli.output import EXIT_FAILED, console, emit, say
-from elastic.cli.run import carry_out, check_run, write_report
+from elastic.cli.run import carry_out, check_run, check_taken_up, write_report
 from elastic.cli.tables import show_listing
 from elastic.compose.evaluating import (
     ChosenPolicy,
     ComparedPolicies,
     Evaluated,
+    EvaluatedPolicy,
+    EvaluationNote,
     compared,
     evaluated,
+    evaluation_note,
     evaluation_of,
     is_policy,
     policy_of_run,
     run_to_evaluate,
-    same_tokenizer,
     with_policy,
 )
-from elastic.compose.incarnations import past_incarnations
+from elastic.compose.incarnations import PastIncarnations, past_incarnations
 from elastic.compose.plan import RunPlan, resolve
-from elastic.compose.runs import discard_run, load_run_config, new_run_dir, save_run_config
+from elastic.compose.runs import discard_run, load_run_config, new_run_dir, private, save_run_config
+from elastic.compose.tokenizers_compared import tokenizers_remark
 from elastic.config import Config, ConfigError, given_path, load_config
 from elastic.core.scores import Estimate
-from elastic.runtime.journal import DirectoryStore
+from elastic.report.units import LONG_REWARD
+from elastic.runtime.journal import DirectoryStore, RunDirectory
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A policy's evaluation: the run that it has, and the plan of it, None where it has come to its end."""
+
+    words: str
+    run_dir: Path
+    plan: RunPlan | None
+    resumed: bool = False
 
 
 def evaluate(
+    context: typer.Context,
     target: Annotated[
         str,
         typer.Argument(
             metavar="CONFIG|RUN",
             help="A run's TOML file, whose model.checkpoint is evaluated; or a run's name, its path or `latest`.",
+            show_default=False,
         ),
-    ],
+    ] = "",
     step: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Of a run: the step whose policy it is; the newest saved.")
     ] = None,
@@ -54,6 +71,14 @@ def evaluate(
         str | None, typer.Option(metavar="NAMES", help="Comma-separated, as for `elastic run`; of a run those it had.")
     ] = None,
     overrides: Overrides = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="RUN",
+            help="Take up an evaluation that did not come to its end: its run, with --against either (a name, a path "
+            "or `latest`).",
+        ),
+    ] = "",
     directory: RunsDirectory = Path("runs"),
     as_json: AsJson = False,
 ) -> int:
@@ -63,29 +88,68 @@ def evaluate(
 
     Example: elastic evaluate latest --against .cache/frozenlake-base --providers serving
     """
-    config, policy, names = _of_target(target, step, directory, overrides or [])
-    policies = [policy, *([_other(against, directory)] if against else [])]
-    names = names if providers is None else names_in(providers)
-    made: list[tuple[ChosenPolicy, RunPlan, Path]] = []
+    chosen = None if providers is None else names_in(providers)
+    with private():
+        if resume:
+            refuse_all_but(context, "--resume", "--providers", "--directory", "--json")
+            parts, remarks = _taken_up(DirectoryStore(directory).find(resume), chosen)
+        elif target:
+            parts, remarks = _begun(target, step, against, chosen, overrides or [], directory)
+        else:
+            raise ConfigError("elastic evaluate: give a configuration file, a run, or --resume RUN")
+        return _carried_out(parts, remarks, as_json=as_json)
+
+
+def _begun(
+    target: str, step: int | None, against: str, providers: list[str] | None, overrides: list[str], directory: Path
+) -> tuple[list[_Part], list[str]]:
+    """Each policy's part, and what is to be known of them. Raises `ConfigError`, and then there is none."""
+    config, policy, had = _of_target(target, step, directory, overrides)
+    names = had if providers is None else providers
+    parts: list[_Part] = []
     try:
-        for one in policies:
+        for one in (policy, *([_other(against, directory)] if against else [])):
             plan, run_dir = _planned(config, one, names, target)
-            made.append((one, plan, run_dir))
+            parts.append(_Part(one.words, run_dir, plan))
+        remarks = _remarks([part.plan for part in parts if part.plan is not None])
+        policies = [EvaluatedPolicy(part.words, part.run_dir.name) for part in parts]
+        EvaluationNote(policies=policies, providers=names, remarks=remarks).write(parts[0].run_dir.parent)
     except ConfigError:
-        for _, _, run_dir in made:
-            discard_run(run_dir)
+        for part in parts:
+            discard_run(part.run_dir)
         raise
-    remarks = _remarks([plan for _, plan, _ in made])
+    return parts, remarks
+
+
+def _taken_up(run: RunDirectory, providers: list[str] | None) -> tuple[list[_Part], list[str]]:
+    """What was begun with the run. Raises `ConfigError`."""
+    note = evaluation_note(run)
+    names, parts = note.providers if providers is None else providers, list[_Part]()
+    for one in note.policies:
+        own = RunDirectory(run.path.parent / one.run)
+        plan, begun = None, bool(own.journal_paths())
+        if evaluated(own.path, one.words) is None:
+            plan = resolve(load_run_config(own.path), names, str(own.path))
+            resumed = own.path if begun else None
+            check_taken_up(plan, str(own.path), resumed, past_incarnations(own) if begun else PastIncarnations())
+        parts.append(_Part(one.words, own.path, plan, resumed=begun))
+    return parts, note.remarks
+
+
+def _carried_out(parts: Sequence[_Part], remarks: Sequence[str], *, as_json: bool) -> int:
     for remark in remarks:
         say(f"note: {remark}")
     found: list[Evaluated] = []
-    for one, plan, run_dir in made:
-        say(f"evaluating {one.words}, in {run_dir}")
-        if code := carry_out(plan, run_dir, resume=False, then=partial(write_report, run_dir)):
-            return code
-        result = evaluated(run_dir, one.words)
+    for part in parts:
+        run_dir = part.run_dir
+        if part.plan is not None:
+            say(f"evaluating {part.words}, in {run_dir}")
+            then = partial(write_report, run_dir)
+            if code := carry_out(part.plan, run_dir, resume=part.resumed, then=then, command="evaluate"):
+                return code
+        result = evaluated(run_dir, part.words)
         if result is None:
-            say(f"error: the evaluation of {one.words} has come to no end; its report and logs are in {run_dir}")
+            say(f"error: the evaluation of {part.words} has come to no end; its report and logs are in {run_dir}")
             return EXIT_FAILED
         found.append(result)
     results = compared(found, remarks)
@@ -140,9 +204,8 @@ def _planned(config: Config, policy: ChosenPolicy, names: list[str], where: str)
 
 def _remarks(plans: Sequence[RunPlan]) -> list[str]:
     places = [plan.config.model.checkpoint for plan in plans]
-    if len(places) < 2 or same_tokenizer(*places):
-        return []
-    return ["the two policies have different tokenizers: tasks and answers are the same as texts, and not as tokens"]
+    remark = tokenizers_remark(*places) if len(places) == 2 else ""
+    return [remark] if remark else []
 
 
 def _show(found: ComparedPolicies) -> None:
@@ -166,9 +229,17 @@ def _show(found: ComparedPolicies) -> None:
         console().print(f"{first.policy} less {second.policy}, task by task:", soft_wrap=True, highlight=False)
         rows = [_row(name, difference.estimate) for name, difference in found.differences.items()]
         show_listing(("tasks of", *columns[1:]), rows, right=columns[1:])
+    told = [*(value for one in found.policies for value in one.metrics.values())]
+    told += [difference.estimate for difference in found.differences.values()]
+    if any(value.interval is None for value in told):
+        console().print("one task alone says nothing of others: it has no error and no interval", highlight=False)
 
 
 def _row(name: str, value: Estimate) -> tuple[str, ...]:
-    error = "–" if value.error is None else f"{value.error:.4f}"
-    interval = "–" if value.interval is None else f"{value.interval[0]:.4f} to {value.interval[1]:.4f}"
-    return name, f"{value.mean:.4f}", error, interval, str(value.tasks)
+    error = "–" if value.error is None else _figure(value.error)
+    interval = "–" if value.interval is None else " to ".join(map(_figure, value.interval))
+    return name, _figure(value.mean), error, interval, str(value.tasks)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < LONG_REWARD else f"{value:.4g}"

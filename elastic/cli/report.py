@@ -11,7 +11,7 @@ from elastic.cli.options import AsJson, Remote, RunsDirectory, refuse_all_but
 from elastic.cli.output import EXIT_FAILED, console, emit, say
 from elastic.cli.pool_report import pool_report_command, pooled
 from elastic.cli.remote import is_hosted, latest, server
-from elastic.report import Summary, as_markdown, closing_table, comparison_table, summarise, write_html
+from elastic.report import Summary, as_markdown, closing_table, comparison_table, inspect_logs, summarise, write_html
 from elastic.report import as_json as report_as_json
 from elastic.report import compare as compared
 from elastic.report.texts import told_samples
@@ -62,7 +62,7 @@ def report(
         typer.echo(as_markdown(summary, comparison))
     else:
         path = output or run.path / "report.html"
-        write_html(summary, path, comparison, chosen)
+        write_html(summary, path, comparison, chosen, inspect_logs(run.path))
         shown = console()
         shown.print(closing_table(summary))
         if comparison is not None:

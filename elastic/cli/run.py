@@ -255,15 +255,19 @@ def _run(config: Config, names: list[str], where: str, resumed: Path | None, *, 
         say(f"all {past.steps_done} steps of {resumed} are done; --set run.steps=N asks for more")
         conclude(resumed, as_json=as_json)
         return 0
-    # Of a process that died what it began with has been checked; a pool's job does not have seconds at its start, where
-    # its trainer says the same.
-    if past.status == RUNNING:
-        check_live(plan)
-        check_logging(config)
-    else:
-        check_run(plan, where, None if plan.in_turns else resumed)
+    check_taken_up(plan, where, resumed, past)
     run_dir = resumed or new_run_dir(config)
     return carry_out(plan, run_dir, resume=resumed is not None, then=lambda: conclude(run_dir, as_json=as_json))
+
+
+def check_taken_up(plan: RunPlan, where: str, resumed: Path | None, past: PastIncarnations) -> None:
+    """As `check_run`, for a run that may have had other processes. Of one that died what it began with has been
+    checked; a pool's job does not have seconds at its start, where its trainer says the same."""
+    if past.status == RUNNING:
+        check_live(plan)
+        check_logging(plan.config)
+    else:
+        check_run(plan, where, None if plan.in_turns else resumed)
 
 
 def check_run(plan: RunPlan, where: str, resumed: Path | None = None) -> None:
@@ -276,10 +280,12 @@ def check_run(plan: RunPlan, where: str, resumed: Path | None = None) -> None:
     check_logging(plan.config)
 
 
-def carry_out(plan: RunPlan, run_dir: Path, *, resume: bool, then: Callable[[], object] = lambda: None) -> int:
-    """Carry out a run; returns the exit code. `then` tells what it has come to."""
+def carry_out(
+    plan: RunPlan, run_dir: Path, *, resume: bool, then: Callable[[], object] = lambda: None, command: str = "run"
+) -> int:
+    """Carry out a run; returns the exit code. `then` tells what it has come to. `command` takes it up."""
     progress = ProgressDisplay(console(stderr=True))
-    go_on = f"go on with: {program()} run --resume {run_dir}"
+    go_on = f"go on with: {program()} {command} --resume {run_dir}"
     try:
         with _logging_to(run_dir / "logs" / "orchestrator.log"), progress.context:
             outcome = run_loop(_execute(plan, run_dir, resume=resume, progress=progress))
@@ -288,7 +294,7 @@ def carry_out(plan: RunPlan, run_dir: Path, *, resume: bool, then: Callable[[], 
             discard_run(run_dir)
         elif isinstance(error, Outage):
             say(f"error: {error}")
-            say(f"hint: this may pass, and the run is as it was; go on with: {program()} run --resume {run_dir}")
+            say(f"hint: this may pass, and the run is as it was; {go_on}")
             return EXIT_OUTAGE
         bad_input(str(error))
     except JournalError as error:
@@ -358,12 +364,12 @@ def _kill(orchestrator: Orchestrator, progress: ProgressDisplay) -> None:
 
 def write_report(run_dir: Path) -> "tuple[Summary, Path]":
     """Write what a run has come to as a page in its directory. Raises `JournalError`, and `OSError`."""
-    from elastic.report import summarise, write_html
+    from elastic.report import inspect_logs, summarise, write_html
     from elastic.report.texts import told_samples
 
     run = RunDirectory(run_dir)
     summary, path = summarise(run), run_dir / "report.html"
-    write_html(summary, path, chosen=told_samples(run))
+    write_html(summary, path, chosen=told_samples(run), logs=inspect_logs(run_dir))
     return summary, path
 
 

@@ -1,7 +1,6 @@
 """Runs that only evaluate a policy: which one, of what else they are like, and what two of them come to beside each
 other."""
 
-import hashlib
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,11 +17,47 @@ from elastic.core.evaluation import EvaluationRecord, SetFigures
 from elastic.core.scores import Estimate, paired
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import CONFIG, DirectoryStore, EvaluationRow, RunDirectory
+from elastic.system.files import write_whole
 from elastic.system.given import read_json
 
 POLICY = "policy"
 """The directory, within that of an evaluation's run, of a policy that comes from another run's checkpoint."""
-TOKENIZER = "tokenizer.json"
+
+
+_NOTE = "evaluation.json"
+
+
+class EvaluatedPolicy(msgspec.Struct, frozen=True):
+    """What a policy is called, and the name of the run that evaluates it."""
+
+    words: str
+    run: str
+
+
+class EvaluationNote(msgspec.Struct, frozen=True, kw_only=True):
+    """What `elastic evaluate` has begun: the policies, in runs beside each other, with these providers."""
+
+    policies: list[EvaluatedPolicy]
+    providers: list[str]
+    remarks: list[str]
+
+    def write(self, runs: Path) -> None:
+        """Put the note into each of its runs. Raises `ConfigError`."""
+        for one in self.policies:
+            path = runs / one.run / _NOTE
+            try:
+                write_whole(path, msgspec.json.encode(self))
+            except OSError as error:
+                raise ConfigError(f"run.directory: {path} cannot be written ({error.strerror})") from error
+
+
+def evaluation_note(run: RunDirectory) -> EvaluationNote:
+    """What was begun of which the run is a part. Raises `ConfigError`."""
+    try:
+        return msgspec.json.decode((run.path / _NOTE).read_bytes(), type=EvaluationNote)
+    except (OSError, msgspec.DecodeError) as error:
+        allowed = "a run of `elastic evaluate`; `elastic run --resume` goes on with others"
+        raise ConfigError(f"--resume: {run.path} is no evaluation; allowed: {allowed}") from error
 
 
 class ChosenPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,18 +131,6 @@ def with_policy(config: Config, checkpoint: Path) -> Config:
     return there
 
 
-def same_tokenizer(one: Path, other: Path) -> bool:
-    """Whether two policies make the same tokens of a text, as far as their files say."""
-    return _digest(one / TOKENIZER) == _digest(other / TOKENIZER)
-
-
-def _digest(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return ""
-
-
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """How much higher the first policy's mean rewards are than the other's, task by task, and where that difference is
     in 95 of 100 cases; None where one task alone says it."""
@@ -138,6 +161,8 @@ class ComparedPolicies(msgspec.Struct, frozen=True, kw_only=True):
 
 def evaluated(run_dir: Path, words: str) -> Evaluated | None:
     """What the run's evaluation came to; None where it has not come to its end. Raises `JournalError`."""
+    if not RunDirectory(run_dir).journal_paths():
+        return None
     with RunDirectory(run_dir).journals() as journals:
         rows = [row for journal in journals for row in journal.rows(EvaluationRow)]
     if not rows:

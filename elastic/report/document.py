@@ -66,6 +66,13 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         return FIRST_CHARACTERS + taken > HALF_CHARACTERS
 
 
+class Link(NamedTuple):
+    """What it is called, and the address of a file beside the page."""
+
+    words: str
+    address: str
+
+
 class Page(msgspec.Struct, frozen=True, kw_only=True):
     """A whole report; `title` is the window's."""
 
@@ -79,6 +86,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     charts: list[Chart]
     tables: list[Table]
     samples: Samples | None = None
+    inspect_links: list[Link] = []
 
     def address(self, title: str) -> str:
         """Where the chart of this title is in the page, else the table; empty where there is neither."""

@@ -1,22 +1,46 @@
 """A run's report as one HTML page."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from elastic.report import charts, document, evaluation_charts, learning_charts, tables
 from elastic.report.comparison import Comparison
-from elastic.report.document import Chart, Concern, Page
+from elastic.report.document import Chart, Concern, Link, Page
 from elastic.report.samples import Chosen, samples_of
 from elastic.report.summary import Summary
 
+INSPECT = "inspect"
+"""The directory of a run's in which Inspect's logs are looked for."""
+INSPECT_LOGS = (".eval", ".json")
+LOGS_MAX = 20
+
 
 def write_html(
-    summary: Summary, path: Path, comparison: Comparison | None = None, chosen: Chosen | None = None
+    summary: Summary,
+    path: Path,
+    comparison: Comparison | None = None,
+    chosen: Chosen | None = None,
+    logs: Sequence[Path] = (),
 ) -> None:
-    """Write the page; raises `OSError` where that is not possible."""
-    path.write_text(as_html(summary, comparison, chosen), encoding="utf-8")
+    """Write the page, with links to `logs`; raises `OSError` where that is not possible."""
+    links = [Link(log.name, quote(os.path.relpath(log, path.parent))) for log in logs]
+    path.write_text(as_html(summary, comparison, chosen, links), encoding="utf-8")
 
 
-def as_html(summary: Summary, comparison: Comparison | None = None, chosen: Chosen | None = None) -> str:
+def inspect_logs(run_dir: Path) -> list[Path]:
+    """The newest of Inspect's logs that lie in a run's directory, by their names, which begin with their time."""
+    found = (run_dir / INSPECT).glob("[!.]*")
+    return sorted(log for log in found if log.suffix in INSPECT_LOGS and log.is_file())[-LOGS_MAX:]
+
+
+def as_html(
+    summary: Summary,
+    comparison: Comparison | None = None,
+    chosen: Chosen | None = None,
+    inspect_links: Sequence[Link] = (),
+) -> str:
     """The page; `chosen` are the trajectories that it shows, with their texts."""
     total = summary.trajectories_finished + sum(summary.trajectories_failed.values())
     return document.as_html(
@@ -31,6 +55,7 @@ def as_html(summary: Summary, comparison: Comparison | None = None, chosen: Chos
             charts=_charts(summary),
             tables=tables.tables(summary, comparison),
             samples=None if chosen is None else samples_of(chosen, total),
+            inspect_links=[*inspect_links],
         )
     )
 

@@ -8,7 +8,7 @@ import pytest
 
 from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S
-from elastic.report import as_json, evaluation_words, evaluations, tables
+from elastic.report import as_json, evaluation_words, evaluations, inspect_logs, tables, write_html
 from elastic.report.evaluation_charts import charts_of
 from elastic.report.html import as_html
 from elastic.report.tracking.rows import StepSource
@@ -109,6 +109,22 @@ def test_rewards_of_any_size_are_drawn_and_told_in_few_digits(summary_of) -> Non
     summary = summary_of(fill)
     assert ElementTree.fromstring(as_html(summary).removeprefix("<!DOCTYPE html>")) is not None
     assert "avg@2 5.67e+307 ± 1.13e+308" in evaluation_words(summary.evaluations)
+
+
+def test_inspects_logs_in_the_runs_directory_are_linked(summary_of, tmp_path: Path) -> None:
+    summary = summary_of(lambda run: run.journal.append(evaluation(0, 5.0, {"sums": GOOD})))
+    (tmp_path / "run" / "inspect").mkdir(parents=True)
+    for name in ("2026-01-01T00-00-00_sums é_a.eval", "2026-02-01T00-00-00_sums_b.json", "notes.txt"):
+        (tmp_path / "run" / "inspect" / name).write_text("{}")
+    logs = inspect_logs(tmp_path / "run")
+    write_html(summary, tmp_path / "run.html", logs=logs)
+    page = ElementTree.fromstring((tmp_path / "run.html").read_text().removeprefix("<!DOCTYPE html>"))
+    links = {link.text: link.get("href", "") for link in page.iter("a")}
+    assert [links[log.name] for log in logs] == [
+        "run/inspect/2026-01-01T00-00-00_sums%20%C3%A9_a.eval",
+        "run/inspect/2026-02-01T00-00-00_sums_b.json",
+    ]
+    assert "Evaluated by Inspect" not in as_html(summary)
 
 
 def test_a_simulations_rewards_are_not_told(summary_of) -> None:
