@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elastic.protocol.api import AccessRole, RunPhase
@@ -120,9 +121,8 @@ def test_the_best_checkpoint_stays_and_of_evaluations_nothing_that_was_said(
         (path / "checkpoints" / name).write_bytes(b"x" * 100)
     keep_best(path / "checkpoints", 3)
     journal = SqliteJournal(path / "journal.2.sqlite", 0.01)
-    row_of = {"step": 2, "group": "e2/0", "started_ns": 0, "ended_ns": 1, "reward": 1.0, "cause": "", "turns": 1}
-    said_of = {"token_ids": b"t", "sampled": b"s", "branches": b"b", "task": b"{}"}
-    journal.append(EvaluatedRow(trajectory="e2/0/0", policy_tokens=3, **row_of, **said_of))
+    told = EvaluatedRow("e2/0/0", 2, "e2/0", 0, 1, 1.0, "", 1, 3, token_ids=b"t", sampled=b"s")
+    journal.append(msgspec.structs.replace(told, branches=b"b", task=b"{}"))
     journal.close()
     keep(site, "/v1/retention", checkpoints_days=1, trajectories_days=1)
     (item,) = site.client().get("/v1/retention/dry-run").json()["items"]
