@@ -38,7 +38,7 @@ from elastic.runtime.journal import DirectoryStore, RunDirectory
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PolicyRun:
     """A policy's evaluation: the run that it has, and the plan of it, None where it has come to its end."""
 
     words: str
@@ -102,15 +102,15 @@ def evaluate(
 
 def _begun(
     target: str, step: int | None, against: str, providers: list[str] | None, overrides: list[str], directory: Path
-) -> tuple[list[_Part], list[str]]:
+) -> tuple[list[_PolicyRun], list[str]]:
     """Each policy's part, and what is to be known of them. Raises `ConfigError`, and then there is none."""
     config, policy, had = _of_target(target, step, directory, overrides)
     names = had if providers is None else providers
-    parts: list[_Part] = []
+    parts: list[_PolicyRun] = []
     try:
         for one in (policy, *([_other(against, directory)] if against else [])):
             plan, run_dir = _planned(config, one, names, target)
-            parts.append(_Part(one.words, run_dir, plan))
+            parts.append(_PolicyRun(one.words, run_dir, plan))
         remarks = _remarks([part.plan for part in parts if part.plan is not None])
         policies = [EvaluatedPolicy(part.words, part.run_dir.name) for part in parts]
         EvaluationNote(policies=policies, providers=names, remarks=remarks).write(parts[0].run_dir.parent)
@@ -121,10 +121,10 @@ def _begun(
     return parts, remarks
 
 
-def _taken_up(run: RunDirectory, providers: list[str] | None) -> tuple[list[_Part], list[str]]:
+def _taken_up(run: RunDirectory, providers: list[str] | None) -> tuple[list[_PolicyRun], list[str]]:
     """What was begun with the run. Raises `ConfigError`."""
     note = evaluation_note(run)
-    names, parts = note.providers if providers is None else providers, list[_Part]()
+    names, parts = note.providers if providers is None else providers, list[_PolicyRun]()
     for one in note.policies:
         own = RunDirectory(run.path.parent / one.run)
         plan, begun = None, bool(own.journal_paths())
@@ -132,11 +132,11 @@ def _taken_up(run: RunDirectory, providers: list[str] | None) -> tuple[list[_Par
             plan = resolve(load_run_config(own.path), names, str(own.path))
             resumed = own.path if begun else None
             check_taken_up(plan, str(own.path), resumed, past_incarnations(own) if begun else PastIncarnations())
-        parts.append(_Part(one.words, own.path, plan, resumed=begun))
+        parts.append(_PolicyRun(one.words, own.path, plan, resumed=begun))
     return parts, note.remarks
 
 
-def _carried_out(parts: Sequence[_Part], remarks: Sequence[str], *, as_json: bool) -> int:
+def _carried_out(parts: Sequence[_PolicyRun], remarks: Sequence[str], *, as_json: bool) -> int:
     for remark in remarks:
         say(f"note: {remark}")
     found: list[Evaluated] = []

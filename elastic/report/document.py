@@ -66,7 +66,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         return FIRST_CHARACTERS + taken > HALF_CHARACTERS
 
 
-class Link(NamedTuple):
+class LinkedFile(NamedTuple):
     """What it is called, and the address of a file beside the page."""
 
     words: str
@@ -86,7 +86,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     charts: list[Chart]
     tables: list[Table]
     samples: Samples | None = None
-    inspect_links: list[Link] = []
+    inspect_links: list[LinkedFile] = []
 
     def address(self, title: str) -> str:
         """Where the chart of this title is in the page, else the table; empty where there is neither."""

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from elastic.report import charts, document, evaluation_charts, learning_charts, tables
 from elastic.report.comparison import Comparison
-from elastic.report.document import Chart, Concern, Link, Page
+from elastic.report.document import Chart, Concern, LinkedFile, Page
 from elastic.report.samples import Chosen, samples_of
 from elastic.report.summary import Summary
 
@@ -25,7 +25,7 @@ def write_html(
     logs: Sequence[Path] = (),
 ) -> None:
     """Write the page, with links to `logs`; raises `OSError` where that is not possible."""
-    links = [Link(log.name, quote(os.path.relpath(log, path.parent))) for log in logs]
+    links = [LinkedFile(log.name, quote(os.path.relpath(log, path.parent))) for log in logs]
     path.write_text(as_html(summary, comparison, chosen, links), encoding="utf-8")
 
 
@@ -39,7 +39,7 @@ def as_html(
     summary: Summary,
     comparison: Comparison | None = None,
     chosen: Chosen | None = None,
-    inspect_links: Sequence[Link] = (),
+    inspect_links: Sequence[LinkedFile] = (),
 ) -> str:
     """The page; `chosen` are the trajectories that it shows, with their texts."""
     total = summary.trajectories_finished + sum(summary.trajectories_failed.values())
