@@ -16,6 +16,7 @@ from elastic.config import ConfigError, validate
 from elastic.pool.messages import KEEPER_VARIABLE, QUIET_VARIABLE
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.tickets import TicketRefused, read_ticket
+from elastic.system.last_words import RUN_KEY
 from elastic.system.logs import STANDARD_ERROR, log_to
 from elastic.system.machine import collect_between_decisions, defer_full_collections, quietly
 from elastic.system.named_code import CodeUnusable, keyed
@@ -131,6 +132,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     from elastic.environments.env_worker import PLAYED_SETTINGS, EnvWork, serve_env_worker
     from elastic.environments.hosting import HostWork, load_kind, serve_episodes
     from elastic.environments.limits import ProcessLimits
+    from elastic.environments.log_keeper import keep_output
     from elastic.environments.rows import BadData
     from elastic.environments.run_link import take_keys, tell_unusable
 
@@ -141,6 +143,8 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
         raise ConfigError(f"--environment: found {environment!r}; the run has {known}")
     number, own = played[environment]
     inside = bool(os.environ.pop(INSIDE_VARIABLE, ""))
+    if not inside:  # A container's output goes through the process that has started it.
+        keep_output(RUN_KEY.pattern)
     if own.container and not inside:
         from elastic.compose.containers import container_order, keep_container
 

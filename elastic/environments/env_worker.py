@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, cast
 
 import httpx
-import msgspec
 import structlog
 
 from elastic.core.ids import agent_id, is_evaluated, parse_trajectory
@@ -38,7 +37,6 @@ from elastic.environments.from_gymnasium import GymnasiumSettings, load_gymnasiu
 from elastic.environments.from_openenv import OpenEnvSettings, load_openenv
 from elastic.environments.from_reasoning_gym import ReasoningGymSettings, load_reasoning_gym
 from elastic.environments.from_verifiers import VerifiersSettings, load_verifiers
-from elastic.environments.hidden_keys import HiddenKeys
 from elastic.environments.kinds import KindMeans, KindSettings
 from elastic.environments.limits import end_with_input
 from elastic.environments.rows import DataSource, Rows, check_held_out, check_tasks, prompts_of, read_rows
@@ -53,6 +51,7 @@ from elastic.protocol.front_messages import (
     TrajectoryBegun,
 )
 from elastic.protocol.http_clients import async_client
+from elastic.system.last_words import REMOVED, RUN_KEY
 from elastic.system.named_code import CodeUnusable, load
 from elastic.system.plain_values import printable, told
 
@@ -120,8 +119,6 @@ async def serve_env_worker(work: EnvWork) -> None:
 
 async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
     keys = work.keys
-    hidden = HiddenKeys(*keys)
-    lasting.enter_context(hidden.in_output())
     link = EnvRunLink(work.run_dir, keys.run, work.away_s)
     http = async_client(timeout=None, limits=httpx.Limits(max_connections=None))
     lasting.push_async_callback(http.aclose)
@@ -142,7 +139,7 @@ async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
     rows = None if work.data is None else read_rows(work.data)
     if rows is not None and work.held_out is not None:
         work.held_out.check(rows)
-    player = FunctionPlayer(link, rollout, make_client, work, rows, keys.chat, base_url, hidden)
+    player = FunctionPlayer(link, rollout, make_client, work, rows, keys.chat, base_url)
     await serve_run(link, [player.play_on() for _ in range(work.settings.concurrency)])
 
 
@@ -220,9 +217,8 @@ class FunctionPlayer:
         rows: Rows | None = None,
         chat_key: str = "",
         base_url: str = "",
-        hidden: HiddenKeys | None = None,
     ) -> None:
-        """`base_url` is where calls go, if elsewhere than the run says; `hidden` hides the keys of what is played."""
+        """`base_url` is where calls go, if elsewhere than the run says."""
         self._link = link
         self._rollout = rollout
         self._make_client = make_client
@@ -230,7 +226,6 @@ class FunctionPlayer:
         self._rows = rows
         self._chat_key = chat_key
         self._base_url = base_url
-        self._hidden = hidden or HiddenKeys(chat_key)
 
     async def play_on(self) -> NoReturn:
         while True:
@@ -241,9 +236,7 @@ class FunctionPlayer:
                 await asyncio.sleep(REFUSED_WAIT_S)
                 continue
             try:
-                with self._hidden.one(begun.key):
-                    outcome = await self._played(begun)
-                    outcome = msgspec.structs.replace(outcome, failed=self._hidden.masked(outcome.failed))
+                outcome = await self._played(begun)
                 await self._tell(begun, outcome)
             finally:
                 self._link.holds.discard(begun.trajectory)
@@ -266,7 +259,7 @@ class FunctionPlayer:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if ends_caller(error):
                 raise
-            trace = self._hidden.masked("".join(traceback.format_exception(error)))[-TRACE_CHARACTERS:]
+            trace = RUN_KEY.sub(REMOVED, "".join(traceback.format_exception(error)))[-TRACE_CHARACTERS:]
             log.warning("the environment raised", trajectory=trajectory.id, trace=trace)
             return Outcome(failed=f"the environment raised {told(error)}")
 
@@ -284,7 +277,7 @@ class FunctionPlayer:
     async def _tell(self, begun: TrajectoryBegun, outcome: Outcome) -> None:
         """Say what a trajectory has come to. One that is over already, or is played elsewhere, is let be."""
         caller = AgentCaller(named=agent_id(begun.trajectory))
-        cause = printable(outcome.failed[:CAUSE_CHARACTERS])
+        cause = printable(RUN_KEY.sub(REMOVED, outcome.failed)[:CAUSE_CHARACTERS])
         if not cause:
             given: Mapping[str, float] = outcome.rewards
             given = given if outcome.reward is None else {"": outcome.reward, **given}

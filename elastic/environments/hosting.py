@@ -21,7 +21,6 @@ from pydantic import BaseModel
 from elastic.environments.answers import Answers, BadAnswer
 from elastic.environments.base import Environment
 from elastic.environments.calling import ends_caller
-from elastic.environments.hidden_keys import HiddenKeys
 from elastic.environments.limits import end_with_input
 from elastic.environments.run_link import EnvRunLink, serve_run
 from elastic.protocol import front_messages as m
@@ -100,8 +99,7 @@ async def serve_episodes(work: HostWork) -> None:
         link.say(hosted)
 
     link = EnvRunLink(work.run_dir, work.key, work.away_s, host.hear, welcomed)
-    with HiddenKeys(work.key).in_output():
-        await serve_run(link, ())
+    await serve_run(link, ())
 
 
 @dataclass(slots=True)

@@ -1,21 +1,15 @@
-"""Limits of env workers' processes: of memory, CPU time and open files, and of what they print.
+"""Limits of env workers' processes: of memory, CPU time and open files.
 
 They keep an honest mistake from filling a machine, and are no boundary: what a process may do is still its user's.
 """
 
-import contextlib
 import os
 import resource
-import stat
 import sys
 import threading
-import time
 from typing import NamedTuple
 
 GIB = 1024**3
-LOG_BYTES_MAX = 64 * 1024**2
-LOOK_S = 0.1
-STDOUT, STDERR = 1, 2
 LEFT_STATUS = 70
 """The exit status of a process whose input has ended."""
 CPU_GRACE_S = 5
@@ -55,26 +49,3 @@ def end_with_input() -> None:
         os._exit(LEFT_STATUS)
 
     threading.Thread(target=watch, name="input", daemon=True).start()
-
-
-def bound_output() -> None:
-    """Have what this process, and what it starts, says lead nowhere once its log is full. It is looked at beside the
-    event loop, which whoever prints that much holds up."""
-    threading.Thread(target=_bound_output, name="output", daemon=True).start()
-
-
-def _bound_output() -> None:
-    with contextlib.suppress(OSError):  # Users' code has closed them.
-        while not _is_full(STDERR):
-            time.sleep(LOOK_S)
-        with contextlib.suppress(OSError):  # The disk may be full, too.
-            os.write(STDERR, b"\nthis log is full: what the environment says from now on is lost\n")
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (STDOUT, STDERR):
-            os.dup2(nowhere, stream)
-        os.close(nowhere)
-
-
-def _is_full(log: int) -> bool:
-    found = os.fstat(log)
-    return stat.S_ISREG(found.st_mode) and found.st_size >= LOG_BYTES_MAX

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import structlog
 
 from elastic.core.types import TrajectoryId
-from elastic.environments.limits import bound_output
 from elastic.protocol.connection import Connection, ConnectionLost, SessionRefused, over_socket
 from elastic.protocol.frames import RefusedFrame, WireError
 from elastic.protocol.front_messages import (
@@ -221,7 +220,6 @@ async def serve_run(link: EnvRunLink, work: Sequence[Coroutine[Any, Any, NoRetur
     ended = asyncio.Event()
     heed_no_more = act_on(TERMINATION, ended.set)
     linking = asyncio.create_task(link.run(), name="run")
-    bound_output()
     slots = [asyncio.create_task(one, name=f"slot {number}") for number, one in enumerate(work)]
     waiting = asyncio.create_task(ended.wait(), name="signal")
     try:

@@ -14,7 +14,7 @@ SECRET_CHARS_MIN = 6
 """A shorter value is no secret, and would take ordinary words out."""
 REMOVED = "[removed]"
 _USERINFO = re.compile(r"(?<=://)[^/\s]+@")
-_RUN_KEY = re.compile(r"\b(?:agent|driver|viewer)\.[\w.-]*[\w-]{43}")
+RUN_KEY = re.compile(r"\b(?:agent|driver|viewer)\.[\w.-]*[\w-]{43}")
 """As `elastic.protocol.run_secrets` makes them for agents, drivers and viewers of a run."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -26,7 +26,7 @@ def last_words(log: Path, secrets: Iterable[str] = ()) -> str:
     None of the `secrets` is in them, nor a URL's user and password, nor a key of a run.
     """
     lines = [line for line, _ in groupby(filter(None, map(_plain, _end_of(log).splitlines())))]
-    words = _RUN_KEY.sub(REMOVED, _USERINFO.sub(f"{REMOVED}@", " | ".join(lines[-LINES:])))
+    words = RUN_KEY.sub(REMOVED, _USERINFO.sub(f"{REMOVED}@", " | ".join(lines[-LINES:])))
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= SECRET_CHARS_MIN:
             words = words.replace(secret, REMOVED)

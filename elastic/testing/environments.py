@@ -6,6 +6,7 @@ beforehand, and keeps what it hears. What an answer says is what users' code the
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -326,8 +327,11 @@ class EnvWorkerUnderTest:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
 
     async def ended(self) -> int:
-        """Wait for its end; returns its status."""
-        return await asyncio.to_thread(self._process.wait)
+        """Wait for its end, and for its last words; returns its status."""
+        status = await asyncio.to_thread(self._process.wait)
+        with self.log.open("rb") as log:
+            await asyncio.to_thread(fcntl.flock, log, fcntl.LOCK_SH)
+        return status
 
     @property
     def has_ended(self) -> bool:

@@ -4,6 +4,8 @@ and what it was playing begins again elsewhere.
 
 import asyncio
 import contextlib
+import fcntl
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ START_S = 120.0
 LOOK_S = 0.5
 BACK_OFF_S, BACK_OFF_MAX_S = 0.2, 30.0
 DRAIN_S = 2.0
+LET_GO_S, LET_GO_LOOK_S = 2.0, 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +159,7 @@ class EnvWorkers:
                     start_s = max(START_S, order.step_timeout_s)
                 cause = await self._ended(name, watched, start_s, order.step_timeout_s)
                 await self._processes.forget(name)
+                await _let_go(self._processes.log(name))
             except OSError as error:
                 cause = f"it does not start: {error}"
             if self._drivers.done(name) > before:
@@ -196,3 +200,22 @@ class EnvWorkers:
                 await watched.wait()
                 return f"it said nothing for {limit_s:g} s" if has_come else "it did not come"
         return how_ended(watched.status)
+
+
+async def _let_go(log: Path) -> None:
+    """Wait until the log of a process that is gone has its last words: who keeps it (`elastic.environments.log_keeper`)
+    locks it until then."""
+    try:
+        descriptor = os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return  # It has said nothing.
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LET_GO_S):
+                while True:
+                    with contextlib.suppress(BlockingIOError):
+                        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                        return
+                    await asyncio.sleep(LET_GO_LOOK_S)
+    finally:
+        os.close(descriptor)
