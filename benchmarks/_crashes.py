@@ -118,6 +118,21 @@ class CrashingRun(CommandRun):
                 self.resume()
         self.wait()
 
+    def strike_in_turn(self, rng: random.Random, victims: Iterable[str]) -> None:
+        """Strike each once the run has gone on since the last strike, until it has ended; then wait. A victim is a
+        pattern of env workers' records, or the orchestrator, which is taken up again."""
+        for victim in victims:
+            self.until("a token, or the end", lambda: self.has_gone_on() or self.ended())
+            time.sleep(rng.uniform(0.2, 1.5))
+            if self.ended():
+                break
+            if victim == "orchestrator":
+                self.kill("orchestrator")
+                self.resume()
+            else:
+                self.strike("env worker", self.recorded(victim)[:1])
+        self.wait()
+
     def wait(self) -> None:
         """For its end. Raises `RunFailed` or `TimeoutError` unless that is a good one."""
 

@@ -15,15 +15,15 @@ import msgspec
 
 from elastic.compose.plan import resolve
 from elastic.config import JournalConfig, load_config
-from elastic.core.ids import group_id, trajectory_id
+from elastic.core.ids import group_id
 from elastic.core.ledger import NANO_USD_PER_USD, Ledger
-from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S, Account, InfrastructureCause
 from elastic.report import summarise
 from elastic.report.diagnoses import DiagnosisKind
-from elastic.runtime.journal import GroupRow, RunDirectory, SampleRow, SqliteJournal, StepRow, StoredRun, TrajectoryRow
-from elastic.runtime.status import ProviderStatus, RunStatus
+from elastic.runtime.journal import GroupRow, RunDirectory, SampleRow, SqliteJournal, StepRow, StoredRun
+from elastic.runtime.status import ProviderStatus
 from elastic.simulation import run as simulation
+from elastic.testing.rows import run_status, step_record, trajectory_row
 
 Trend = tuple[float, float]
 """What a figure is in the first and in the last step; from step to step it changes by one factor."""
@@ -160,17 +160,14 @@ def _group(
         if script.graded:
             reward = success + rng.gauss(0.0, 0.15) + script.pays * (length / usual - 1)
         journal.append(
-            TrajectoryRow(
-                trajectory=trajectory_id(step, group, member),
-                step=step,
-                group=group_id(step, group),
-                started_ns=0,
-                ended_ns=1,
+            trajectory_row(
+                step,
+                group,
+                member,
                 reward=None if cause else reward,
                 cause=cause,
                 turns=script.turns,
                 policy_tokens=length * script.turns,
-                token_ids=b"\x90",
             )
         )
     journal.append(
@@ -189,13 +186,11 @@ def _group(
 def _step(script: Script, journal: SqliteJournal, rng: Random, step: int, at: float) -> None:
     trends = {name: getattr(script, name) for name in ("entropy", "mismatch_mean", "mismatch_kl")}
     trainer = {name: _between(trend, at) * rng.uniform(0.8, 1.25) for name, trend in trends.items()}
-    record = StepRecord(
-        step=step,
+    record = step_record(
+        step,
         duration_ns=round(STEP_S * NS_PER_S),
-        seeding_ns=0,
         rollout_ns=round(0.8 * STEP_S * NS_PER_S),
         groups_trained=script.groups,
-        groups_dropped=0,
     )
     t_ns = round((step + 1) * STEP_S * NS_PER_S)
     journal.append(StepRow(step=step, t_ns=t_ns, record=record, success_rate=None, trainer=dict(trainer)))
@@ -212,22 +207,11 @@ def _bills(script: Script, journal: SqliteJournal, refilled: dict[str, int]) -> 
         booting_ns = round(provider.overhead * end_ns)
         ledger.report(name, {Account.BOOTING: booting_ns, Account.DECODE: end_ns - booting_ns}, 0, end_ns)
     bill = ledger.bill_nano_usd(end_ns)
-    status = RunStatus(
-        run="scripted",
-        phase="ended",
+    status = run_status(
         step=script.steps,
         steps=script.steps,
         elapsed_s=end_s,
-        success_rate=None,
-        last_success_rate=None,
-        trajectories_running=0,
-        queued_turns=0,
-        tokens_per_s=0.0,
-        preemptions=0,
         usd=sum(bill.values()) / NANO_USD_PER_USD,
-        cpu_share=0.0,
-        pacing_holds=True,
-        trainer="idle",
         providers={
             name: ProviderStatus(tokens=round(end_s * one.tokens_per_s)) for name, one in script.providers.items()
         },

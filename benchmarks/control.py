@@ -40,15 +40,15 @@ from elastic.compose.processes import run_loop
 from elastic.config import Config, JournalConfig, validate
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
-from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S, Account, EndCause
 from elastic.protocol.api import RunPhase
 from elastic.protocol.http_clients import sync_client
-from elastic.runtime.journal import BookRow, RunDirectory, SampleRow, StepRow, TrajectoryRow, event_row
-from elastic.runtime.status import ProviderStatus, RunStatus
+from elastic.runtime.journal import BookRow, RunDirectory, SampleRow, StepRow, event_row
+from elastic.runtime.status import ProviderStatus
 from elastic.server.serving import open_store
 from elastic.server.store import people, runs
 from elastic.server.store.tables import runs as table
+from elastic.testing.rows import run_status, step_record, trajectory_row
 
 RUNS = 10_000
 SSE_CLIENTS = 200
@@ -169,25 +169,19 @@ def write_history(run_dir: Path) -> None:
     end_ns = STEPS * 10 * NS_PER_S
     for step in range(STEPS):
         t_ns = (step + 1) * 10 * NS_PER_S
-        record = StepRecord(
-            step=step,
-            duration_ns=10 * NS_PER_S,
-            seeding_ns=NS_PER_S,
-            rollout_ns=8 * NS_PER_S,
-            groups_trained=4,
-            groups_dropped=0,
+        record = step_record(
+            step, duration_ns=10 * NS_PER_S, seeding_ns=NS_PER_S, rollout_ns=8 * NS_PER_S, groups_trained=4
         )
         journal.append(
             StepRow(step=step, t_ns=t_ns, record=record, success_rate=0.5, trainer={"loss": 0.1}),
             *(
-                TrajectoryRow(
-                    trajectory=f"{step}.{number}",
-                    step=step,
-                    group=f"{step}.{number // 8}",
+                trajectory_row(
+                    step,
+                    number // 8,
+                    number % 8,
                     started_ns=t_ns - 9 * NS_PER_S,
                     ended_ns=t_ns - NS_PER_S,
                     reward=float(number % 3),
-                    cause="",
                     turns=3,
                     policy_tokens=500,
                     token_ids=token_ids,
@@ -196,22 +190,15 @@ def write_history(run_dir: Path) -> None:
             ),
         )
     for number in range(SAMPLES):
-        status = RunStatus(
-            run=run_dir.name,
-            phase="rollout",
+        status = run_status(
             step=number * STEPS // SAMPLES,
             steps=STEPS,
             elapsed_s=float(number),
             success_rate=0.5,
             last_success_rate=0.5,
             trajectories_running=32,
-            queued_turns=0,
             tokens_per_s=1000.0,
-            preemptions=0,
             usd=number * 0.01,
-            cpu_share=0.5,
-            pacing_holds=True,
-            trainer="training",
             providers={"spot": ProviderStatus(ready=4, tokens=1000 * number)},
         )
         journal.append(SampleRow(t_ns=number * NS_PER_S, status=status))

@@ -19,12 +19,12 @@ from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed, is_claimed, load_run_config, new_run_dir
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config, ConfigError, JournalConfig, validate
-from elastic.core.policy import StepRecord
 from elastic.core.scheduler import Scheduler
 from elastic.protocol.endpoint import Endpoint
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, SqliteJournal, StepRow
 from elastic.system.host import Host, on
+from elastic.testing.rows import step_record
 from elastic.weights.relay import open_relay
 from elastic.weights.rights import RelayRights
 from providers.base import ProviderContext, WorkerTicket, worker_environment
@@ -85,9 +85,8 @@ def test_who_looks_whether_a_run_is_claimed_is_not_in_its_way(tmp_path: Path) ->
 
 def test_past_incarnations_is_what_the_journal_says(run: RunDirectory) -> None:
     assert past_incarnations(run) == PastIncarnations()
-    record = StepRecord(step=6, duration_ns=1, seeding_ns=1, rollout_ns=1, groups_trained=1, groups_dropped=0)
     with live(run, providers="serving,spot", status="finished") as journal:
-        journal.append(StepRow(step=6, t_ns=1, record=record, success_rate=None, trainer={}))
+        journal.append(StepRow(step=6, t_ns=1, record=step_record(6), success_rate=None, trainer={}))
     past = past_incarnations(run)
     assert past == PastIncarnations(providers=("serving", "spot"), status="finished", steps_done=7)
 

@@ -7,9 +7,9 @@ import pytest
 
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
 from elastic.config import Config, JournalConfig, load_config
-from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import GroupRow, RunDirectory, StepRow
+from elastic.testing.rows import step_record
 
 CONFIG = """
 [model]
@@ -33,15 +33,13 @@ def timed(path: Path, *steps: tuple[float, float, float], lengths: tuple[int, ..
     """A run whose steps took so long: rollouts, training, all of it, in seconds."""
     path.mkdir(exist_ok=True)
     run = RunDirectory(path)
-    journal = run.begin_journal(JournalConfig())
+    journal = run.begin_journal(JournalConfig.model_validate({}))
     for number, (rollout_s, train_s, whole_s) in enumerate(steps):
-        record = StepRecord(
-            step=number,
+        record = step_record(
+            number,
             duration_ns=round(whole_s * NS_PER_S),
-            seeding_ns=0,
             rollout_ns=round(rollout_s * NS_PER_S),
             groups_trained=1,
-            groups_dropped=0,
             train_ns=round(train_s * NS_PER_S),
         )
         journal.append(StepRow(step=number, t_ns=number, record=record, success_rate=None, trainer={}))

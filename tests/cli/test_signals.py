@@ -50,16 +50,15 @@ def nothing_left(run_dir: Path, processes_of: Any) -> bool:
     return not processes_of(run_dir.name) and not list((run_dir / "leases").glob("*.json"))
 
 
-def test_an_interrupted_run_goes_on_where_it_was_and_is_told_of(start, elastic, config: Path, processes_of) -> None:
+def test_an_interrupted_run_goes_on_where_it_was_and_is_told_of(
+    start, elastic, refused, config: Path, processes_of
+) -> None:
     process = start("run", config, "--providers", "spot", "--set", "run.steps=1000", "--set", "weights.relay=http")
     (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
     until(lambda: read(run_dir)[1], START_TIMEOUT_S, process)
     assert len(processes_of(run_dir.name)) >= 2
 
-    other = start("run", "--resume", run_dir)
-    _, err = other.communicate(timeout=60)
-    assert other.returncode == 2
-    assert "still going on in another process" in err
+    refused(elastic("run", "--resume", run_dir), "still going on in another process")
 
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=STOP_TIMEOUT_S)
@@ -87,9 +86,8 @@ def test_an_interrupted_run_goes_on_where_it_was_and_is_told_of(start, elastic, 
     assert nothing_left(run_dir, processes_of)
     is_told(elastic, run_dir, json.loads(out))
 
-    process = start("run", "--resume", run_dir)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    code, _, err = elastic("run", "--resume", run_dir)
+    assert code == 0, err
     assert f"all {total} steps" in err
     assert not (run_dir / "journal.3.sqlite").exists()
 

@@ -1,7 +1,6 @@
 """A live run whose env workers are killed with SIGKILL while they play, and its orchestrator with them."""
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,19 +63,9 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_every_trajectory_is_scored_once_whatever_is_killed(run: Any) -> None:
-    rng = random.Random(7)
     run.url()
-    for victim in ("worker", "worker", "orchestrator", "worker", "worker", "worker"):
-        run.until("a token, or the end", lambda: run.has_gone_on() or run.ended())
-        time.sleep(rng.uniform(0.2, 2.0))
-        if run.ended():
-            break
-        if victim == "orchestrator":
-            run.kill("orchestrator")
-            run.resume()
-        else:
-            run.strike("env worker", run.recorded("agent_*.json")[:1])
-    run.wait()
+    worker = "agent_*.json"
+    run.strike_in_turn(random.Random(7), [worker, worker, "orchestrator", worker, worker, worker])
     assert run.leftovers() == []
     assert run.kills["env worker"] > 0
     kept = RunDirectory(run.run_dir)

@@ -1,7 +1,6 @@
 """A live run of a third party's token-level environment, whose env workers are killed, and its orchestrator."""
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +105,10 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_run_comes_to_the_same_whatever_is_killed(begin: Any) -> None:
-    rng, undisturbed = random.Random(7), begin("undisturbed")
+    undisturbed, worker = begin("undisturbed"), "theirs_*.json"
     undisturbed.wait()
     run = begin("disturbed")
-    for victim in ("worker", "worker", "orchestrator", "worker", "worker"):
-        run.until("a token, or the end", lambda: run.has_gone_on() or run.ended())
-        time.sleep(rng.uniform(0.2, 1.5))
-        if run.ended():
-            break
-        if victim == "orchestrator":
-            run.kill("orchestrator")
-            run.resume()
-        else:
-            run.strike("env worker", run.recorded("theirs_*.json")[:1])
-    run.wait()
+    run.strike_in_turn(random.Random(7), [worker, worker, "orchestrator", worker, worker])
     assert run.leftovers() == []
     assert run.kills["env worker"] > 0
     with benchmark("_proof") as proof:

@@ -1,7 +1,7 @@
 """A live run of two environments, whose env workers are killed as they play, and its orchestrator with them."""
 
 import json
-import time
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,17 +49,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 def test_each_environment_has_its_share_and_each_row_comes_once_a_pass(run: Any) -> None:
     run.url()
-    for victim in ("rows", "orchestrator", "tasks"):
-        run.until("a token, or the end", lambda: run.has_gone_on() or run.ended())
-        time.sleep(1.0)
-        if run.ended():
-            break
-        if victim == "orchestrator":
-            run.kill("orchestrator")
-            run.resume()
-        else:
-            run.strike("env worker", run.recorded(f"{victim}_*.json")[:1])
-    run.wait()
+    run.strike_in_turn(random.Random(7), ["rows_*.json", "orchestrator", "tasks_*.json"])
     assert run.leftovers() == []
     kept = RunDirectory(run.run_dir)
     with benchmark("_proof") as proof:

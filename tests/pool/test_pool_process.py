@@ -330,10 +330,18 @@ async def test_a_job_whose_process_dies_too_often_has_failed_and_may_come_again(
         assert (await pool.job("frail"))["state"] == "finished"
 
 
-async def test_a_pool_that_was_stopped_goes_on_with_its_jobs_where_they_were(tmp_path: Path):
+async def test_a_script_that_cannot_be_run_has_failed_and_a_stopped_pool_goes_on_with_the_other_job(tmp_path: Path):
     async with running(tmp_path) as pool:
+        await pool.begin("bad", script=True, exits=2)
+        await pool.until_over("bad")
+        bad = await pool.job("bad")
+        assert (bad["state"], bad["restarts"]) == ("failed", 0)
+        assert "status 2" in bad["reason"]
         await pool.begin("long", steps=500)
-        await pool.until(lambda status: status["jobs"][0]["steps_done"] >= 1, "it does not come on")
+        await pool.until(
+            lambda status: any(job["steps_done"] for job in status["jobs"] if job["name"] == "long"),
+            "it does not come on",
+        )
         await pool.control.stop(now=True)
         assert pool.process is not None
         assert await asyncio.to_thread(pool.process.wait, 20) == 0
@@ -406,15 +414,6 @@ async def test_a_script_outlives_the_pool_s_process_and_how_it_ended_meanwhile_i
         assert pool.residents("train-1", "stays") == pids
         await finished(pool, "stays", "ends")
         assert [(await pool.job(name))["restarts"] for name in ("stays", "ends")] == [0, 0]
-
-
-async def test_a_script_that_cannot_be_run_as_it_is_has_failed_at_once(tmp_path: Path):
-    async with running(tmp_path) as pool:
-        await pool.begin("bad", script=True, exits=2)
-        await pool.until_over("bad")
-        job = await pool.job("bad")
-        assert (job["state"], job["restarts"]) == ("failed", 0)
-        assert "status 2" in job["reason"]
 
 
 @pytest.mark.nightly

@@ -1,14 +1,14 @@
 """Journals as runs leave them, written with the real `SqliteJournal` and a real ledger."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from elastic.config import JournalConfig
 from elastic.core import events as e
-from elastic.core.ids import group_id, trajectory_id
+from elastic.core.ids import group_id
 from elastic.core.ledger import NANO_USD_PER_USD, Ledger
-from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S, Account, EndCause
 from elastic.protocol import wire
 from elastic.report import Summary, summarise
@@ -22,13 +22,12 @@ from elastic.runtime.journal import (
     SqliteJournal,
     StepRow,
     StepWeights,
-    TrajectoryRow,
     TurnRow,
     event_row,
 )
 from elastic.runtime.status import ProviderStatus
+from elastic.testing.rows import run_status, step_record, trajectory_row
 from functions.base import Call, CallOutcome
-from tests.run_status import run_status
 
 FULL_BYTES = 1_190_016
 
@@ -157,18 +156,8 @@ class RunWriter:
         self, step: int, group: int, member: int, reward: float | None, cause: str = "", *, truncated: bool = False
     ) -> None:
         self.journal.append(
-            TrajectoryRow(
-                trajectory=trajectory_id(step, group, member),
-                step=step,
-                group=group_id(step, group),
-                started_ns=0,
-                ended_ns=1,
-                reward=reward,
-                cause=cause,
-                turns=5,
-                policy_tokens=25,
-                token_ids=b"\x90",
-                truncated=truncated,
+            trajectory_row(
+                step, group, member, reward=reward, cause=cause, turns=5, policy_tokens=25, truncated=truncated
             )
         )
 
@@ -182,8 +171,8 @@ class RunWriter:
         groups_dropped: int = 4,
         groups_unusable: int = 0,
     ) -> None:
-        record = StepRecord(
-            step=step,
+        record = step_record(
+            step,
             duration_ns=_ns(duration_s),
             seeding_ns=_ns(duration_s / 6),
             rollout_ns=_ns(duration_s * 0.8),
@@ -218,7 +207,7 @@ class RunWriter:
         refused: Sequence[wire.UnverifiedWeights] = (),
         **further: float,
     ) -> None:
-        split_s = {
+        split_s: dict[Any, float] = {
             "wire": pull_s / 2,
             "decode": pull_s / 4,
             "queue": pull_s / 4,

@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S
 from elastic.report import as_json, evaluation_words, evaluations, inspect_logs, tables, write_html
 from elastic.report.evaluation_charts import charts_of
@@ -16,16 +15,14 @@ from elastic.report.tracking.rows import StepSource
 from elastic.report.tracking.samples import SampleBounds
 from elastic.runtime.journal import EvaluationRow, RunDirectory, SampleRow, StepRow
 from elastic.server.history.journals import figures_of, metrics_of
+from elastic.testing.rows import run_status, step_record
 from tests.report.evaluated_run import evaluated_run, evaluation
-from tests.run_status import run_status
 
 GOOD, FAIR, BAD = [[1.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]
 
 
 def step(number: int, at_s: float) -> StepRow:
-    record = StepRecord(
-        step=number, duration_ns=NS_PER_S, seeding_ns=0, rollout_ns=0, groups_trained=1, groups_dropped=0
-    )
+    record = step_record(number, duration_ns=NS_PER_S, groups_trained=1)
     return StepRow(step=number, t_ns=round(at_s * NS_PER_S), record=record, success_rate=None, trainer={})
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S
 from elastic.protocol.sampled import Sampled, pack_ids, pack_logprobs
 from elastic.report.bounds import cut
@@ -39,8 +38,8 @@ from elastic.runtime.journal import (
     TrajectoryRow,
 )
 from elastic.system.sqlite import open_sqlite
+from elastic.testing.rows import run_status, step_record
 from tests.report.chat_run import ChatRun
-from tests.run_status import run_status
 
 NO_SAMPLES = SampleBounds(trajectories=0, bytes=1000)
 
@@ -344,10 +343,9 @@ def source_of(directory: Path, samples: SampleBounds = NO_SAMPLES) -> StepSource
 
 
 def step_row(step: int, *, published: bool = False, loss: float = 0.5) -> StepRow:
-    record = StepRecord(
-        step=step,
+    record = step_record(
+        step,
         duration_ns=4 * NS_PER_S,
-        seeding_ns=0,
         rollout_ns=NS_PER_S,
         groups_trained=1,
         groups_dropped=1,

@@ -52,7 +52,7 @@ from elastic.runtime.journal import (
 from elastic.runtime.journal.records import KINDS, TABLES
 from elastic.runtime.journal.tables import ROWS_AT_ONCE, JournalTable
 from elastic.system.host import Host, here, on
-from tests.run_status import run_status
+from elastic.testing.rows import run_status, step_record, trajectory_row
 
 SAID = [
     (Chunk(0, 0, 3, 3, FinishReason.STOP), [5, 6, 7], [-0.5, -1.0, -1.5]),
@@ -694,12 +694,12 @@ while True:
     def test_the_last_moment_is_that_of_whatever_came_last(self, tmp_path: Path) -> None:
         ledger = Ledger()
         ledger.open("spot-1", "spot-1", "spot", 1, 1.0, 2)
-        record = StepRecord(step=0, duration_ns=0, seeding_ns=0, rollout_ns=0, groups_trained=0, groups_dropped=0)
+        step = StepRow(step=0, t_ns=3, record=step_record(0), success_rate=None, trainer={})
         acts: tuple[Callable[[SqliteJournal], None], ...] = (
             lambda journal: None,
             lambda journal: journal.append(event_row(e.Tick(), 1)),
             lambda journal: journal.books(ledger.books.values()),
-            lambda journal: journal.append(StepRow(step=0, t_ns=3, record=record, success_rate=None, trainer={})),
+            lambda journal: journal.append(step),
             lambda journal: journal.append(turn()),
             lambda journal: journal.append(SampleRow(t_ns=5, status=STATUS)),
         )
@@ -713,18 +713,7 @@ while True:
                 assert reader.last_ns() == count
 
     def test_reward_that_is_none(self, path: Path) -> None:
-        row = TrajectoryRow(
-            trajectory="0/0/0",
-            step=0,
-            group="0/0",
-            started_ns=0,
-            ended_ns=1,
-            reward=None,
-            cause="reset",
-            turns=0,
-            policy_tokens=0,
-            token_ids=b"\x90",
-        )
+        row = trajectory_row(0, 0, 0, reward=None, cause="reset")
         journal = SqliteJournal(path)
         journal.append(row)
         journal.close()

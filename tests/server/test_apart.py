@@ -36,24 +36,22 @@ def processes() -> Iterator[ReadingProcesses]:
     made.end()
 
 
-@pytest.mark.parametrize(
-    ("script", "limit_s"),
-    [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGBUS)", LIMIT_S),
-        ("import os; os._exit(0)", LIMIT_S),
-        ("import time; time.sleep(600)", 0.5),
-        ("held = bytearray(2**31)", LIMIT_S),
-        ("import threading; told = threading.Lock()", LIMIT_S),
-    ],
-)
-def test_what_breaks_a_reader_breaks_no_other(
-    processes: ReadingProcesses, tmp_path: Path, script: str, limit_s: float
-) -> None:
-    odd = tmp_path / "odd.py"
-    odd.write_text(script)
-    with pytest.raises(CannotBeRead, match=r"odd\.py: its files cannot be read now"):
-        processes.read(limit_s, runpy.run_path, odd)
-    assert processes.read(LIMIT_S, figures_of, tmp_path) is None
+BREAKING = [
+    ("import os, signal; os.kill(os.getpid(), signal.SIGBUS)", LIMIT_S),
+    ("import os; os._exit(0)", LIMIT_S),
+    ("import time; time.sleep(600)", 0.5),
+    ("held = bytearray(2**31)", LIMIT_S),
+    ("import threading; told = threading.Lock()", LIMIT_S),
+]
+
+
+def test_what_breaks_a_reader_breaks_no_other(processes: ReadingProcesses, tmp_path: Path) -> None:
+    for number, (script, limit_s) in enumerate(BREAKING):
+        odd = tmp_path / f"odd{number}.py"
+        odd.write_text(script)
+        with pytest.raises(CannotBeRead, match=rf"odd{number}\.py: its files cannot be read now"):
+            processes.read(limit_s, runpy.run_path, odd)
+        assert processes.read(LIMIT_S, figures_of, tmp_path) is None, script
 
 
 def test_errors_of_a_read_are_told(processes: ReadingProcesses, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.config import JournalConfig
-from elastic.core.policy import StepRecord
 from elastic.report.history import history_of
 from elastic.report.trajectories import NoSuchTrajectory
 from elastic.runtime.journal import CONTINUES, RunDirectory, SampleRow, StepRow, TrajectoryFilter, TrajectoryRow
@@ -19,7 +18,7 @@ from elastic.runtime.status import RunStatus
 from elastic.server.history.answers import ENTRY_BYTES, KeptAnswers
 from elastic.server.history.journals import SETTLED_S, metrics_of, version_of
 from elastic.server.history.trajectories import trajectories_of
-from tests.run_status import run_status
+from elastic.testing.rows import run_status, step_record
 
 REWARDS = st.one_of(st.none(), st.sampled_from([0.0, -1.0, 0.5, 1.0]))
 TRAJECTORIES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), REWARDS), max_size=12)
@@ -62,8 +61,7 @@ def written(run_dir: Path, journals: list[tuple[bool, list[tuple[int, int, float
         for name, step, reward in trajectories:
             journal.append(row(f"{step}/{segment}/{name}", step, reward))
         if number:
-            record = StepRecord(step=2, duration_ns=1, seeding_ns=0, rollout_ns=1, groups_trained=0, groups_dropped=0)
-            journal.append(StepRow(step=2, t_ns=1, record=record, success_rate=None, trainer={}))
+            journal.append(StepRow(step=2, t_ns=1, record=step_record(2), success_rate=None, trainer={}))
         journal.durable().result()
         journal.close()
     return directory

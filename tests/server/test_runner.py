@@ -113,7 +113,7 @@ def all_rows(site: Site) -> list[Any]:
 async def until(holds: Callable[[], Any]) -> Any:
     async with asyncio.timeout(WAIT_S):
         while not (found := holds()):  # noqa: ASYNC110 - other processes are waited for
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
         return found
 
 
