@@ -37,6 +37,14 @@ def test_a_pool_that_dies_often_loses_nothing() -> None:
     assert live_pooled(draw_pooled(1, kills)).incarnations > 3
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [1, 3])
+def test_jobs_in_a_pool_are_evaluated_in_the_phases_of_their_rollouts(seed: int) -> None:
+    plan = draw_pooled(seed)
+    jobs = [msgspec.structs.replace(job, run=msgspec.structs.replace(job.run, evaluates=5)) for job in plan.jobs]
+    live_pooled(msgspec.structs.replace(plan, jobs=(*jobs,)))
+
+
 def test_parked_residents_follow_the_weights() -> None:
     """Their workers' leases are over then, and with them what these alone could read."""
     plan = draw_pooled(7)

@@ -42,6 +42,13 @@ def test_what_agents_were_given_whole_is_trained_whatever_is_killed(seed: int) -
     assert simulate(seed, draw_plan(seed, kills)).faults
 
 
+@pytest.mark.parametrize("seed", [2, pytest.param(1, marks=pytest.mark.nightly)])
+def test_every_version_is_evaluated_once_whatever_is_killed(seed: int) -> None:
+    kills = [FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_WORKER, FaultKind.KILL_TRAINER]
+    plan = msgspec.structs.replace(draw_plan(seed, kills), evaluates=6)
+    assert simulate(seed, plan).faults
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nobody_is_fenced_for_the_orchestrators_own_silence(seed: int) -> None:
     simulate(seed, draw_plan(seed, [FaultKind.HOLD_UP]))

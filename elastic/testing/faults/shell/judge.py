@@ -5,20 +5,21 @@ moment. Then the weights that the trainer has in the end count.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from elastic.compose.incarnations import replay
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.agreement import DISBELIEVED, LAST_TOKENS, LEAST_TOKENS
-from elastic.core.ids import parse_trajectory
+from elastic.core.evaluation import EvaluationRecord
+from elastic.core.ids import drawn_from
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, LogprobCheck, TrajectoryId, WorkerId
 from elastic.protocol.sampled import ids_of
 from elastic.report.history import history_of
 from elastic.report.refusals import refused_of
 from elastic.runtime.episodes import stable_hash
-from elastic.runtime.journal import GroupRow, StepRow, TrajectoryRow
+from elastic.runtime.journal import EvaluatedRow, EvaluationRow, GroupRow, StepRow, TrajectoryRow
 from elastic.testing.faults.kinds import LASTING, FaultKind
 from elastic.testing.faults.shell.agents.judge import check_agents, contexts_of
 from elastic.testing.faults.shell.models import SKIPPED, ModelEnvironment, NoSettings, drawn, scored, turn_tokens
@@ -52,6 +53,8 @@ def judge(world: World) -> None:
         steps = [row.step for row in history.rows(StepRow)]
         groups = {row.group: row for row in history.rows(GroupRow)}
         rows = {row.trajectory: row for row in history.rows(TrajectoryRow)}
+        evaluations = {row.version: row.record for row in history.rows(EvaluationRow)}
+        rows |= {row.trajectory: row for row in history.rows(EvaluatedRow)}
         nothing_left = not history.segments[-1].rows(StepRow)
     if earlier:
         require(steps == sorted(set(steps)), f"steps {steps}")
@@ -64,6 +67,7 @@ def judge(world: World) -> None:
     require(len(set(learnt)) == len(learnt), "a group is trained twice")
     if earlier:
         return
+    _check_evaluations(world, evaluations)
     for row in rows.values():
         if not row.cause and row.trajectory not in touched and world.agents is None:
             _check_trajectory(world, row)
@@ -88,6 +92,20 @@ def judge(world: World) -> None:
         of_use = [row for row in members if row.reward is not None]
         parts = [p for row in of_use for ids in contexts_of(row) for p in (row.trajectory, *ids, row.reward)]
         require(drawn(*parts) == what, f"{group} was trained on something else")
+
+
+def _check_evaluations(world: World, records: Mapping[int, EvaluationRecord]) -> None:
+    """Check that each version was evaluated, in time. That its episodes are what the seed gives, whatever was killed,
+    is checked of them as of others."""
+    plan = world.plan
+    versions = list(range(plan.steps + 1)) if plan.evaluates else []
+    require(sorted(records) == versions, f"versions {sorted(records)} are evaluated, not {versions}")
+    for version, record in records.items():
+        (figures,) = record.sets.values()
+        require(not record.timed_out, f"the evaluation of version {version} ran out of time")
+        require(len(figures.rewards) == plan.evaluates, f"version {version} has {len(figures.rewards)} tasks")
+        ended = figures.finished + figures.failed
+        require(ended == 2 * plan.evaluates, f"of version {version} {ended} episodes have ended")
 
 
 def _totals(origins: list[tuple[WorkerId, int]]) -> Counter[WorkerId]:
@@ -175,7 +193,7 @@ def _check_impostors(world: World, core: Scheduler) -> None:
 
 def _check_trajectory(world: World, row: TrajectoryRow) -> None:
     """Check that every token is the one that the seed gives for its position, and that the reward follows from them."""
-    seed, (step, group, member) = world.config.run.seed, parse_trajectory(row.trajectory)
+    seed, (step, group, member) = world.config.run.seed, drawn_from(row.trajectory)
     environment, tokens = ModelEnvironment(NoSettings()), list[int]()
     tokens += environment.begin(stable_hash(seed, step, group))
     reward = 0.0

@@ -19,7 +19,8 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     `machines` machines join with tickets. With `far` workers may be on other machines. With `life_s` the cloud's leases
     expire after that. With `agents` these drive its trajectories, which end after `deadline_s`, or `idle_s` without a
     call. With `proves` workers prove which version they serve. The trainer has so many `ranks`; with more than one its
-    device does not generate. The environment is in `hosts` env workers, or with none on the run's own loop.
+    device does not generate. The environment is in `hosts` env workers, or with none on the run's own loop. On so
+    many tasks as `evaluates` says each version is evaluated.
     """
 
     seed: int
@@ -52,6 +53,7 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     proves: bool = False
     ranks: int = 1
     hosts: int = 0
+    evaluates: int = 0
     faults: tuple[Fault, ...] = ()
     end_s: float = 0.0
     only: tuple[FaultKind, ...] = ()

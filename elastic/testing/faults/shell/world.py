@@ -162,6 +162,7 @@ def config_of(plan: WorldPlan, checkpoint: str = "none") -> Config:
             },
             # Of turns that take hours, a second tells nothing.
             **({"balancing": {"interval_s": 10}} if long else {}),
+            **({"evaluation": {"every": 1, "samples": 2, "tasks": plan.evaluates}} if plan.evaluates else {}),
             "rewards": {"timeout_s": 2, "max_retries": plan.reward_retries},
             "environment": {"step_timeout_s": 3, **(outside if plan.agents else {})},
             **({"front": {"policies": POLICIES}} if plan.agents else {}),
