@@ -126,12 +126,12 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     """
     from elastic.compose.data import data_source, episode_seed
     from elastic.compose.evaluation import held_out
-    from elastic.compose.runs import load_run_config
+    from elastic.compose.runs import is_claimed, load_run_config
     from elastic.config import OUTSIDE
     from elastic.environments.container import INSIDE_VARIABLE
     from elastic.environments.env_worker import PLAYED_SETTINGS, EnvWork, serve_env_worker
     from elastic.environments.hosting import HostWork, load_kind, serve_episodes
-    from elastic.environments.limits import ProcessLimits
+    from elastic.environments.limits import ProcessLimits, end_once_abandoned
     from elastic.environments.log_keeper import keep_output
     from elastic.environments.rows import BadData
     from elastic.environments.run_link import take_keys, tell_unusable
@@ -154,6 +154,8 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     limits, section = own.limits, (*config.environment_section(number), "settings")
     ProcessLimits(limits.memory_gb, limits.cpu_s, limits.files).hold()
     away_s = config.run.orchestrator_timeout_s
+    if not inside:  # There its input ends with the run.
+        end_once_abandoned(lambda: is_claimed(run_dir), 2 * away_s)
     try:
         if own.kind not in PLAYED_SETTINGS:
             kind = load_kind(own.kind)

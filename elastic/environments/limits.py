@@ -7,10 +7,15 @@ import os
 import resource
 import sys
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 GIB = 1024**3
 LEFT_STATUS = 70
+LOOKS = 8
+"""How often it is looked, before a process ends for that, whether anybody is at the run."""
 """The exit status of a process whose input has ended."""
 CPU_GRACE_S = 5
 """Between the signal that says that the CPU time is used up, and the one that nobody can heed."""
@@ -38,6 +43,21 @@ def _bound(what: int, most: int, grace: int = 0) -> None:
     _, hard = resource.getrlimit(what)
     highest = most + grace if hard == resource.RLIM_INFINITY else min(most + grace, hard)
     resource.setrlimit(what, (min(most, highest), highest))
+
+
+def end_once_abandoned(claimed: Callable[[], bool], after_s: float) -> None:
+    """End this process once nobody has been at the run for so long, also where code of others never comes to its end:
+    as it is imported, or while it holds up the event loop."""
+
+    def watch() -> None:
+        since_s = time.monotonic()
+        while time.monotonic() - since_s < after_s:
+            time.sleep(after_s / LOOKS)
+            with suppress(OSError):
+                since_s = time.monotonic() if claimed() else since_s
+        os._exit(LEFT_STATUS)
+
+    threading.Thread(target=watch, name="run", daemon=True).start()
 
 
 def end_with_input() -> None:

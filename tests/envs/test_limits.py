@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from elastic.environments.limits import LEFT_STATUS
+
 BEGIN = "from elastic.environments.limits import ProcessLimits; "
 GREEDY = {
     "memory": ("ProcessLimits(memory_gb=1.0).hold(); bytearray(2 * 1024**3)", "MemoryError"),
@@ -32,6 +34,12 @@ def test_what_a_process_takes_is_limited(greedy: str) -> None:
 def test_a_limit_that_is_lower_already_stays() -> None:
     code = "ProcessLimits(files=64).hold(); ProcessLimits(None, None, 100).hold(); import resource; "
     assert run(code + "print(resource.getrlimit(resource.RLIMIT_NOFILE))").stdout == "(64, 64)\n"
+
+
+def test_a_process_that_nobody_wants_any_more_ends_whatever_it_is_at() -> None:
+    code = "import time; from elastic.environments.limits import end_once_abandoned; "
+    code += "wanted = iter([True] * 3); end_once_abandoned(lambda: next(wanted, False), 0.2); time.sleep(600)"
+    assert run(code).returncode == LEFT_STATUS
 
 
 @pytest.mark.environments
