@@ -205,13 +205,25 @@ class EndEvaluation(_Command, frozen=True):
 class UpdateWeights(_Command, frozen=True):
     """The step has its batch, but for `empty_slots`: finish it and publish `version`.
 
-    Workers are still loading the versions `pulled`.
+    Workers are still loading the versions `pulled`. `source` is set where others have trained the version.
     """
 
     step: int
     version: int
     empty_slots: tuple[int, ...] = ()
     pulled: tuple[int, ...] = ()
+    source: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class AnswerOffer(_Command, frozen=True):
+    """What was offered with this `look` is served as `version`: every turn that is requested from now on has it, or a
+    later one. Where it is `refused`, for that cause, `version` is what goes on being served; `again`: later it may be
+    served."""
+
+    look: str
+    version: int
+    refused: str = ""
+    again: bool = False
 
 
 class AskPermit(_Command, frozen=True):
@@ -272,6 +284,7 @@ Command: TypeAlias = (
     | DropGroup
     | EndEvaluation
     | UpdateWeights
+    | AnswerOffer
     | AskPermit
     | YieldPermit
     | TellProgress

@@ -24,6 +24,9 @@ LEFT_OUT: Mapping[str, str] = {
     "Scheduler._parts": "all of them are attributes of its own",
     "Scheduler._control_manager": "keeps nothing: what it has done is in `RunState.controls`",
     "Scheduler._evaluation_manager": "keeps nothing: what it does is in `RunState.evaluation` and `evaluated`",
+    "Scheduler._serving_manager": "keeps nothing: what it knows is in `RunState.serving`",
+    "ServingManager._run": "as `Scheduler._serving_manager`",
+    "StepController._serving": "as `Scheduler._serving_manager`",
     "EvaluationManager._run": "as `Scheduler._evaluation_manager`",
     "EvaluationManager._turns": "as `Scheduler._evaluation_manager`",
     "EvaluationManager._rewards": "as `Scheduler._evaluation_manager`",
@@ -65,6 +68,7 @@ WHILE_EMPTY: Mapping[str, str] = {
     "LeaseTable.stopped": "as `failed_starts`",
     "RunState.evaluated": "runs that are not evaluated have the digests that they had before any was",
     "RunState.evaluation": "as `evaluated`, and none is under way",
+    "RunState.serving": "runs with groups have the digests that they had before there were any without",
     "RunState.rows": "runs whose rows follow from their groups' places have none",
     "RunState.controls": "runs that were told nothing have the digests that they had before they could be",
 }

@@ -207,12 +207,14 @@ class TurnRequested(_Event, frozen=True, omit_defaults=True):
 class TurnCut(_Event, frozen=True):
     """The answer ends behind the turn's first `kept` tokens, for whoever asked for it: nothing behind them is trained.
 
-    The turn is over, if it was not. `lost` are accepted tokens that are cut off, by the worker that sampled them.
+    The turn is over, if it was not. `lost` are accepted tokens that are cut off, by the worker that sampled them. It
+    was `aborted` where somebody else than its client has ended it.
     """
 
     turn: TurnId
     kept: int
     lost: tuple[tuple[WorkerId, int], ...] = ()
+    aborted: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class AgentNoted(_Event, frozen=True):
@@ -292,6 +294,34 @@ class WeightsPublished(_Event, frozen=True, omit_defaults=True):
     proof: tuple[float, ...] = ()
     unusable: int = 0
     reason: str = ""
+
+
+class VersionOffered(_Event, frozen=True):
+    """Somebody else has trained the next version: it ends the step of a run without groups.
+
+    `source` says where it is, opaque here; two offers of the same `look` are one. `label` is what its trainer calls it.
+    """
+
+    source: str
+    look: str
+    label: str = ""
+
+
+class OfferRefused(_Event, frozen=True):
+    """The trainer cannot serve what was offered to be `version`. It counts if `worker` is the trainer's. `again`: the
+    same offer may be served later."""
+
+    worker: WorkerId
+    epoch: int
+    version: int
+    reason: str
+    again: bool = False
+
+
+class TurnsHeld(_Event, frozen=True):
+    """Turns that wait are held in the queue from now on, or (`held` false) are not any more."""
+
+    held: bool
 
 
 class TrainerFailed(_Event, frozen=True):
@@ -433,6 +463,9 @@ Event: TypeAlias = (
     | RewardFailed
     | GroupTrained
     | WeightsPublished
+    | VersionOffered
+    | OfferRefused
+    | TurnsHeld
     | TrainerFailed
     | PermitGranted
     | PermitRecalled

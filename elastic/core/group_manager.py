@@ -64,6 +64,8 @@ class GroupManager:
         """The oldest version that a turn of the trajectory may have tokens of; None where it may not go on."""
         if (evaluated := self._evaluations.version_of(trajectory)) is not None:
             return evaluated
+        if self._run.serving is not None:
+            return self._run.version or 0
         member = self._member(trajectory)
         return None if member is None else max(member[1].version_floor, self._run.oldest_version)
 

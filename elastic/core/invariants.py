@@ -123,7 +123,8 @@ def _check_turn(s: Scheduler, turn: Turn) -> None:
 
     total = max(1, turn.max_new_tokens)
     require(1, 0 <= turn.accepted < total, lambda: f"{turn.accepted} of {turn.max_new_tokens} tokens")
-    admits = s.version is not None and s.oldest_version <= turn.oldest_version <= s.version
+    newest = 0 if s.version is None and s.serving is not None else s.version
+    admits = newest is not None and s.oldest_version <= turn.oldest_version <= newest
     require(4, admits, lambda: f"admits versions from {turn.oldest_version} on, the bound is {s.oldest_version}")
     state = s.turns.trajectories.get(turn.trajectory)
     require(12, state is not None and turn.id in state.turns, "its trajectory does not know it")
@@ -151,7 +152,9 @@ def _check_turn(s: Scheduler, turn: Turn) -> None:
 
 
 def _outcome(s: Scheduler, trajectory: TrajectoryId) -> float | str | None:
-    """What a trajectory has come to, which is trained on or evaluated; None before its end."""
+    """What a trajectory has come to, which is trained on, evaluated or a request; None before its end."""
+    if s.serving is not None:
+        return None if trajectory in s.turns.trajectories else "forgotten"
     if is_evaluated(trajectory):
         task = None if s.evaluation is None else s.evaluation.tasks.get(group_of(trajectory))
         return "unknown" if task is None else task.members[trajectory]
@@ -311,6 +314,8 @@ def _check_queue(s: Scheduler) -> None:
         raise InvariantViolated(9, "the queue", f"its head is {head and head.id}, queued are {[t.id for t in queued]}")
     if head is None or s.phase is not Phase.RUNNING:
         return
+    if s.serving is not None and s.serving.held:
+        return
     for turn in s.turns.heads():
         others = (w for w in s.fleet.workers.values() if w.id not in turn.avoided)
         room = next((w for w in others if s.fleet.with_room(w.id, turn.oldest_version)), None)
@@ -455,7 +460,8 @@ def _check_trainer(s: Scheduler) -> None:
         return
     require(9, not trainer.turns, lambda: f"asleep with {list(trainer.turns)}")
     head = s.turns.head()
-    needed = head is not None and (s.plan.staleness_bound > 0 or not s.fleet.helped(head.oldest_version))
+    alone = s.plan.staleness_bound > 0 or (head is not None and not s.fleet.helped(head.oldest_version))
+    needed = head is not None and s.serving is None and alone
     waits = working or awaits or s.timers.waiting("reseed", "queue") or bool(s.leases.slices)
     require(9, waits or not needed, "sleeps while nobody else can go on")
 
@@ -502,6 +508,8 @@ def _known(s: Scheduler, what: str, key: str) -> bool:
         return key in s.leases.paused
     if what in ("permit", "permit over"):
         return s.permit.state in (HAD if what == "permit over" else (PermitState.ASKED,))
+    if what == "idle":
+        return s.serving is not None and not s.serving.idle and s.phase in (Phase.STARTING, Phase.RUNNING)
     if what in ("provision", "budget"):
         return s.phase in (Phase.STARTING, Phase.RUNNING)
     return s.phase is _WAITS_OF_A_PHASE[what]

@@ -468,7 +468,7 @@ class LeaseManager:
         if not run.active:
             return
         run.trainers_lost += 1
-        if run.trainers_lost > most:
+        if run.trainers_lost > most and (run.serving is None or run.version is None):
             times = f" (after {run.trainers_lost - 1} before)" if run.trainers_lost > 1 else ""
             run.fail(f"the trainer's device {what}{times}")
         elif run.version is None:

@@ -24,6 +24,7 @@ from elastic.core.patience import Patience
 from elastic.core.policy import Policies, StepRecord
 from elastic.core.profiles import BatchProfile
 from elastic.core.rows import RowProgress
+from elastic.core.serving import Serving
 from elastic.core.steps import Step
 from elastic.core.timers import Timers
 from elastic.core.turns import Turns
@@ -53,7 +54,7 @@ what its checkpoint does not have. The trainer is as patient with the orchestrat
 
 
 MAX_DOUBLINGS = 16
-_AT_THEIR_TIME = ("expiry", "early replacement", "departure", "budget", "lull", "permit over")
+_AT_THEIR_TIME = ("expiry", "early replacement", "departure", "budget", "lull", "permit over", "idle")
 """Waits for a time instead of a peer."""
 
 
@@ -103,6 +104,8 @@ class RunState:
         self.history: list[StepRecord] = []
         self.evaluation: Evaluation | None = None
         """The one that is under way."""
+        self.serving = Serving() if plan.serves_requests else None
+        """Set where others train, and ask for turns."""
         self.evaluated: dict[int, dict[str, float]] = {}
         """By version, what the metrics came to that decide something; those without a task are left out."""
         self.groups_launched = 0

@@ -28,6 +28,8 @@ from elastic.core.policy import Policies, SeedingPlan, StepRecord
 from elastic.core.profiles import BatchProfile
 from elastic.core.reward_manager import RewardManager, Scoring
 from elastic.core.run_state import Changed, Phase, RunState, SchedulerPart
+from elastic.core.serving import Serving
+from elastic.core.serving_manager import ServingManager
 from elastic.core.step_controller import StepController
 from elastic.core.steps import Step
 from elastic.core.timers import Timers
@@ -57,6 +59,7 @@ class Scheduler:
         self._device = TrainerDevice(run, self._turn_manager, self._permit)
         self._evaluation_manager = EvaluationManager(run, self._turn_manager, self._reward_manager)
         self._group_manager = GroupManager(run, self._turn_manager, self._reward_manager, self._evaluation_manager)
+        self._serving_manager = ServingManager(run)
         self._driver = StepController(
             run,
             self._turn_manager,
@@ -66,6 +69,7 @@ class Scheduler:
             self._evaluation_manager,
             self._device,
             self._permit,
+            self._serving_manager,
         )
         self._parts: tuple[SchedulerPart, ...] = (
             self._turn_manager,
@@ -79,6 +83,7 @@ class Scheduler:
             self._device,
             self._evaluation_manager,
             self._group_manager,
+            self._serving_manager,
             self._driver,
         )
         self._handlers: dict[type[e.Event], Callable[[Any], Changed | None]] = {
@@ -127,7 +132,7 @@ class Scheduler:
         if all_else:
             self._settle_leases()
         if run.active:
-            all_else |= run.timers.waiting("place", "queue")
+            all_else |= run.timers.waiting("place", "queue") or (run.serving is not None and not run.turns.live)
             if run.phase is Phase.RUNNING:
                 self._turn_manager.dispatch()
                 self._balancer.watch()
@@ -135,12 +140,17 @@ class Scheduler:
                 return
             run.fleet.help_changed = False
             self._driver.advance()
-            if self._lease_manager.follow_rollouts(to_do=self._group_manager.rollouts_to_do()):
+            if self._lease_manager.follow_rollouts(to_do=self._rollouts_to_do()):
                 run.fleet.help_changed = True
         if run.over and run.phase in (Phase.STARTING, Phase.RUNNING):
             self._stop()
         if run.phase is Phase.STOPPING and not run.leases.leases:
             self._end()
+
+    def _rollouts_to_do(self) -> bool:
+        if self._run.serving is not None:
+            return self._serving_manager.follow_requests()
+        return self._group_manager.rollouts_to_do()
 
     def _settle_leases(self) -> None:
         """What leads to other leases, another mode of the trainer's device or other outcomes of trajectories."""
@@ -270,6 +280,11 @@ class Scheduler:
     def evaluation(self) -> Evaluation | None:
         """The evaluation that is under way."""
         return self._run.evaluation
+
+    @property
+    def serving(self) -> Serving | None:
+        """What the run knows of those who train elsewhere; None where it trains itself."""
+        return self._run.serving
 
     @property
     def ended_early(self) -> str:

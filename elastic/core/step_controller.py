@@ -6,6 +6,8 @@ Source: ROSE §4.2 (workflow of a step); RLBoost §4.1 (seeding); docs/design.md
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.evaluation_manager import EvaluationManager
@@ -15,6 +17,7 @@ from elastic.core.outcomes import counted, in_words
 from elastic.core.policy import StepRecord
 from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import Changed, Phase, RunState
+from elastic.core.serving_manager import ServingManager
 from elastic.core.steps import BatchRule, Step
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
 from elastic.core.trainer_permit import PermitState, TrainerPermit
@@ -38,6 +41,7 @@ class StepController:
         evaluations: EvaluationManager,
         device: TrainerDevice,
         permit: TrainerPermit,
+        serving: ServingManager,
     ) -> None:
         self._run = run
         self._turns = turns
@@ -47,6 +51,7 @@ class StepController:
         self._evaluations = evaluations
         self._device = device
         self._permit = permit
+        self._serving = serving
         self._reseed = False
         self._told_progress: tuple[int, int, int] | None = None
         self.seeding_plan = run.policies.seeding.first()
@@ -54,6 +59,7 @@ class StepController:
         self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.GroupTrained: self._on_group_trained,
             e.WeightsPublished: self._on_published,
+            e.OfferRefused: self._on_offer_refused,
             e.TrainerFailed: self._on_trainer_failed,
         }
         self.due: Mapping[str, Callable[[str], None]] = {
@@ -183,8 +189,9 @@ class StepController:
         return step.next_group() is not None or self._may_update(step)
 
     def _may_update(self, step: Step) -> bool:
-        """Whether the next version may come: never while this one is evaluated."""
-        return step.settled and self._run.evaluation is None
+        """Whether the next version may come: never while this one is evaluated, nor before others have trained it."""
+        serving = self._run.serving
+        return step.settled and self._run.evaluation is None and (serving is None or bool(serving.offers))
 
     def _begin(self) -> None:
         """The trainer is there: its weights are the run's, and version v means that v steps are done."""
@@ -199,6 +206,7 @@ class StepController:
         run.launched_of = counts_before([one.ratio for one in run.plan.environments], run.groups_launched)
         self._workers.ensure_weights_everywhere()
         self._go_on(trainer.version)
+        self._turns.dispatch()  # Requests may have come before the trainer.
 
     def _go_on(self, number: int) -> None:
         """Begin the step with this number, unless that waits for the evaluation of the version that begins here."""
@@ -299,7 +307,8 @@ class StepController:
         """Return whether turns wait that no other worker can take. The trainer's device takes them after a short
         delay."""
         head = self._run.turns.head()
-        if head is None or self._run.leases.slices or (self._synchronous and self._helped(head)):
+        alone = self._run.serving is None
+        if head is None or not alone or self._run.leases.slices or (self._synchronous and self._helped(head)):
             self._forget_reseeding()
         elif not self._reseed and not self._run.timers.waiting("reseed", "queue"):
             self._run.wait("reseed", "queue", self._run.limits.reseed_delay_ns)
@@ -323,7 +332,9 @@ class StepController:
             self._device.train(step.number, *chosen)
         elif self._may_update(step):
             step.updating = True
-            self._device.update(step.number, step.version + 1, step.free_slots)
+            serving = self._run.serving
+            source = UNSET if serving is None else serving.offers[0].source
+            self._device.update(step.number, step.version + 1, step.free_slots, source)
 
     def _on_published(self, event: e.WeightsPublished) -> None:
         run, step, trainer = self._run, self._run.step, self._run.hear_trainer(event.worker, event.epoch)
@@ -336,6 +347,7 @@ class StepController:
         run.fleet.reindex(trainer)
         run.agreement.expect(event.version, event.proof)
         self._compare(event.checks)
+        self._serving.published(event.version)
         self._conclude(step, event)
         self._judge(ends=event.version >= run.plan.steps)
         if not run.active:
@@ -343,9 +355,30 @@ class StepController:
         self._workers.ensure_weights_everywhere()
         self._go_on(step.number + 1)
 
+    def _on_offer_refused(self, event: e.OfferRefused) -> None:
+        step = self._run.step
+        if step is None or self._run.hear_trainer(event.worker, event.epoch) is None or not self._counts:
+            return
+        if step.next_version == event.version and self._run.serving is not None:
+            self._give_up_update(step, event.reason, again=event.again)
+
+    def _give_up_update(self, step: Step, reason: str, *, again: bool) -> None:
+        """The step goes on without what was offered to end it."""
+        self._device.done()
+        step.updating = False
+        self._serving.refused(reason, again=again)
+
     def _on_trainer_failed(self, event: e.TrainerFailed) -> None:
-        if self._run.hear_trainer(event.worker, event.epoch) is not None:
-            self._run.fail(f"the trainer failed: {event.error}")
+        run, trainer = self._run, self._run.hear_trainer(event.worker, event.epoch)
+        if trainer is None:
+            return
+        if run.serving is None:
+            run.fail(f"the trainer failed: {event.error}")
+            return
+        if run.step is not None and run.step.updating:
+            self._give_up_update(run.step, f"the importer failed: {event.error}", again=True)
+        run.warn("ImporterFailed", event.error)
+        self._workers.give_up(trainer.id, EndCause.LOST)
 
     def _conclude(self, step: Step, published: e.WeightsPublished) -> None:
         """The step is over: what it taught decides how the next one seeds, and how many workers are worth having."""
@@ -356,7 +389,7 @@ class StepController:
         self.seeding_plan = run.policies.seeding.following(self.seeding_plan, record)
         run.leases.worker_bound = self.seeding_plan.worker_bound
 
-        if record.groups_trained <= published.unusable:
+        if run.serving is None and record.groups_trained <= published.unusable:
             why = self._why_nothing(step, published)
             run.warn("NothingTrained", f"step {step.number} had nothing to train on: {why}")
 
@@ -390,6 +423,7 @@ class StepController:
         for what, key in (("start", "run"), ("seeding", "trainer"), ("reseed", "queue")):
             run.timers.clear(what, key)
         self._device.abandon()
+        self._serving.abandon(reason)
         self._permit.give_up(finished=True)
         self._evaluations.abandon(reason)
         self._drop_left(reason)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
@@ -48,9 +50,9 @@ class TrainerDevice:
             e.WorkerAwoke: self._on_awoke,
         }
         self.due: Mapping[str, Callable[[str], None]] = {
-            "training": lambda _: run.fail(self._late()),
+            "training": self._training_due,
             "waking": lambda _: run.fail("the trainer's device did not change between training and generating"),
-            "replacement": lambda _: run.fail("the trainer's device was lost, and no other one came in time"),
+            "replacement": self._replacement_due,
         }
 
     @property
@@ -84,6 +86,18 @@ class TrainerDevice:
         if trainer is None or trainer.state in (WorkerState.GONE, WorkerState.DRAINING):
             return True
         return self.mode is TrainerMode.ASLEEP and not self.at_work
+
+    def _training_due(self, _: str) -> None:
+        """The run fails; where others train it waits on, for as long as they do."""
+        if self._run.serving is None:
+            self._run.fail(self._late())
+        else:
+            self._run.wait("training", "trainer", self._run.limits.train_timeout_ns)
+
+    def _replacement_due(self, _: str) -> None:
+        """As `_training_due`. What goes on waiting is found by `follow`."""
+        if self._run.serving is None:
+            self._run.fail("the trainer's device was lost, and no other one came in time")
 
     def _late(self) -> str:
         """Why the run fails whose trainer did not carry out its order in time."""
@@ -168,9 +182,9 @@ class TrainerDevice:
             )
         )
 
-    def update(self, step: int, version: int, empty_slots: tuple[int, ...]) -> None:
+    def update(self, step: int, version: int, empty_slots: tuple[int, ...], source: str | UnsetType = UNSET) -> None:
         pulled = self._run.fleet.loading_versions
-        self._tell(c.UpdateWeights(step=step, version=version, empty_slots=empty_slots, pulled=pulled))
+        self._tell(c.UpdateWeights(step=step, version=version, empty_slots=empty_slots, pulled=pulled, source=source))
 
     def _tell(self, order: c.TrainGroup | c.UpdateWeights) -> None:
         self.order = order

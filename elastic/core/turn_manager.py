@@ -70,6 +70,9 @@ class TurnManager:
         Who has found nobody for the queue looks again once a worker has opened, or a line has another head.
         """
         run = self._run
+        if run.serving is not None and run.serving.held:
+            self._clear_queue_waits()
+            return
         if run.fleet.struck:
             self._take_from_struck()
         queue, opened = run.turns.queue, run.fleet.take_opened()
@@ -217,8 +220,10 @@ class TurnManager:
         )
 
     def _waited_too_long(self, cause: InfrastructureCause, detail: str) -> None:
-        """Fail the run; where agents wait outside of it, their turns."""
+        """Fail the run; where agents wait outside of it, their turns. Requests wait on: fronts tell their clients."""
         run = self._run
+        if run.serving is not None:
+            return
         if not run.plan.driven_outside:
             run.fail(f"{cause}: {detail}")
             return
@@ -633,6 +638,8 @@ class TurnManager:
     def _close(self, turn: Turn, state: TurnState, cause: str) -> None:
         self._leave_worker(turn)
         self._run.turns.move(turn, state, self._run.now_ns, cause)
+        if self._run.serving is not None:  # It was a request, whose trajectory is over with it.
+            self._run.turns.forget(turn.trajectory)
 
     def _leave_worker(self, turn: Turn) -> None:
         self._clear_waits(turn)

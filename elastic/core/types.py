@@ -531,6 +531,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The code by which the trainer computes a loss of its user's own: what may hold it up."""
     evaluation: PlannedEvaluation | msgspec.UnsetType = msgspec.UNSET
     """Unset where the policy is not evaluated."""
+    idle_ns: Nanoseconds | msgspec.UnsetType = msgspec.UNSET
+    """How long leases are kept without a request, in a run without groups; unset in others."""
+
+    @property
+    def serves_requests(self) -> bool:
+        """Whether turns are requests of others, and versions what others have trained: the run has no groups."""
+        return self.groups == 0
 
 
 class BudgetForecast(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,6 +35,7 @@ from elastic.protocol.front_messages import (
     MetricsTold,
     OpenedTurn,
     ResetEpisode,
+    ServingTold,
     StepEpisode,
     StreamTokens,
     TrajectoryBegun,
@@ -46,6 +47,7 @@ from elastic.protocol.front_messages import (
     UpstreamAllowed,
     UpstreamOver,
     UpstreamWaived,
+    VersionServed,
 )
 from elastic.protocol.run_control import socket_address
 from elastic.protocol.sampled import TOKEN_BYTES
@@ -66,6 +68,8 @@ Answer: TypeAlias = (
     | TrajectoryBegun
     | TrajectoryShown
     | MetricsTold
+    | VersionServed
+    | ServingTold
     | UpstreamAllowed
     | Declined
 )
@@ -76,11 +80,12 @@ class LinkLost(Exception):
 
 
 class TokensCame(NamedTuple):
-    """Tokens of a choice, packed."""
+    """Tokens of a choice, packed, all of one version."""
 
     choice: int
     ids: memoryview
     logprobs: memoryview
+    version: int
 
 
 class ChoiceOver(NamedTuple):
@@ -305,11 +310,11 @@ class RunLink:
     def _deliver(self, message: StreamTokens) -> None:
         ids, logprobs = memoryview(message.ids), memoryview(message.logprobs)
         at = 0
-        for stream, count in zip(message.streams, message.counts, strict=True):
+        for stream, count, version in zip(message.streams, message.counts, message.versions, strict=True):
             to = self._streams.get(stream)
             end = at + count * TOKEN_BYTES
             if to is not None:
-                to.inbox.put(TokensCame(to.choice, ids[at:end], logprobs[at:end]))
+                to.inbox.put(TokensCame(to.choice, ids[at:end], logprobs[at:end], version))
             at = end
 
     def _answer(self, message: Answer) -> None:

@@ -285,6 +285,39 @@ class AskMetrics(_FrontMessage, frozen=True):
     request: Count
 
 
+class OfferWeights(_FrontMessage, frozen=True):
+    """Serve these weights: `source` and `look` are of `elastic.protocol.offers`, `label` is what their trainer calls
+    them. `VersionServed` answers once every turn that is asked for has them, or later ones."""
+
+    request: Count
+    source: str
+    look: str
+    label: Name = ""
+    abort_running: bool = False
+
+
+class HoldTurns(_FrontMessage, frozen=True):
+    """Hold turns that wait in the queue (`held`), or none any more. Those that run go on; `wait` for their ends, or
+    `abort` them. `ServingTold` answers."""
+
+    request: Count
+    held: bool
+    wait: bool = False
+    abort: bool = False
+
+
+class AbortTurns(_FrontMessage, frozen=True):
+    """End all turns with what they have. `ServingTold` answers."""
+
+    request: Count
+
+
+class AskServing(_FrontMessage, frozen=True):
+    """How does the run stand? `ServingTold` answers."""
+
+    request: Count
+
+
 class EpisodesHosted(_FrontMessage, frozen=True):
     """The first word of an env worker that plays episodes in token ids: at which tokens its environment's turns end,
     and how many `words` its vocabulary has."""
@@ -406,8 +439,8 @@ class StreamTokens(_FrontMessage, frozen=True):
 
 
 class TurnOver(_FrontMessage, frozen=True):
-    """All tokens of the turn have come. `finish` is `stop` or `length`; empty where it has failed, with what its client
-    is told, as in `Declined`."""
+    """All tokens of the turn have come. `finish` is `stop`, `length` or `abort`; empty where it has failed, with what
+    its client is told, as in `Declined`."""
 
     stream: Count
     finish: str
@@ -498,6 +531,26 @@ class MetricsTold(_FrontMessage, frozen=True):
     rejections: Count = 0
 
 
+class VersionServed(_FrontMessage, frozen=True):
+    request: Count
+    version: Count
+    label: Name = ""
+
+
+class ServingTold(_FrontMessage, frozen=True):
+    """Turns that are asked for now have `version`; `labels` are those of the last ones. `running` turns are at workers,
+    `waiting` ones are not. `ended` were ended by the request that this answers."""
+
+    request: Count
+    version: Count
+    labels: dict[int, str]
+    held: bool
+    workers: Count
+    running: Count
+    waiting: Count
+    ended: Count = 0
+
+
 class UpstreamAllowed(_FrontMessage, frozen=True):
     """The call may be made, and is told of by this number once it is over."""
 
@@ -541,6 +594,10 @@ FromFront: TypeAlias = (
     | UpstreamWaived
     | UpstreamOver
     | EnvironmentUnusable
+    | OfferWeights
+    | HoldTurns
+    | AbortTurns
+    | AskServing
     | EpisodesHosted
     | EpisodeAnswered
     | EpisodeFailed
@@ -557,6 +614,8 @@ FromRun: TypeAlias = (
     | TrajectoryBegun
     | TrajectoryShown
     | MetricsTold
+    | VersionServed
+    | ServingTold
     | UpstreamAllowed
     | Declined
     | ResetEpisode

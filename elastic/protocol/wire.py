@@ -303,6 +303,15 @@ class PublishedFrame(_Message, frozen=True, tag="Published"):
     changed: Annotated[dict[Text, Share], msgspec.Meta(max_length=ENTRIES_MAX)]
 
 
+class UpdateRefused(_Message, frozen=True):
+    """The weights that were offered for `version` cannot be served, for this reason: the trainer stands where it stood.
+    `again`: later they may be."""
+
+    version: Count
+    reason: Text
+    again: bool = False
+
+
 class TrainerFailedFrame(_Message, frozen=True, tag="TrainerFailed"):
     """An order could not be carried out; the trainer's state is not to be relied on any more."""
 
@@ -475,11 +484,16 @@ def in_parts(order: TrainGroupFrame | SkipGroup) -> "list[TrajectoriesFrame | Tr
 
 
 class UpdateFrame(_Message, frozen=True, tag="Update"):
-    """The step is complete: apply the gradients, checkpoint and publish `version`; others are still `pulled`."""
+    """The step is complete: apply the gradients, checkpoint and publish `version`; others are still `pulled`.
+
+    `source` says where the weights are that somebody else has trained, as `elastic.protocol.offers` has it; empty where
+    the trainer trains.
+    """
 
     step: int
     version: int
     pulled: list[int] = []
+    source: str = ""
 
 
 FromWorker: TypeAlias = (
@@ -497,6 +511,7 @@ FromWorker: TypeAlias = (
     | Stepped
     | PublishedFrame
     | TrainerFailedFrame
+    | UpdateRefused
 )
 FromOrchestrator: TypeAlias = (
     Welcome

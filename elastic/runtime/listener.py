@@ -47,6 +47,7 @@ class Listener:
             wire.Trained: self._on_trained,
             wire.Stepped: self._on_stepped,
             wire.PublishedFrame: lambda w, n, m: scribe.published(m.version, m.changed, m.metrics),
+            wire.UpdateRefused: self._on_refused,
             wire.TrainerFailedFrame: lambda w, n, m: run.feed(e.TrainerFailed(worker=w, epoch=n, error=m.error)),
         }
 
@@ -138,6 +139,10 @@ class Listener:
     def _on_trained(self, worker: WorkerId, epoch: int, trained: wire.Trained) -> None:
         checks = tuple(trained.checks)
         self._run.feed(e.GroupTrained(worker=worker, epoch=epoch, group=trained.group, checks=checks))
+
+    def _on_refused(self, worker: WorkerId, epoch: int, refused: wire.UpdateRefused) -> None:
+        version, reason, again = refused.version, refused.reason, refused.again
+        self._run.feed(e.OfferRefused(worker=worker, epoch=epoch, version=version, reason=reason, again=again))
 
     def _on_stepped(self, worker: WorkerId, epoch: int, stepped: wire.Stepped) -> None:
         event = e.WeightsPublished(

@@ -37,6 +37,7 @@ from elastic.runtime.agents import (
     ChatTotals,
     HostProcesses,
     LendingWorkers,
+    RequestRollouts,
     RunMetrics,
 )
 from elastic.runtime.control import CommandManager, ControlSocket
@@ -51,7 +52,7 @@ from elastic.runtime.listener import Listener
 from elastic.runtime.live import GatewayWorkers, LoopClock, ProviderLeases
 from elastic.runtime.mixture import played_by
 from elastic.runtime.pool_permits import PoolPermits
-from elastic.runtime.ports import Ports, UnsharedDevice
+from elastic.runtime.ports import NoOffers, Ports, UnsharedDevice
 from elastic.runtime.refusals import REFUSED_NOTE
 from elastic.runtime.rewards import MakePool, RewardDispatch
 from elastic.runtime.rollout import Rollouts
@@ -299,6 +300,7 @@ class Orchestrator:
             trainer=listener.trainer,
             owner=self,
             pool=self._permits or UnsharedDevice(),
+            offers=rollouts if isinstance(rollouts, RequestRollouts) else NoOffers(),
         )
 
     def _make_chats(self, agents: AgentsWiring) -> Chats | None:
@@ -321,6 +323,9 @@ class Orchestrator:
         """The trajectories that agents play, if they play any."""
         if self._wiring.agents is None:
             return None
+        if self.scheduler.plan.serves_requests:
+            limits, clock_ns = self._wiring.agents.limits, self.now_ns
+            return RequestRollouts(self._config.run.seed, limits, self.scheduler, run.feed, clock_ns, run.prompted)
         return AgentRollouts(
             self._config.run.seed,
             self._wiring.agents.limits,

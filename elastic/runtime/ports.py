@@ -155,6 +155,19 @@ class TrainerPort(Stateful, Protocol):
     def update(self, order: c.UpdateWeights) -> None: ...
 
 
+class Offers(Protocol):
+    """Those who have offered versions that they have trained."""
+
+    def answered(self, answer: c.AnswerOffer) -> None: ...
+
+
+class NoOffers:
+    """The run trains itself."""
+
+    def answered(self, answer: c.AnswerOffer) -> None:
+        """Does nothing: whoever offered was told that nothing is taken here."""
+
+
 class Pool(Protocol):
     """The pool whose devices the run's trainer and rollouts share with other jobs."""
 
@@ -220,6 +233,7 @@ class Ports:
     trainer: TrainerPort
     owner: Owner
     pool: Pool = field(default_factory=UnsharedDevice)
+    offers: Offers = field(default_factory=NoOffers)
 
 
 class OneIncarnation:

@@ -9,7 +9,7 @@ from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds
 from elastic.protocol import wire
-from elastic.runtime.agents import AgentLimits, AgentRollouts
+from elastic.runtime.agents import AgentLimits, AgentRollouts, RequestRollouts
 from elastic.runtime.mixture import MixedRollouts, played_by
 from elastic.runtime.ports import Ports
 from elastic.runtime.rollout import Rollouts
@@ -104,7 +104,11 @@ class Recollection:
         )
 
     def _played(self, nobody: Any) -> Rollouts | AgentRollouts | MixedRollouts:
-        driven = None if self._agents is None else AgentRollouts(0, self._agents, nobody, nobody)
+        driven = None
+        if self._agents is not None and self.scheduler.plan.serves_requests:
+            driven = RequestRollouts(0, self._agents, self.scheduler, nobody, nobody)
+        elif self._agents is not None:
+            driven = AgentRollouts(0, self._agents, nobody, nobody)
         return played_by(
             {
                 one.name: Rollouts(0, nobody, nobody, nobody, nobody, nobody)

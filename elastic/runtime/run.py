@@ -171,6 +171,7 @@ class Run:
             c.DropGroup: self._drop_group,
             c.EndEvaluation: self._end_evaluation,
             c.UpdateWeights: self._update_weights,
+            c.AnswerOffer: lambda k: self._once_durable(ports.offers.answered, k),
             c.AskPermit: lambda _: self._once_durable(ports.pool.ask_permit),
             c.YieldPermit: lambda k: self._once_durable(
                 partial(ports.pool.yield_permit, k.permit, finished=k.finished)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import structlog
+from msgspec import UNSET
 
 from elastic.config import Config
 from elastic.core import commands as c
@@ -105,6 +106,9 @@ class GatewayTrainer:
     def remember(self, order: Order) -> None:
         if order in self._orders:
             return
+        if isinstance(order, c.UpdateWeights) and order.source is not UNSET:
+            # What was offered before it for this step was refused.
+            self._orders = [kept for kept in self._orders if kept.step != order.step]
         self._orders.append(order)
         if isinstance(order, c.UpdateWeights):
             self._orders = [kept for kept in self._orders if kept.step > order.step - self._keep_steps]
@@ -153,6 +157,8 @@ class GatewayTrainer:
         match self._lacking[0], message:
             case _, wire.TrainerFailedFrame(error=error):
                 self._stop(f"the trainer failed: {error}")
+            case _, wire.UpdateRefused(version=version, reason=reason):
+                self._stop(f"version {version}, which was served, is not kept, and cannot be read again: {reason}")
             case (c.TrainGroup(group=at), wire.Trained(group=done)) | (
                 c.UpdateWeights(version=at),
                 wire.Stepped(version=done),
@@ -223,4 +229,5 @@ def _skip(order: c.DropGroup, dropped: Sequence[RolloutTrajectory]) -> list[wire
 def _update(order: c.UpdateWeights) -> list[wire.FromOrchestrator]:
     reason = "no group of use was left for it"
     skipped = [wire.SkipGroup(order.step, "", slot, reason) for slot in order.empty_slots]
-    return [*skipped, wire.UpdateFrame(order.step, order.version, list(order.pulled))]
+    source = "" if order.source is UNSET else order.source
+    return [*skipped, wire.UpdateFrame(order.step, order.version, list(order.pulled), source)]

@@ -28,7 +28,7 @@ TOKENS_PER_S_MAX = 1_000_000
 IDS_MAX = 1 << 31
 """More than any vocabulary has. Read without their sign, negative ids are no less."""
 
-_OF_TRAINER = (wire.Trained, wire.Stepped, wire.PublishedFrame, wire.TrainerFailedFrame)
+_OF_TRAINER = (wire.Trained, wire.Stepped, wire.PublishedFrame, wire.TrainerFailedFrame, wire.UpdateRefused)
 
 
 class Implausible(wire.WireError):

@@ -38,8 +38,8 @@ from elastic.worker.publication import (
     tensors_of,
 )
 from elastic.worker.seeding_engines import several_engines
-from elastic.worker.trainer import checkpoint, create_trainer, seeding_engines
-from elastic.worker.trainer.base import PolicyTrainer, checkpoint_path, saved
+from elastic.worker.trainer import checkpoint, create_trainer, generates, resolve_trainer, seeding_engines
+from elastic.worker.trainer.base import OfferRefused, PolicyTrainer, TakesOffers, checkpoint_path, saved
 from elastic.worker.trainer.layers import changed_shares
 from elastic.worker.training import Standing, TrainerOrder, TrainerReply
 from elastic.worker.weights import source_of
@@ -102,7 +102,9 @@ class TrainerHost:
         engines = seeding_engines(config)
         self._makes_way = engines > 0
         """Whether it is parked while its engines generate, which then pull its weights as other workers do."""
-        self._make_engine = make_engine or _maker(config.trainer.gpus, engines)
+        self._make_engine = make_engine or _maker(generates(config), engines)
+        kind, _ = resolve_trainer(config.trainer, "the run's configuration")
+        self._in_directories = kind.in_directories or config.trainer.gpus > 1
         self._open_relay = open_relay
         self._run = run_dir.name
         self._paces = PaceLog("training")
@@ -219,6 +221,10 @@ class TrainerHost:
                 return None
             case wire.UpdateFrame():
                 if self._stepped is None or not self.has(order):
+                    try:
+                        self._take(order)
+                    except OfferRefused as refused:
+                        return wire.UpdateRefused(order.version, wire.clipped(str(refused)), refused.again)
                     self._stepped = self._update(order)
                     self._pace(began_s, pacing.update_s if (pacing := self._config.trainer.pacing) is not None else 0.0)
                 return self._stepped
@@ -236,6 +242,11 @@ class TrainerHost:
     def _given(self, slot: int, *groups: str) -> None:
         stands = self._standing
         self._standing = replace(stands, groups=(*stands.groups, *groups), slots=stands.slots | {slot})
+
+    def _take(self, order: wire.UpdateFrame) -> None:
+        """Have the trainer read the weights that were offered to it. Raises `OfferRefused`."""
+        if isinstance(self._trainer, TakesOffers):
+            self._trainer.take(order.source)
 
     def _update(self, order: wire.UpdateFrame) -> wire.Stepped:
         metrics = self._trainer.update()
@@ -321,13 +332,16 @@ class TrainerHost:
 
     @property
     def _checkpoint_path(self) -> Path:
-        return checkpoint_path(self._checkpoints, self._trainer.version, self._config.trainer.gpus)
+        return self._checkpoint_of(self._trainer.version)
+
+    def _checkpoint_of(self, version: int) -> Path:
+        return checkpoint_path(self._checkpoints, version, in_directories=self._in_directories)
 
     def _save(self) -> None:
         self._trainer.save(self._checkpoint_path)
         best = best_kept(self._checkpoints)
         for old in saved(self._checkpoints)[:-KEEP_CHECKPOINTS]:
-            if best is None or old != checkpoint_path(self._checkpoints, best, self._config.trainer.gpus):
+            if best is None or old != self._checkpoint_of(best):
                 checkpoint.remove(old)
 
     def _restore(self) -> None:
@@ -340,11 +354,11 @@ class TrainerHost:
         log.info("resuming", version=self._trainer.version, checkpoint=str(found[-1]) if found else "none")
 
 
-def _maker(gpus: int, engines: int) -> BuildEngine:
-    """How the trainer's engine is built."""
+def _maker(generates: bool, engines: int) -> BuildEngine:
+    """How the engine of a trainer is built whose device generates, or does not."""
     if engines > 1:
         return several_engines(engines)
-    return build_engine if gpus == 1 or engines == 1 else idle_engine
+    return build_engine if generates else idle_engine
 
 
 def _tokens_s(pacing: TrainerPacingConfig | None, group: wire.TrainGroupFrame) -> float:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 TrainerOrder: TypeAlias = wire.TrainGroupFrame | wire.SkipGroup | wire.UpdateFrame
-TrainerReply: TypeAlias = wire.Trained | wire.Stepped | None
+TrainerReply: TypeAlias = wire.Trained | wire.Stepped | wire.UpdateRefused | None
 
 
 class Standing(msgspec.Struct, frozen=True):

@@ -122,6 +122,9 @@ class WeightsOffer(msgspec.Struct, frozen=True, kw_only=True):
     label: str = ""
     adapter: str = ""
     abort_running: bool = False
+    lasting: bool = False
+    """Whether the protocol names a new directory each time: its files are never written again, and may be kept by
+    links."""
 
 
 class ServingState(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from elastic.runtime.agents.chats import CHATS_NOTE, ChatLimits, Chats, ChatTota
 from elastic.runtime.agents.env_workers import ENV_WORKERS, EPISODE_HOSTS, EnvWorkerOrder, EnvWorkers, EnvWorkersOrder
 from elastic.runtime.agents.limits import AgentLimits, EpisodeTimes, EvaluatedSampling
 from elastic.runtime.agents.metrics import RunMetrics
+from elastic.runtime.agents.requests import RequestRollouts
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.service import (
     AgentService,

@@ -26,6 +26,8 @@ class TurnAsked(_Note, frozen=True):
     seed: int
     temperature: float
     stop_token_ids: tuple[int, ...] = ()
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 class Begun(_Note, frozen=True):

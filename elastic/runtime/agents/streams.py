@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
+from elastic.core import commands as c
 from elastic.core.ids import environment_of, parse_turn
 from elastic.core.types import TrajectoryId, TurnId
 from elastic.protocol import front_messages as m
@@ -20,6 +21,7 @@ from elastic.protocol.sampled import TOKEN_BYTES, last_of
 from elastic.runtime.agents.chats import CHATS, Chats
 from elastic.runtime.agents.metrics import RunMetrics
 from elastic.runtime.agents.refusals import TOO_MANY_TURNS, CallRefused, refused_turn
+from elastic.runtime.agents.requests import RequestRollouts
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.trajectory import AgentTurn
 from elastic.runtime.blame import Blame
@@ -27,6 +29,8 @@ from elastic.runtime.hosted import EpisodeHosts
 
 HELLO_S = 5.0
 """For a front to say hello."""
+LOOK_S = 0.5
+"""How often it is looked whether turns have ended that somebody waits for; most of them say so themselves."""
 STOPPING = RefusedFrame("the run is stopping", retry=True)
 
 
@@ -87,7 +91,13 @@ class FrontStreams:
         """Who waits for a turn, and under which stream."""
         self._leaves: deque[tuple[_Front, m.AskUpstream]] = deque()
         """Who waits for leave to call a model elsewhere, the first to have leave first."""
+        self._offers: dict[str, list[tuple[_Front, m.OfferWeights]]] = {}
+        """Who waits for an offer's answer, by its look."""
+        self._ends: list[tuple[_Front, m.HoldTurns]] = []
+        """Who waits for the ends of running turns."""
         rollouts.watcher = self
+        if isinstance(rollouts, RequestRollouts):
+            rollouts.answers = self._offer_answered
         self._chats = chats
         if chats is not None:
             chats.watcher = self
@@ -138,6 +148,10 @@ class FrontStreams:
         for stream in list(front.streams):
             self._detach(front, stream, gone=True)
         self._leaves = deque(waiting for waiting in self._leaves if waiting[0] is not front)
+        self._ends = [waiting for waiting in self._ends if waiting[0] is not front]
+        self._offers = {
+            look: [waiting for waiting in of if waiting[0] is not front] for look, of in self._offers.items()
+        }
         self._begins = {
             environment: deque(waiting for waiting in begins if waiting[0] is not front)
             for environment, begins in self._begins.items()
@@ -219,10 +233,69 @@ class FrontStreams:
             case m.UpstreamOver():
                 front.calls.discard(message.call)
                 rollouts.called(message)
+            case m.OfferWeights() | m.HoldTurns() | m.AbortTurns() | m.AskServing():
+                if not isinstance(rollouts, RequestRollouts):
+                    raise CallRefused(404, "no_doors", "the run trains itself, and takes no offers", retry=False)
+                self._serve(front, message, rollouts)
             case m.FrontHello() | m.DriverHello() | m.DriverBeat():
                 raise WireError("a second hello")
             case m.EnvironmentUnusable() | m.EpisodesHosted() | m.EpisodeAnswered() | m.EpisodeFailed():
                 raise WireError(f"{type(message).__name__} is nothing that a front may say")
+
+    def _serve(
+        self,
+        front: _Front,
+        message: m.OfferWeights | m.HoldTurns | m.AbortTurns | m.AskServing,
+        requests: RequestRollouts,
+    ) -> None:
+        """What a trainer elsewhere asks of the run besides requests."""
+        match message:
+            case m.OfferWeights():
+                self._offers.setdefault(message.look, []).append((front, message))
+                requests.offer(message.source, message.look, message.label)
+            case m.HoldTurns():
+                requests.hold_turns(held=message.held)
+                ended = requests.abort_all() if message.abort else 0
+                if message.wait and message.held and requests.at_work()[0]:
+                    self._ends.append((front, message))
+                    asyncio.get_running_loop().call_later(LOOK_S, self._look_for_ends)
+                else:
+                    self._reply(front, self._told(message.request, requests, ended))
+            case m.AbortTurns():
+                ended = requests.abort_all()
+                self._reply(front, self._told(message.request, requests, ended))
+            case m.AskServing():
+                front.connection.send(self._told(message.request, requests))
+
+    def _told(self, request: int, requests: RequestRollouts, ended: int = 0) -> m.ServingTold:
+        running, waiting = requests.at_work()
+        labels = dict(requests.labels())
+        workers, held = requests.workers, requests.held
+        return m.ServingTold(request, requests.version, labels, held, workers, running, waiting, ended)
+
+    def _offer_answered(self, answer: c.AnswerOffer) -> None:
+        requests, waiting = self._rollouts, self._offers.pop(answer.look, [])
+        if isinstance(requests, RequestRollouts) and any(ask.abort_running for _, ask in waiting):
+            requests.abort_all()
+        for front, ask in waiting:
+            if answer.refused:
+                status = 503 if answer.again else 400
+                refused = CallRefused(status, "offer_refused", answer.refused, retry=answer.again)
+                front.connection.send(declined(ask.request, refused))
+            else:
+                front.connection.send(m.VersionServed(ask.request, answer.version, ask.label))
+
+    def _look_for_ends(self) -> None:
+        """Answer those who wait for running turns to end, once they have."""
+        requests = self._rollouts
+        if not self._ends or self._stopped() or not isinstance(requests, RequestRollouts):
+            return
+        if requests.at_work()[0]:
+            asyncio.get_running_loop().call_later(LOOK_S, self._look_for_ends)
+            return
+        ends, self._ends = self._ends, []
+        for front, message in ends:
+            self._reply(front, self._told(message.request, requests))
 
     def _answer_driver(self, front: _Front, message: m.FromFront) -> None:
         """An env worker speaks for its own trajectories, and asks for no turns here."""

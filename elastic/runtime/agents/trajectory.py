@@ -41,6 +41,8 @@ class AgentTurn:
     given: bool = False
     """Whether a client has had the whole answer."""
     alone_ns: Nanoseconds | None = None
+    aborted: bool = False
+    """Whether somebody else than its client has ended it."""
 
     @property
     def id(self) -> TurnId:
@@ -63,9 +65,11 @@ class AgentTurn:
 
     @property
     def finish(self) -> str:
-        """`stop` or `length`; empty where it was given up."""
+        """`stop`, `length` or `abort`; empty where it was given up."""
         if self.generated.ended:
             return ""
+        if self.aborted:
+            return "abort"
         sampling = self.generated.sampling
         return "length" if sampling is not None and self.tokens >= sampling.max_new_tokens else "stop"
 

@@ -34,6 +34,12 @@ def seeding_engines(config: Config) -> int:
     return kind.seeding_engines(config, settings)
 
 
+def generates(config: Config) -> bool:
+    """Whether anything generates on the trainer's device while it does not train. Raises `ConfigError`."""
+    kind, settings = resolve_trainer(config.trainer, "the run's configuration")
+    return kind.seeding_engines(config, settings) > 0 or (kind.generates and config.trainer.gpus == 1)
+
+
 def resolve_trainer(trainer: TrainerConfig, where: str) -> tuple[type[TrainerKind], TrainerSettings]:
     """What a trainer is made by, and its own settings; the sections of all other kinds are looked at as well.
 

@@ -7,7 +7,7 @@ Source: docs/design.md, `Trainer`.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict
 
@@ -93,6 +93,27 @@ class PolicyTrainer(Protocol):
     def resume(self) -> Switch: ...
 
 
+class OfferRefused(ValueError):
+    """What was offered cannot be served, as the message says; the trainer stands where it stood. `again`: later it may
+    be."""
+
+    def __init__(self, message: str, *, again: bool = False) -> None:
+        super().__init__(message)
+        self.again = again
+
+
+@runtime_checkable
+class TakesOffers(Protocol):
+    """A `PolicyTrainer` whose weights somebody else trains."""
+
+    def take(self, source: str) -> None:
+        """Read what was offered: the next `update` steps to it. `source` is of `elastic.protocol.offers`.
+
+        Raises `OfferRefused`, and changes nothing.
+        """
+        ...
+
+
 class TrainerSettings(BaseModel):
     """What is a kind's own, beside the keys of `[trainer]`; each subclasses it. By default there is nothing."""
 
@@ -120,6 +141,10 @@ class TrainerKind(Protocol):
     Settings: ClassVar[type[TrainerSettings]]
     ranks: ClassVar[bool] = False
     """Whether `trainer.gpus` may be more than one: then its device does not generate."""
+    generates: ClassVar[bool] = True
+    """Whether its device does, with one rank."""
+    in_directories: ClassVar[bool] = False
+    """Whether its checkpoints are directories with one rank, too."""
 
     @staticmethod
     def seeding_engines(config: Config, settings: Any) -> int:
@@ -177,7 +202,7 @@ class TrainerKind(Protocol):
 
 
 SUFFIXES = (".safetensors", ".shards")
-"""Of checkpoints: files of one rank, and directories of several."""
+"""Of checkpoints: files, and directories."""
 
 
 def saved(directory: Path) -> list[Path]:
@@ -185,6 +210,6 @@ def saved(directory: Path) -> list[Path]:
     return sorted((path for suffix in SUFFIXES for path in directory.glob(f"[!.]*{suffix}")), key=lambda one: one.stem)
 
 
-def checkpoint_path(directory: Path, version: int, ranks: int) -> Path:
-    """Where a trainer of so many ranks saves this version."""
-    return directory / f"{version:08d}{SUFFIXES[ranks > 1]}"
+def checkpoint_path(directory: Path, version: int, *, in_directories: bool) -> Path:
+    """Where a trainer saves this version."""
+    return directory / f"{version:08d}{SUFFIXES[in_directories]}"

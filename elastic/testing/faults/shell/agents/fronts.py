@@ -296,7 +296,7 @@ class _Call:
     def _hear(self, news: TokensCame | ChoiceOver | ChoiceSettled) -> None:
         choice = self._choices[news.choice]
         match news:
-            case TokensCame(_, ids, _):
+            case TokensCame(_, ids, _, _):
                 self._came(choice, ids_of(ids))
             case ChoiceOver(_, over):
                 if not over.finish:

@@ -1,0 +1,41 @@
+"""What somebody else's trainer offers to a run: a directory of weights, as the core journals it and its importer reads.
+
+The text is opaque to the core. Whoever offers makes it, with what tells an unchanged directory from another one.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+WEIGHTS = "*.safetensors*"
+"""The files of a directory that count when it is asked whether it has changed: weights, and their index."""
+
+
+class OfferedWeights(msgspec.Struct, frozen=True):
+    """A Hugging Face directory. `lasting`: its files are never written again, so that they may be kept by links."""
+
+    directory: str
+    lasting: bool = False
+
+
+_decoder = msgspec.json.Decoder(OfferedWeights)
+
+
+def source_of_offer(offered: OfferedWeights) -> str:
+    return msgspec.json.encode(offered).decode()
+
+
+def read_source(source: str) -> OfferedWeights:
+    """Raises `ValueError` for what is no offer."""
+    return _decoder.decode(source)
+
+
+def look_of(directory: Path) -> str:
+    """What is the same as long as a directory's weights are not written again: its path, and the inode, size and time
+    of each of their files. Raises `OSError`."""
+    parts = [str(directory)]
+    for path in sorted(directory.glob(WEIGHTS)):
+        found = os.stat(path)
+        parts += [path.name, str(found.st_ino), str(found.st_size), str(found.st_mtime_ns)]
+    return "\n".join(parts)

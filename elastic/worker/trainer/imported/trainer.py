@@ -1,0 +1,169 @@
+"""The importer: a trainer that computes nothing. Its steps are directories which others have written."""
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from elastic.core.types import LogprobCheck
+from elastic.engine.model.stored import CheckpointError, StoredTensor, stored_tensors
+from elastic.protocol import wire
+from elastic.protocol.offers import read_source
+from elastic.system.files import sync
+from elastic.system.host import here
+from elastic.system.parking import Switch
+from elastic.worker.trainer import checkpoint
+from elastic.worker.trainer.base import OfferRefused
+from elastic.worker.trainer.imported.offered import OfferedFiles, look_at, unfit
+from elastic.worker.trainer.ranks import ALONE
+
+TORCH_TYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
+"""Where a file cannot have another name: it is copied then."""
+
+
+class _Taken(NamedTuple):
+    """A directory that was read. `files` is None of the base policy, which needs no keeping."""
+
+    tensors: dict[str, Tensor]
+    files: OfferedFiles | None = None
+    lasting: bool = True
+    read_s: float = 0.0
+
+
+class ImportedTrainer:
+    """`elastic.worker.trainer.base.PolicyTrainer`, which `TakesOffers` below its roots.
+
+    It has one copy of the weights; the publisher keeps the one before. A checkpoint is a directory of what was offered:
+    its files by links where they are never written again, else by copies, with a digest of each.
+    """
+
+    def __init__(self, base: Path, roots: Sequence[Path]) -> None:
+        """Raises `CheckpointError`."""
+        self.version = 0
+        self.metrics: dict[str, float] = {}
+        self.unusable: Mapping[str, str] = {}
+        self._roots = roots
+        self._expected = stored_tensors(base)
+        self._served = _Taken(_read(self._expected))
+        self._taken: _Taken | None = None
+        """What the next update steps to."""
+
+    def take(self, source: str) -> None:
+        began_s = here().monotonic()
+        self._taken = None
+        try:
+            offered = read_source(source)
+        except ValueError as error:
+            raise OfferRefused(f"found no offer of weights, but {source[:200]!r}: {error}") from error
+        files = look_at(Path(offered.directory), self._roots, self._expected)
+        try:
+            tensors = _read(files.tensors)
+        except CheckpointError as error:
+            raise OfferRefused(str(error), again=True) from error
+        files.check()
+        self._taken = _Taken(tensors, files, offered.lasting, here().monotonic() - began_s)
+
+    def update(self) -> dict[str, float]:
+        if self._taken is None:
+            raise ValueError("no weights were offered for this step")
+        self._served, self._taken = self._taken, None
+        self.version += 1
+        size_bytes = sum(tensor.nbytes for tensor in self._served.tensors.values())
+        self.metrics = {"import_s": self._served.read_s, "import_bytes": float(size_bytes)}
+        return dict(self.metrics)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """They are never written to: each version has its own."""
+        return dict(self._served.tensors)
+
+    def train_group(self, group: wire.TrainGroupFrame) -> None:
+        raise ValueError(f"group {group.group}: weights are imported here, and nothing is trained on")
+
+    def skip_group(self, index: int, tokens: int, trajectories: Sequence[wire.TrajectoryData]) -> None:
+        raise ValueError(f"group {index}: weights are imported here, and a step has no groups")
+
+    def take_checks(self) -> list[LogprobCheck]:
+        return []
+
+    def proof(self) -> list[float]:
+        """None: there is no model here that could compute it."""
+        return []
+
+    def save(self, path: Path) -> None:
+        files = self._served.files
+        if self._taken is not None or files is None:
+            raise ValueError("a step is under way" if files else "the base policy is kept where it is")
+        counters = checkpoint.Counters(version=self.version, updates=self.version, metrics=wire.finite(self.metrics))
+
+        def keep(unfinished: Path) -> None:
+            for file in files.files:
+                _keep(file, unfinished / file.name, by_link=self._served.lasting)
+            if files.index_file is not None:
+                _keep(files.index_file, unfinished / files.index_file.name, by_link=False)
+            try:
+                files.check()
+            except OfferRefused as error:
+                raise CheckpointError(str(error)) from error
+
+        checkpoint.write_directory(path, counters, ALONE, keep)
+
+    def load(self, path: Path) -> None:
+        counters = checkpoint.read_directory(path)
+        try:
+            kept = OfferedFiles.of(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error})") from error
+        if (why := unfit(kept.tensors, self._expected)) is not None:
+            raise CheckpointError(f"{path}: is not of the base policy: {why}")
+        self._served, self._taken = _Taken(_read(kept.tensors), kept), None
+        self.version, self.metrics = counters.version, counters.metrics
+
+    def park(self) -> Switch:
+        """It has nothing on a device."""
+        return Switch(0.0, 0)
+
+    def resume(self) -> Switch:
+        return Switch(0.0, 0)
+
+
+def _keep(file: Path, at: Path, *, by_link: bool) -> None:
+    """Have the file at another place, too. Raises `OSError`."""
+    if by_link:
+        try:
+            os.link(file.resolve(), at)
+        except OSError as error:
+            if error.errno not in NO_LINK:
+                raise
+        else:
+            return
+    shutil.copyfile(file, at)
+    sync(at)
+
+
+def _read(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """The tensors, in memory of their own: files may be written again. Raises `CheckpointError`."""
+    tensors: dict[str, Tensor] = {}
+    by_file: dict[Path, list[str]] = {}
+    for name, one in stored.items():
+        by_file.setdefault(one.path, []).append(name)
+    for path, names in by_file.items():
+        try:
+            with path.open("rb", buffering=0) as file:
+                for name in sorted(names, key=lambda name: stored[name].begin):
+                    one = stored[name]
+                    tensor = tensors[name] = torch.empty(one.shape, dtype=TORCH_TYPES[one.type])
+                    content = tensor.reshape(-1).view(torch.uint8).numpy().data
+                    file.seek(one.begin)
+                    while content and (count := file.readinto(content)):
+                        content = content[count:]
+                    if content:
+                        raise CheckpointError(f"{path}: ends before {name} does")
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+    return {name: tensors[name] for name in stored}

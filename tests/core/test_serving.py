@@ -1,0 +1,298 @@
+"""A run without groups: what others train is served in the order of their offers, and their requests are never lost."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.digest import digest
+from elastic.core.invariants import check
+from elastic.core.saved_state import restore, save
+from elastic.core.scheduler import Phase, Scheduler
+from elastic.core.types import NS_PER_S, EndCause, FinishReason, Plan
+from elastic.testing.faults.core.incarnation import policies
+from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
+from policies.seeding import FixedWindow
+from tests.core.conftest import CoreHarness
+from tests.core.test_scheduler_fuzz import Monkey
+
+PLAN = {"steps": 10**9, "groups": 0, "staleness_bound": 10**9, "driven_outside": True}
+
+
+@pytest.fixture
+def core() -> CoreHarness:
+    """A run whose importer is there, and asleep."""
+    core = CoreHarness(seeding=FixedWindow(0), **PLAN)
+    core.trainer(capacity=0)
+    core.tell(e.WorkerSlept(worker="trainer", epoch=1))
+    return core
+
+
+def offered(core: CoreHarness, look: str, label: str = "") -> None:
+    core.tell(e.VersionOffered(source=f"at {look}", look=look, label=label))
+
+
+def published(core: CoreHarness, version: int) -> None:
+    core.tell(e.WeightsPublished(worker="trainer", epoch=1, version=version))
+
+
+def test_nothing_is_done_before_an_offer_which_then_ends_the_step(core: CoreHarness) -> None:
+    assert core.scheduler.step is not None
+    assert (core.scheduler.step.number, core.scheduler.trainer_order) == (0, None)
+    offered(core, "a", "step_7")
+    order = core.one(c.UpdateWeights)
+    assert (order.step, order.version, order.source, order.empty_slots) == (0, 1, "at a", ())
+    published(core, 1)
+    assert core.one(c.AnswerOffer) == c.AnswerOffer(look="a", version=1)
+    assert core.scheduler.step.number == 1
+    assert core.scheduler.serving is not None
+    assert core.scheduler.serving.labels == {1: "step_7"}
+    assert core.scheduler.warned == 0
+
+
+def test_two_offers_follow_one_another_and_the_same_is_answered_for_all(core: CoreHarness) -> None:
+    offered(core, "a")
+    for look in ("b", "a", "b"):
+        offered(core, look)
+        assert not core.out
+    published(core, 1)
+    assert core.one(c.AnswerOffer).look == "a"
+    assert core.one(c.UpdateWeights).source == "at b"
+    published(core, 2)
+    assert core.one(c.AnswerOffer) == c.AnswerOffer(look="b", version=2)
+    offered(core, "b")
+    assert core.one(c.AnswerOffer) == c.AnswerOffer(look="b", version=2), "unchanged, it is answered again"
+    offered(core, "a")
+    assert core.one(c.UpdateWeights).version == 3, "it is another one by now"
+
+
+def test_a_refused_offer_leaves_what_was_served_and_the_next_one_its_turn(core: CoreHarness) -> None:
+    offered(core, "a")
+    offered(core, "b")
+    core.tell(e.OfferRefused(worker="trainer", epoch=1, version=1, reason="half written", again=False))
+    assert core.one(c.AnswerOffer) == c.AnswerOffer(look="a", version=0, refused="half written")
+    assert core.one(c.UpdateWeights).source == "at b"
+    core.tell(e.OfferRefused(worker="trainer", epoch=1, version=7, reason="of long ago"))
+    assert not core.out
+    published(core, 1)
+    assert core.scheduler.version == 1
+
+
+def test_turns_have_the_version_that_was_answered_or_a_later_one(core: CoreHarness) -> None:
+    worker = core.worker()
+    core.request("0/0/0")
+    old = core.one(c.StartTurn)
+    offered(core, "a")
+    published(core, 1)
+    core.request("1/1/0")
+    assert not core.sent(c.StartTurn), "the only worker has the version before"
+    core.tokens(old, 3, version=0)
+    core.tokens(old, 1, start=3, version=0, finish=FinishReason.STOP)
+    assert core.one(c.FinishTurn).turn == "0/0/0#0", "what was requested before goes on"
+    core.tell(e.WeightsApplied(worker=worker, epoch=1, version=1))
+    assert core.one(c.StartTurn).turn == "1/1/0#0"
+
+
+def test_a_request_is_forgotten_with_its_turn(core: CoreHarness) -> None:
+    core.worker()
+    core.request("0/0/0")
+    core.tokens(core.one(c.StartTurn), 5, finish=FinishReason.STOP)
+    assert not core.scheduler.turns.live
+    assert not core.scheduler.turns.trajectories
+
+
+def test_a_pause_holds_what_waits_and_lets_go_on_what_runs(core: CoreHarness) -> None:
+    core.worker()
+    core.request("0/0/0")
+    running = core.one(c.StartTurn)
+    core.tell(e.TurnsHeld(held=True))
+    core.request("0/1/0")
+    assert not core.sent(c.StartTurn)
+    core.tokens(running, 2)
+    assert core.sent(c.AcceptTokens)
+    core.tell(e.TurnCut(turn="0/1/0#0", kept=0, aborted=True))
+    assert core.one(c.FinishTurn).turn == "0/1/0#0", "what is held can be ended"
+    core.request("0/2/0")
+    core.tell(e.TurnsHeld(held=False))
+    assert core.one(c.StartTurn).turn == "0/2/0#0"
+
+
+def test_no_wait_ends_such_a_run(core: CoreHarness) -> None:
+    core.request("0/0/0")
+    core.wait(10 * SMALL_LIMITS.queue_timeout_ns / NS_PER_S, beating=("trainer",))
+    assert core.scheduler.phase is Phase.RUNNING
+    assert "0/0/0#0" in core.scheduler.turns.live, "whoever waits for capacity waits"
+    offered(core, "a")
+    core.wait(3 * SMALL_LIMITS.train_timeout_ns / NS_PER_S, beating=("trainer",))
+    assert core.scheduler.phase is Phase.RUNNING
+    core.worker()
+    core.lease_ended("trainer-1")
+    core.wait(SMALL_LIMITS.train_timeout_ns / NS_PER_S)
+    assert core.scheduler.phase is Phase.RUNNING
+
+
+def test_an_importer_that_fails_is_replaced_and_its_offer_may_come_again(core: CoreHarness) -> None:
+    offered(core, "a")
+    core.tell(e.TrainerFailed(worker="trainer", epoch=1, error="no space left on device"))
+    answer = core.one(c.AnswerOffer)
+    assert (answer.look, answer.version, answer.again) == ("a", 0, True)
+    assert "no space left on device" in answer.refused
+    assert core.one(c.FenceWorker).worker == "trainer"
+    assert core.one(c.ReleaseLease).lease == "trainer-1"
+    assert core.scheduler.phase is Phase.RUNNING
+
+
+def test_an_update_goes_on_at_the_importers_successor(core: CoreHarness) -> None:
+    offered(core, "a")
+    core.lease_ended("trainer-1")
+    core.wait(SMALL_LIMITS.retry_max_ns / NS_PER_S)
+    core.grant("trainer-2", workers=("second",))
+    core.join("second", 0)
+    core.tell(e.WorkerSlept(worker="second", epoch=1))
+    assert core.one(c.UpdateWeights).source == "at a"
+    core.tell(e.WeightsPublished(worker="second", epoch=1, version=1))
+    assert core.one(c.AnswerOffer) == c.AnswerOffer(look="a", version=1)
+
+
+def test_leases_go_back_without_requests_and_are_asked_for_with_the_first() -> None:
+    plan = Plan(group_size=2, idle_ns=5 * NS_PER_S, **PLAN)
+    settings = WorldSettings(plan=plan, holding=True, foreseen=False)
+    core = CoreHarness(seeding=FixedWindow(0), **PLAN)
+    chosen = policies(settings)
+    core.scheduler = Scheduler(plan, SMALL_LIMITS, chosen, 0)
+    core.trainer(capacity=0)
+    core.tell(e.WorkerSlept(worker="trainer", epoch=1))
+    worker = core.worker()
+    core.request("0/0/0")
+    start = core.one(c.StartTurn)
+    core.wait(4, beating=("trainer", worker))
+    core.tokens(start, 1, finish=FinishReason.STOP)
+    core.wait(4, beating=("trainer", worker))
+    assert core.scheduler.leases.lull_since_ns is None
+    core.wait(2, beating=("trainer", worker))
+    assert core.scheduler.leases.lull_since_ns is not None
+    core.lease_ended("spot-1", EndCause.RELEASED)
+    core.wait(5, beating=("trainer",))
+    assert not core.sent(c.AcquireLease)
+    core.offer("spot")
+    assert not core.out, "nobody asks for anything"
+    core.request("0/1/0")
+    assert core.one(c.AcquireLease).provider == "spot"
+
+
+class Peer(Monkey):
+    """A trainer elsewhere: requests, offers, pauses and aborts, while anything happens to workers and the importer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        plan = Plan(group_size=2, idle_ns=(seed % 2) * NS_PER_S, **PLAN)
+        self.settings = WorldSettings(plan=plan, holding=seed % 3 == 0, seeding_ns=0)
+        self.scheduler = Scheduler(plan, SMALL_LIMITS, policies(self.settings), 0)
+        self.asked = self.looks = 0
+        self.floors: dict[str, int] = {}
+        """By turn that is not over, the version that had been answered as it was requested."""
+        self.answered = 0
+        self.waiting: list[str] = []
+        """Looks of offers that were not answered."""
+        self.served: list[tuple[int, str]] = []
+        self.log: list[tuple[int, e.Event]] = []
+        self.over = 0
+
+    def tell(self, event: e.Event) -> None:
+        self.log.append((self.now_ns, event))
+        if isinstance(event, e.TurnRequested) and event.turn not in self.floors:
+            self.floors[event.turn] = self.answered
+        if isinstance(event, e.VersionOffered):
+            self.waiting.append(event.look)
+        known = len(self.orders)
+        super().tell(event)
+        for order in self.orders[known:]:
+            match order:
+                case c.AcceptTokens():
+                    assert isinstance(event, e.TokensReceived)
+                    names = order.names(len(event.chunks))
+                    for turn, (_, _, count, version) in zip(names, event.chunks.plain, strict=True):
+                        assert not (turn and count) or version >= self.floors[turn], "older than was answered"
+                case c.AnswerOffer():
+                    assert order.look in self.waiting, "nobody asked, or was answered before"
+                    self.waiting = [look for look in self.waiting if look != order.look]
+                    if not order.refused:
+                        assert order.version >= self.answered
+                        self.answered = order.version
+                        self.served.append((order.version, order.look))
+                case c.FinishTurn() | c.FailTurn():
+                    self.floors.pop(order.turn)
+                    self.over += 1
+                case c.CancelTrajectory():
+                    self.floors.pop(f"{order.trajectory}/0", None)
+                case _:
+                    pass
+        if self.scheduler.phase is Phase.RUNNING:
+            assert self.floors.keys() == self.scheduler.turns.live.keys(), "no request is lost"
+
+    def everyday(self) -> None:
+        super().everyday()
+        for _ in range(self.rng.randint(0, 2)):
+            self.asked += 1
+            trajectory = f"{self.scheduler.version or 0}/{self.asked}/0"
+            self.tell(self.request(f"{trajectory}/0", trajectory))
+        choice = self.rng.random()
+        if choice < 0.3:
+            self.looks += self.rng.random() < 0.8
+            self.offer(f"look {self.looks}")
+        elif choice < 0.4:
+            self.tell(e.TurnsHeld(held=self.rng.random() < 0.4))
+        elif choice < 0.45:
+            for turn in list(self.scheduler.turns.live.values()):
+                self.tell(e.TurnCut(turn=turn.id, kept=turn.accepted, aborted=True))
+
+    def offer(self, look: str) -> None:
+        self.tell(e.VersionOffered(source=f"at {look}", look=look, label=look))
+
+    def answer(self, order: c.Command) -> None:
+        trainer = self.scheduler.trainer()
+        if not isinstance(order, c.UpdateWeights) or trainer is None:
+            super().answer(order)
+            return
+        worker, epoch, choice = trainer.id, trainer.epoch, self.rng.random()
+        if choice < 0.7:
+            self.tell(e.WeightsPublished(worker=worker, epoch=epoch, version=order.version))
+        elif choice < 0.9:
+            self.tell(e.OfferRefused(worker=worker, epoch=epoch, version=order.version, reason="odd"))
+        else:
+            self.tell(e.TrainerFailed(worker=worker, epoch=epoch, error="it broke"))
+
+    def anything(self) -> e.Event:
+        """Nobody stops the run, and requests are the peer's alone."""
+        while isinstance(event := super().anything(), e.StopRequested | e.TurnRequested):
+            pass
+        return event
+
+
+def peers(count: int) -> Iterator[Peer]:
+    for seed in range(count):
+        peer = Peer(seed)
+        peer.run()
+        yield peer
+
+
+def test_whatever_happens_no_request_is_lost_and_none_is_of_an_older_version_than_was_answered() -> None:
+    served = over = 0
+    for peer in peers(8):
+        served += len(peer.served)
+        over += peer.over
+    assert served > 15
+    assert over > 60
+
+
+def test_a_replay_and_a_saved_state_lead_to_the_same() -> None:
+    for peer in peers(2):
+        fresh = Scheduler(peer.settings.plan, SMALL_LIMITS, policies(peer.settings), 0)
+        for now_ns, event in peer.log:
+            fresh.handle(event, now_ns)
+        assert digest(fresh) == digest(peer.scheduler)
+        restored = Scheduler(peer.settings.plan, SMALL_LIMITS, policies(peer.settings), 0)
+        restore(restored, save(peer.scheduler))
+        check(restored)
+        assert digest(restored) == digest(peer.scheduler)
