@@ -387,7 +387,7 @@ REFILL_MOST = 2
 
 
 class RolloutConfig(_Section):
-    groups: int = Field(16, ge=1, description="groups a step")
+    groups: int = Field(16, ge=0, description="groups a step; 0 where others train (`elastic serve-rollouts`)")
     group_size: int = Field(8, ge=2, description="trajectories a group")
     max_turns: int = Field(16, ge=1, description="turns after which a trajectory is truncated")
     max_tokens_per_turn: int = Field(16, ge=1, description="most tokens that the policy generates in a turn")
@@ -551,6 +551,27 @@ class FrontConfig(_Section):
                 f"anything (found {self.upstream_usd_max})"
             )
         return self
+
+
+DOORS = ("prime-rl", "trl", "slime", "areal", "skyrl")
+"""The trainers of other people that a run can be opened to."""
+IMPORTED = "imported"
+"""The kind of trainer of such a run."""
+
+
+class DoorsConfig(_Section):
+    """What other people's trainers may do with a run that `elastic serve-rollouts` has begun."""
+
+    names: tuple[Literal["prime-rl", "trl", "slime", "areal", "skyrl"], ...] = Field(
+        DOORS, min_length=1, description="the trainers whose routes are open"
+    )
+    roots: tuple[str, ...] = Field(
+        (), description="DIR, or THEIRS=OURS where trainers call it otherwise: offered weights are below"
+    )
+    plain: tuple[str, ...] = Field(
+        (), description="networks, such as 10.0.0.0/8, whose peers need neither TLS nor a key, for control too"
+    )
+    idle_s: float = Field(600.0, gt=0, description="leases are given back after so long without a request")
 
 
 class TrainerPacingConfig(_Section):
@@ -1166,6 +1187,7 @@ class Config(_Section):
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)  # type: ignore[arg-type]
     job: JobConfig = Field(default_factory=JobConfig)  # type: ignore[arg-type]
     evaluation: EvaluationConfig | None = Field(None, description="how the policy is measured; without it, it is not")
+    doors: DoorsConfig | None = Field(None, description="what trainers elsewhere may do; the run has none of its own")
     front: FrontConfig | None = Field(None, description="fronts for agents; an environment that needs them has them")
     providers: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="one section a provider, each of its kind"
@@ -1256,6 +1278,28 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
+    def _serves(self) -> "Config":
+        """A run trains itself, or others do, and then it has nothing of training."""
+        found = {
+            "rollout.groups = 0": self.rollout.groups == 0,
+            f"trainer.kind = {IMPORTED!r}": self.trainer.kind == IMPORTED,
+        }
+        if self.doors is None:
+            if said := next((words for words, holds in found.items() if holds), ""):
+                raise ValueError(f"{said} is for runs that others train, which `elastic serve-rollouts` begins")
+            return self
+        found |= {
+            "seeding.policy = 'none'": self.seeding.policy == "none",
+            "trainer.checkpoint_every_steps = 1": self.trainer.checkpoint_every_steps == 1,
+            f"environment.kind = {OUTSIDE!r}, alone": [one.kind for one in self.mixture] == [OUTSIDE],
+            "no rewards.name": not self.rewards.name,
+            "no evaluation": self.evaluation is None,
+        }
+        if missing := [words for words, holds in found.items() if not holds]:
+            raise ValueError(f"doors needs {missing[0]}: others train, and `elastic serve-rollouts` says all of that")
+        return self
+
+    @model_validator(mode="after")
     def _evaluates(self) -> "Config":
         own = self.evaluation
         if own is None:
@@ -1335,7 +1379,7 @@ class Config(_Section):
                 "rollout.dynamic_sampling drops groups whose rewards are equal, and trainer.loss = 'distillation' "
                 "looks at no rewards: leave one of them out"
             )
-        if self.trainer.updates_per_step > self.rollout.groups:
+        if self.doors is None and self.trainer.updates_per_step > self.rollout.groups:
             raise ValueError(
                 f"trainer.updates_per_step must be at most rollout.groups = {self.rollout.groups} "
                 f"(found {self.trainer.updates_per_step})"

@@ -361,6 +361,7 @@ GOOD = {
     wire.Stepped: wire.Stepped(1, {"loss": 0.5}, {"0/0": "why"}, [LogprobCheck("w", 1, 1, 0.5)], [-0.5]),
     wire.PublishedFrame: wire.PublishedFrame(1, {"loss": 0.5}, {"layer": 0.5}),
     wire.TrainerFailedFrame: wire.TrainerFailedFrame("why"),
+    wire.UpdateRefused: wire.UpdateRefused(1, "why", True),
 }
 
 

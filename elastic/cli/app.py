@@ -25,6 +25,10 @@ COMMANDS = {
     "logs": ("logs", "Print a run's log."),
     "stop": ("control", "Stop a run: it makes a checkpoint, gives everything back and ends; it can be resumed."),
     "serve": ("serve", "Serve the control API: many runs, many people."),
+    "serve-rollouts": (
+        "serve_rollouts",
+        "Generate for other people's trainers on borrowed and preemptible capacity; their weights come by directories.",
+    ),
     "runner": ("serve", "Look after a server's runs in a process of its own, beside `elastic serve --no-runner`."),
     "support-bundle": (
         "serve",

@@ -144,7 +144,7 @@ def run(
     settings, run_dir, names = run_settings(config, providers, overrides, seed, resume)
     where = str(config or run_dir)
     if dry_run:
-        _show_dry_run(settings, names, where, as_json=as_json)
+        show_dry_run(settings, names, where, as_json=as_json)
         return 0
     if supervised:
         options = [word for change in with_seed(overrides, seed) for word in ("--set", change)]
@@ -191,7 +191,7 @@ def _kept_in(config: Path | None, overrides: list[str]) -> Path:
     return validate(RunConfig, raw["run"], "--set", "run").directory
 
 
-def _show_dry_run(config: Config, names: list[str], where: str, *, as_json: bool) -> None:
+def show_dry_run(config: Config, names: list[str], where: str, *, as_json: bool) -> None:
     plan = resolve(config, names, where)
     check_live(plan)
     check_policy(plan)

@@ -32,7 +32,7 @@ from elastic.system.cores import cores
 from elastic.system.given import read_json
 from elastic.system.installed import installed, is_ours, load_point
 from elastic.system.named_code import CodeUnusable, missing
-from elastic.worker.trainer import resolve_trainer, seeding_engines, trainer_device
+from elastic.worker.trainer import generates, resolve_trainer, seeding_engines, trainer_device
 from elastic.worker.trainer.base import TrainerKind, TrainerSettings
 from providers.base import Provider, ProviderSettings
 
@@ -411,6 +411,9 @@ def _check_ranks(plan: RunPlan, *, for_pool: bool) -> None:
     """A trainer of several GPUs is of a kind that has ranks, and leaves generating to others, who are there."""
     config = plan.config
     gpus, kind = config.trainer.gpus, config.trainer.kind
+    if gpus == 1 and not generates(config) and not plan.providers and not for_pool:
+        problem = f"found {kind!r}, on whose device nothing generates, and no provider; name one by {PROVIDERS_OPTION}"
+        raise ConfigError(ConfigProblem(problem, ("trainer", "kind")))
     if gpus == 1:
         return
     if not has_ranks(config):
@@ -504,8 +507,7 @@ def _check_engines(
     plan: RunPlan, model: Mapping[str, Any], trainer: type[TrainerKind], trains: TrainerSettings
 ) -> None:
     """Every engine of the run can serve the model, and what is trained of it."""
-    generates = not has_ranks(plan.config) or seeding_engines(plan.config) > 0
-    providers = (*(() if not generates else (TRAINER_PROVIDER,)), *plan.providers)
+    providers = (*((TRAINER_PROVIDER,) if generates(plan.config) else ()), *plan.providers)
     places = [("trainer",) if provider == TRAINER_PROVIDER else ("providers", provider) for provider in providers]
     engines = [(config, *resolve_engine(config, "")) for config in map(plan.engine, providers)]
     for place, (config, kind, own) in zip(places, engines, strict=True):

@@ -1,5 +1,7 @@
 """Makes the scheduler's inputs: the run's plan, its limits and its policies."""
 
+from msgspec import UNSET
+
 from elastic.compose.data import curricula
 from elastic.compose.evaluation import planned_evaluation
 from elastic.compose.nanoseconds import in_nanoseconds
@@ -29,16 +31,20 @@ from policies.selection import EveryGroup, NonZeroVariance
 SLOW_TOKENS_PER_S = 30
 """Decode speed of a turn of a large model in a full batch, on a moderate device."""
 
+ANY_STALENESS = 10**9
+"""The bound where nothing is trained on: turns go on with whatever their workers serve."""
+
 ANSWER_GRACE_S = 2.0
 """A function pool kills a call that is out of time and says so; only one that does not is given up without it."""
 
 
 def run_plan(plan: RunPlan) -> Plan:
+    doors = plan.config.doors
     return Plan(
         steps=plan.config.run.steps,
         groups=plan.config.rollout.groups,
         group_size=plan.config.rollout.group_size,
-        staleness_bound=plan.config.rollout.staleness_bound,
+        staleness_bound=plan.config.rollout.staleness_bound if doors is None else ANY_STALENESS,
         staleness_drop=StalenessDrop(plan.config.rollout.staleness_drop),
         minibatches=plan.config.trainer.updates_per_step,
         trainer_provider=TRAINER_PROVIDER,
@@ -55,6 +61,7 @@ def run_plan(plan: RunPlan) -> Plan:
         ),
         refill_most=plan.config.rollout.refill_most if plan.config.rollout.refill else 0,
         evaluation=planned_evaluation(plan.config),
+        idle_ns=UNSET if doors is None else round(doors.idle_s * NS_PER_S),
         own_loss="" if plan.config.trainer.loss in LOSSES else plan.config.trainer.loss,
     )
 

@@ -17,12 +17,13 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elastic.core.ids import agent_id
 from elastic.front.asked import Asked, CountCall, ServedModel
 from elastic.front.calls import NO_HEADERS, CallTimes, ClientLeft, ClientReply, LiveCall, declined
+from elastic.front.doors.doors import TrainerDoors
 from elastic.front.errors import ERROR_SHAPES, REQUEST_ID
 from elastic.front.keys import TRAJECTORY, NamedInPath, NamesInPaths, find_caller, named_in_path
 from elastic.front.link import Answer, LinkLost, RunLink
@@ -81,6 +82,8 @@ class AgentFront:
     renders: Executor
     cache: dict[str, str] = field(default_factory=dict[str, str])
     """What metrics say of each engine's KV cache."""
+    doors: TrainerDoors | None = None
+    """Set where others train: then their routes are all there are."""
     upstream: Upstream | None = None
     """Set where the model's names say that there is one."""
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -89,24 +92,8 @@ class AgentFront:
     """Whether no more calls are taken."""
 
     def app(self) -> Starlette:
-        control = {
-            ("POST", "/trajectories"): self._begin,
-            ("GET", "/trajectories/{id}"): self._show,
-            ("POST", "/trajectories/{id}/reward"): self._reward,
-            ("POST", "/trajectories/{id}/end"): self._end,
-            ("POST", "/trajectories/{id}/sessions"): self._bind,
-        }
         return Starlette(
-            routes=[
-                *(Route(path, _Answers(self, path), methods=["POST"]) for path in (*READERS, COUNT_TOKENS, EMBEDDINGS)),
-                *self.tokens.routes(),
-                Route("/v1/models", self._models),
-                Route("/v1/models/{name:path}", self._one_model),
-                Route("/health", self._health),
-                Route("/metrics", self._metrics),
-                Route("/openapi.json", self._described),
-                *(Route(path, endpoint, methods=[method]) for (method, path), endpoint in control.items()),
-            ],
+            routes=self._routes() if self.doors is None else self.doors.routes(),
             middleware=[
                 Middleware(RequestIds),
                 Middleware(NamesInPaths),
@@ -115,6 +102,25 @@ class AgentFront:
             exception_handlers=ERROR_SHAPES,
         )
 
+    def _routes(self) -> list[BaseRoute]:
+        control = {
+            ("POST", "/trajectories"): self._begin,
+            ("GET", "/trajectories/{id}"): self._show,
+            ("POST", "/trajectories/{id}/reward"): self._reward,
+            ("POST", "/trajectories/{id}/end"): self._end,
+            ("POST", "/trajectories/{id}/sessions"): self._bind,
+        }
+        return [
+            *(Route(path, _Answers(self, path), methods=["POST"]) for path in (*READERS, COUNT_TOKENS, EMBEDDINGS)),
+            *self.tokens.routes(),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._one_model),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+            Route("/openapi.json", self._described),
+            *(Route(path, endpoint, methods=[method]) for (method, path), endpoint in control.items()),
+        ]
+
     @property
     def tokens(self) -> TokenRoutes:
         return TokenRoutes(self.model, self.renders, self.caller, self.told)
@@ -122,12 +128,13 @@ class AgentFront:
     async def drained(self, timeout_s: float) -> None:
         """Take no more calls, and wait for those in work; those that take longer are cut."""
         self.draining = True
-        if self.calls:
-            await asyncio.wait(self.calls, timeout=timeout_s)
-        for call in list(self.calls):
+        calls = self.calls if self.doors is None else self.doors.calls
+        if calls:
+            await asyncio.wait(calls, timeout=timeout_s)
+        for call in list(calls):
             call.cancel()
-        if self.calls:
-            await asyncio.wait(self.calls)
+        if calls:
+            await asyncio.wait(calls)
 
     def caller(self, request: Request, named: NamedInPath | None = None) -> AgentCaller:
         return find_caller(self.secrets, request.headers, named or named_in_path(request.scope))
@@ -183,11 +190,14 @@ class AgentFront:
     async def _metrics(self, request: Request) -> Response:
         if self.caller(request).trajectory:
             raise FrontError(403, "a trajectory's key reads no metrics, which are of all; use a driver's or a viewer's")
+        return Response(await self.exposed(), media_type=CONTENT_TYPE)
+
+    async def exposed(self) -> str:
+        """The run's metrics, in Prometheus' text format. Raises `FrontError`."""
         told = await self.told(AskMetrics(0), MetricsTold, METRICS_WAIT_S)
-        text = await asyncio.get_running_loop().run_in_executor(
+        return await asyncio.get_running_loop().run_in_executor(
             self.renders, exposition, told, self.link.run_name, self.model.name, self.cache
         )
-        return Response(text, media_type=CONTENT_TYPE)
 
     async def _described(self, _: Request) -> Response:
         return Response(description(), media_type=JSON_TYPE)

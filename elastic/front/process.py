@@ -9,11 +9,17 @@ from pathlib import Path
 
 import structlog
 
-from elastic.config import Config, FrontConfig, load_config
+from elastic.config import Config, DoorsConfig, FrontConfig, load_config
+from elastic.engine.model.stored import CONFIG_FILE, read_object
 from elastic.front.addresses import agents_url
 from elastic.front.app import AgentFront
 from elastic.front.asked import ServedModel
 from elastic.front.calls import CallTimes
+from elastic.front.doors.access import DoorAccess, read_network
+from elastic.front.doors.base import ServedModelFacts
+from elastic.front.doors.doors import TrainerDoors
+from elastic.front.doors.roots import WeightsRoots, read_root
+from elastic.front.doors.served import LinkedRun
 from elastic.front.link import RunLink, connected
 from elastic.front.rendering.renderer import make_renderer
 from elastic.front.rendering.tokenizer import Tokenizer
@@ -69,6 +75,8 @@ async def serve_front(run_dir: Path, fd: int) -> None:
             },
             upstream=_upstream(front, link),
         )
+        if config.doors is not None:
+            serves.doors = open_doors(config, config.doors, serves)
         told = asyncio.Event()
         heed_no_more = act_on(TERMINATION, told.set)
         linking = asyncio.create_task(link.run(), name="run")
@@ -80,6 +88,7 @@ async def serve_front(run_dir: Path, fd: int) -> None:
                 certificate=certificate,
                 drained=lambda: serves.drained(DRAIN_S),
                 accepted_at_once=1,
+                plain=() if serves.doors is None else serves.doors.access.plain,
                 timeout_keep_alive=KEEP_ALIVE_S,
             ) as url:
                 log.info("front ready", run=run_dir.name, url=url)
@@ -104,6 +113,33 @@ def front_certificate(config: Config, run_dir: Path) -> Certificate | None:
         return given_certificate(run.certificate, run.certificate_key)
     names = dict.fromkeys((run.advertised_host, run.host, front.host, "localhost", "127.0.0.1"))
     return run_certificate(run_dir, [name for name in names if name and not is_wildcard(name)])
+
+
+def open_doors(config: Config, doors: DoorsConfig, front: AgentFront) -> TrainerDoors:
+    """What the front opens to those who train its run."""
+    link, model = front.link, front.model
+
+    async def decode(ids: list[int]) -> str:
+        return await asyncio.get_running_loop().run_in_executor(front.renders, model.tokenizer.decode, ids)
+
+    described = read_object(config.model.checkpoint / CONFIG_FILE)
+    facts = ServedModelFacts(
+        name=model.name,
+        max_model_len=model.context_tokens,
+        vocab_size=model.vocab_size,
+        dtype=str(described.get("dtype") or described.get("torch_dtype") or "bfloat16"),
+        created_s=model.created_s,
+        config=described,
+    )
+    return TrainerDoors(
+        run=LinkedRun(link, model, facts, frozenset(model.tokenizer.special), front.times.hold_s),
+        roots=WeightsRoots(read_root(said) for said in doors.roots),
+        access=DoorAccess(front.secrets, [read_network(said) for said in doors.plain]),
+        alive=lambda: link.up,
+        metrics=front.exposed,
+        decode=decode,
+        opened=doors.names,
+    )
 
 
 def _upstream(front: FrontConfig, link: RunLink) -> Upstream | None:
