@@ -307,7 +307,7 @@ class VersionOffered(_Event, frozen=True):
     label: str = ""
 
 
-class OfferRefused(_Event, frozen=True):
+class VersionRefused(_Event, frozen=True):
     """The trainer cannot serve what was offered to be `version`. It counts if `worker` is the trainer's. `again`: the
     same offer may be served later."""
 
@@ -464,7 +464,7 @@ Event: TypeAlias = (
     | GroupTrained
     | WeightsPublished
     | VersionOffered
-    | OfferRefused
+    | VersionRefused
     | TurnsHeld
     | TrainerFailed
     | PermitGranted

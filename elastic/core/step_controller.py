@@ -59,7 +59,7 @@ class StepController:
         self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.GroupTrained: self._on_group_trained,
             e.WeightsPublished: self._on_published,
-            e.OfferRefused: self._on_offer_refused,
+            e.VersionRefused: self._on_offer_refused,
             e.TrainerFailed: self._on_trainer_failed,
         }
         self.due: Mapping[str, Callable[[str], None]] = {
@@ -355,7 +355,7 @@ class StepController:
         self._workers.ensure_weights_everywhere()
         self._go_on(step.number + 1)
 
-    def _on_offer_refused(self, event: e.OfferRefused) -> None:
+    def _on_offer_refused(self, event: e.VersionRefused) -> None:
         step = self._run.step
         if step is None or self._run.hear_trainer(event.worker, event.epoch) is None or not self._counts:
             return

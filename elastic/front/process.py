@@ -10,7 +10,6 @@ from pathlib import Path
 import structlog
 
 from elastic.config import Config, DoorsConfig, FrontConfig, load_config
-from elastic.engine.model.stored import CONFIG_FILE, read_object
 from elastic.front.addresses import agents_url
 from elastic.front.app import AgentFront
 from elastic.front.asked import ServedModel
@@ -30,6 +29,7 @@ from elastic.protocol.http_server import PeerLimits, serving
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sockets import address_of
 from elastic.protocol.tls import Certificate, given_certificate, run_certificate
+from elastic.system.given import read_json
 from elastic.system.host import here
 from elastic.system.machine import raise_descriptor_limit
 from elastic.system.signals import TERMINATION, act_on
@@ -38,6 +38,8 @@ log = structlog.get_logger(__name__)
 
 CONFIG = "config.json"
 """The run's configuration in its directory."""
+MODEL_CONFIG = "config.json"
+"""The policy's, in its own."""
 DRAIN_S = 30.0
 """For calls in work when the front is told to end. The run keeps a turn for as long whose client has vanished."""
 KEEP_ALIVE_S = 120
@@ -122,7 +124,7 @@ def open_doors(config: Config, doors: DoorsConfig, front: AgentFront) -> Trainer
     async def decode(ids: list[int]) -> str:
         return await asyncio.get_running_loop().run_in_executor(front.renders, model.tokenizer.decode, ids)
 
-    described = read_object(config.model.checkpoint / CONFIG_FILE)
+    described = read_json(config.model.checkpoint / MODEL_CONFIG)
     facts = ServedModelFacts(
         name=model.name,
         max_model_len=model.context_tokens,

@@ -140,10 +140,6 @@ class Listener:
         checks = tuple(trained.checks)
         self._run.feed(e.GroupTrained(worker=worker, epoch=epoch, group=trained.group, checks=checks))
 
-    def _on_refused(self, worker: WorkerId, epoch: int, refused: wire.UpdateRefused) -> None:
-        version, reason, again = refused.version, refused.reason, refused.again
-        self._run.feed(e.OfferRefused(worker=worker, epoch=epoch, version=version, reason=reason, again=again))
-
     def _on_stepped(self, worker: WorkerId, epoch: int, stepped: wire.Stepped) -> None:
         event = e.WeightsPublished(
             worker=worker,
@@ -158,3 +154,7 @@ class Listener:
         for group, reason in stepped.unusable.items():
             self._scribe.unusable(group, reason)
         self._stepped(stepped.version)
+
+    def _on_refused(self, worker: WorkerId, epoch: int, refused: wire.UpdateRefused) -> None:
+        version, reason, again = refused.version, refused.reason, refused.again
+        self._run.feed(e.VersionRefused(worker=worker, epoch=epoch, version=version, reason=reason, again=again))

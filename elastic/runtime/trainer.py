@@ -106,12 +106,11 @@ class GatewayTrainer:
     def remember(self, order: Order) -> None:
         if order in self._orders:
             return
-        if isinstance(order, c.UpdateWeights) and order.source is not UNSET:
-            # What was offered before it for this step was refused.
-            self._orders = [kept for kept in self._orders if kept.step != order.step]
         self._orders.append(order)
         if isinstance(order, c.UpdateWeights):
             self._orders = [kept for kept in self._orders if kept.step > order.step - self._keep_steps]
+            if order.source is not UNSET:  # What was offered before it for this step was refused.
+                self._orders = [kept for kept in self._orders if kept.step != order.step or kept == order]
 
     def saved(self) -> object:
         return self._orders

@@ -70,10 +70,10 @@ def test_two_offers_follow_one_another_and_the_same_is_answered_for_all(core: Co
 def test_a_refused_offer_leaves_what_was_served_and_the_next_one_its_turn(core: CoreHarness) -> None:
     offered(core, "a")
     offered(core, "b")
-    core.tell(e.OfferRefused(worker="trainer", epoch=1, version=1, reason="half written", again=False))
+    core.tell(e.VersionRefused(worker="trainer", epoch=1, version=1, reason="half written", again=False))
     assert core.one(c.AnswerOffer) == c.AnswerOffer(look="a", version=0, refused="half written")
     assert core.one(c.UpdateWeights).source == "at b"
-    core.tell(e.OfferRefused(worker="trainer", epoch=1, version=7, reason="of long ago"))
+    core.tell(e.VersionRefused(worker="trainer", epoch=1, version=7, reason="of long ago"))
     assert not core.out
     published(core, 1)
     assert core.scheduler.version == 1
@@ -259,7 +259,7 @@ class Peer(Monkey):
         if choice < 0.7:
             self.tell(e.WeightsPublished(worker=worker, epoch=epoch, version=order.version))
         elif choice < 0.9:
-            self.tell(e.OfferRefused(worker=worker, epoch=epoch, version=order.version, reason="odd"))
+            self.tell(e.VersionRefused(worker=worker, epoch=epoch, version=order.version, reason="odd"))
         else:
             self.tell(e.TrainerFailed(worker=worker, epoch=epoch, error="it broke"))
 

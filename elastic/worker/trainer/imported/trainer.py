@@ -27,7 +27,7 @@ NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
 """Where a file cannot have another name: it is copied then."""
 
 
-class _Taken(NamedTuple):
+class _ReadVersion(NamedTuple):
     """A directory that was read. `files` is None of the base policy, which needs no keeping."""
 
     tensors: dict[str, Tensor]
@@ -50,8 +50,8 @@ class ImportedTrainer:
         self.unusable: Mapping[str, str] = {}
         self._roots = roots
         self._expected = stored_tensors(base)
-        self._served = _Taken(_read(self._expected))
-        self._taken: _Taken | None = None
+        self._served = _ReadVersion(_read(self._expected))
+        self._taken: _ReadVersion | None = None
         """What the next update steps to."""
 
     def take(self, source: str) -> None:
@@ -67,7 +67,7 @@ class ImportedTrainer:
         except CheckpointError as error:
             raise OfferRefused(str(error), again=True) from error
         files.check()
-        self._taken = _Taken(tensors, files, offered.lasting, here().monotonic() - began_s)
+        self._taken = _ReadVersion(tensors, files, offered.lasting, here().monotonic() - began_s)
 
     def update(self) -> dict[str, float]:
         if self._taken is None:
@@ -121,7 +121,7 @@ class ImportedTrainer:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
         if (why := unfit(kept.tensors, self._expected)) is not None:
             raise CheckpointError(f"{path}: is not of the base policy: {why}")
-        self._served, self._taken = _Taken(_read(kept.tensors), kept), None
+        self._served, self._taken = _ReadVersion(_read(kept.tensors), kept), None
         self.version, self.metrics = counters.version, counters.metrics
 
     def park(self) -> Switch:
