@@ -1,0 +1,126 @@
+"""A run that others train, by `elastic serve-rollouts`, whose processes may be killed, and a trainer that offers it
+weights."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+from _agents import write_policy
+from _crashes import CrashingRun
+from _runs import sets
+from safetensors.torch import load_file, save_file
+
+from elastic.protocol.run_secrets import RunSecrets
+from elastic.runtime.journal import AGENTS, JournalError, RunDirectory
+
+MODEL = "tiny"
+CONFIG = """
+[run]
+name = "served"
+[model]
+checkpoint = "{checkpoint}"
+[trainer]
+max_restarts = 1000
+[engine]
+max_batch = 16
+max_context_tokens = 2048
+kv_blocks = 2048
+[engine.pacing]
+prefill_tokens_per_s = 8000
+decode_step_s = {{ 1 = 0.02 }}
+[front]
+processes = {fronts}
+[providers.reserved]
+max_workers = {workers}
+"""
+WAIT_S = 120.0
+
+
+class DoorsRun(CrashingRun):
+    """A run below `directory` with so many dedicated workers, which is offered weights below `directory/weights`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *settings: str,
+        workers: int = 1,
+        fronts: int = 2,
+        policy: Path | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
+        self.base = policy or write_policy(directory / MODEL)
+        self.root = directory / "weights"
+        self.root.mkdir()
+        config = directory / "served.toml"
+        config.write_text(CONFIG.format(checkpoint=self.base, workers=workers, fronts=fronts))
+        arguments = [str(config), "--providers", "reserved", "--weights-root", str(self.root), *options]
+        super().__init__(directory / "runs", [*arguments, *sets(settings)])
+
+    def start(self, *arguments: str) -> None:
+        first = arguments[0] == "run" and "--resume" not in arguments
+        super().start(*(("serve-rollouts", *arguments[1:]) if first else arguments))
+
+    def url(self) -> str:
+        """Where its doors are; waits until that is known."""
+        return f"http://{self.until('the address of its doors', self._served)}"
+
+    def _served(self) -> str:
+        with contextlib.suppress(JournalError), RunDirectory(self.run_dir).newest_journal() as journal:
+            return journal.meta().get(AGENTS, "")
+        return ""
+
+    def control_key(self) -> str:
+        return RunSecrets.of(self.run_dir).control_key()
+
+    def importers(self) -> list[int]:
+        """The ids of its importer's processes."""
+        return self.recorded("trainer-*.json")
+
+    def workers(self) -> list[int]:
+        return self.recorded("reserved-*.json")
+
+    def fronts(self) -> list[int]:
+        return self.recorded("front-*.json")
+
+
+@contextlib.contextmanager
+def under_way(directory: Path, *settings: str, **others: Any) -> Iterator[DoorsRun]:
+    """A run; whatever is left of it is ended afterwards."""
+    run = DoorsRun(directory, *settings, **others)
+    try:
+        yield run
+    finally:
+        run.discard()
+
+
+def write_version(run: DoorsRun, version: int, share: float = 1.0) -> Path:
+    """A directory as a trainer writes it after a step: of the base's weights this share has changed, scattered over all
+    tensors."""
+    directory = run.root / f"step_{version}"
+    directory.mkdir()
+    save_file(stepped(run.base, version, share), directory / "model.safetensors")
+    return directory
+
+
+def stepped(base: Path, version: int, share: float = 1.0) -> dict[str, torch.Tensor]:
+    """The weights of that directory."""
+    noise = torch.Generator().manual_seed(version)
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(base / "model.safetensors").items():
+        changed = torch.rand(tensor.shape, generator=noise) < share
+        step = torch.where(torch.rand(tensor.shape, generator=noise) < 0.5, -1.0, 1.0) * 2.0**-7
+        weights[name] = torch.where(changed, (tensor.float() * (1 + step)).to(tensor.dtype), tensor)
+    return weights
+
+
+def client(run: DoorsRun) -> httpx.Client:
+    headers = {"authorization": f"Bearer {run.control_key()}"}
+    return httpx.Client(base_url=run.url(), headers=headers, timeout=WAIT_S, trust_env=False)
+
+
+def alive(pids: Sequence[int]) -> bool:
+    return any(psutil.pid_exists(pid) for pid in pids)
