@@ -29,7 +29,7 @@ WITHIN_NATS = 0.02
 
 @pytest.fixture(scope="module")
 def doors() -> Iterator[Any]:
-    with benchmark("_doors") as module:
+    with benchmark("_served") as module:
         yield module
 
 
