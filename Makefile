@@ -46,8 +46,9 @@ test: setup
 	$(MAKE) --no-print-directory --jobs=2 check test-shared
 	$(BIN)/python -m pytest -m "alone and $(ELSEWHERE)" $$(grep -rl 'mark\.alone' tests --include='test_*.py')
 
-# What many of these processes decode weights with is compiled before they begin.
+# What many of these processes import, and decode weights with, is compiled once, before they begin.
 test-shared: setup
+	$(BIN)/python -m compileall -qq -j 2 benchmarks elastic functions policies providers traces
 	$(BIN)/python -c "from elastic.weights.codecs import warm_up; warm_up()"
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(FOLDERS_ELSEWHERE) -m "not alone and $(ELSEWHERE)"
 
