@@ -10,7 +10,10 @@ answers at once.
 - us_per_step: CPU of a step that does nothing, of all processes together;
 - restart_s: from `kill -9` of one of four env workers until each of its trajectories has had an answer again;
 - trajectories under random kills of four env workers, each once all four are there: those that were scored twice are
-  repeated, those without an end lost. Failed are those that were begun four times.
+  repeated, those without an end lost. Failed are those of whose steps four env workers in a row died, as
+  `elastic.runtime.blame` has it.
+
+`--quick` measures the same with fewer trajectories, and two env workers in the place of four.
 """
 
 import asyncio
@@ -117,6 +120,7 @@ class EnvWorkersThere(NamedTuple):
 
     hosts: EpisodeHosts
     run_dir: Path
+    workers: int
 
     def make(self) -> Environment:
         return cast(Environment, self.hosts.make(NAME))
@@ -167,7 +171,7 @@ async def hosted(workers: int) -> AsyncIterator[EnvWorkersThere]:
         await serving.start()
         try:
             await until("env workers", lambda: len([h for h in hosts.connected.values() if h.facts]) == workers)
-            yield EnvWorkersThere(hosts, run_dir)
+            yield EnvWorkersThere(hosts, run_dir, workers)
         finally:
             await serving.aclose()
         if failed:
@@ -206,11 +210,11 @@ async def lag(window_s: float) -> LoopLag:
     return LoopLag(*(float(np.percentile(found, 99)) * 1e3 for found in (late, held)))
 
 
-async def lag_under(make: Callable[[], Environment], window_s: float) -> LoopLag:
+async def lag_under(make: Callable[[], Environment], window_s: float, trajectories: int) -> LoopLag:
     policy = PolicyAtOnce(make, COMPUTES_MS)
     async with policy.rollouts.ending():
-        policy.begin(TRAJECTORIES)
-        await until("a turn of each", lambda: len(policy.asked) == TRAJECTORIES)
+        policy.begin(trajectories)
+        await until("a turn of each", lambda: len(policy.asked) == trajectories)
         return await lag(window_s)
 
 
@@ -256,7 +260,7 @@ async def under_kills(there: EnvWorkersThere, trajectories: int) -> dict[str, in
         names = policy.begin(trajectories)
         while policy.ended < trajectories:
             await asyncio.sleep(rng.uniform(*BETWEEN_KILLS_S))
-            if len(pids := there.pids()) == WORKERS and policy.ended < trajectories:
+            if len(pids := there.pids()) == there.workers and policy.ended < trajectories:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rng.choice(pids), signal.SIGKILL)
                     kills += 1
@@ -274,16 +278,31 @@ def in_process() -> Environment:
     return cast(Environment, Computing())
 
 
-async def measure(quick: bool) -> dict[str, Any]:
-    window_s, steps = (3.0, EMPTY_STEPS // 4) if quick else (15.0, EMPTY_STEPS)
-    lags = {"none": await lag(window_s), "in_process": await lag_under(in_process, window_s)}
-    per_step = {"in_process": await us_per_step(in_process, steps, [])}
+class Size(NamedTuple):
+    """How much is measured."""
+
+    window_s: float
+    computing: int
+    """Trajectories whose steps compute."""
+    steps: int
+    workers: int
+    """Of which some are killed."""
+    killed: int
+
+
+FULL = Size(15.0, TRAJECTORIES, EMPTY_STEPS, WORKERS, KILLED_TRAJECTORIES)
+QUICK = Size(1.5, TRAJECTORIES // 4, EMPTY_STEPS // 4, WORKERS // 2, KILLED_TRAJECTORIES // 20)
+
+
+async def measure(size: Size) -> dict[str, Any]:
+    lags = {"none": await lag(size.window_s), "in_process": await lag_under(in_process, size.window_s, size.computing)}
+    per_step = {"in_process": await us_per_step(in_process, size.steps, [])}
     async with hosted(1) as there:
-        lags["process"] = await lag_under(there.make, window_s)
-        per_step["process"] = await us_per_step(there.make, steps, there.pids())
-    async with hosted(WORKERS) as there:
+        lags["process"] = await lag_under(there.make, size.window_s, size.computing)
+        per_step["process"] = await us_per_step(there.make, size.steps, there.pids())
+    async with hosted(size.workers) as there:
         restarted_s = await restart_s(there)
-        killed = await under_kills(there, KILLED_TRAJECTORIES // 10 if quick else KILLED_TRAJECTORIES)
+        killed = await under_kills(there, size.killed)
     return {
         "loop_lag_ms_p99": {name: one.lag_ms for name, one in lags.items()},
         "loop_held_ms_p99": {name: one.held_ms for name, one in lags.items()},
@@ -295,7 +314,7 @@ async def measure(quick: bool) -> dict[str, Any]:
 
 def main(arguments: Arguments) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # Deaths are meant.
-    emit(run_loop(measure(arguments.quick)), arguments)
+    emit(run_loop(measure(QUICK if arguments.quick else FULL)), arguments)
 
 
 if __name__ == "__main__":

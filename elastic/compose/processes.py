@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from elastic.config import ConfigError, validate
+from elastic.config import Config, ConfigError, EnvironmentConfig, validate
 from elastic.pool.messages import KEEPER_VARIABLE, QUIET_VARIABLE
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.tickets import TicketRefused, read_ticket
@@ -23,6 +23,7 @@ from elastic.system.named_code import CodeUnusable, keyed
 from elastic.system.processes import end_own_kin
 
 if TYPE_CHECKING:
+    from elastic.environments.run_link import EnvWorkerKeys
     from elastic.worker.agent import AgentExit, Ticket
     from providers.serving_messages import LendOrder
 
@@ -124,13 +125,9 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
 
     Raises `ConfigError` for another environment than the run's, and for code that cannot be loaded.
     """
-    from elastic.compose.data import data_source, episode_seed
-    from elastic.compose.evaluation import held_out
     from elastic.compose.runs import is_claimed, load_run_config
-    from elastic.config import OUTSIDE
+    from elastic.config import OUTSIDE, PLAYED
     from elastic.environments.container import INSIDE_VARIABLE
-    from elastic.environments.env_worker import PLAYED_SETTINGS, EnvWork, serve_env_worker
-    from elastic.environments.hosting import HostWork, load_kind, serve_episodes
     from elastic.environments.limits import ProcessLimits, end_once_abandoned
     from elastic.environments.log_keeper import keep_output
     from elastic.environments.rows import BadData
@@ -153,40 +150,69 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     keys = take_keys()  # Before any code of users' is loaded: what that starts inherits none.
     limits, section = own.limits, (*config.environment_section(number), "settings")
     ProcessLimits(limits.memory_gb, limits.cpu_s, limits.files).hold()
-    away_s = config.run.orchestrator_timeout_s
     if not inside:  # There its input ends with the run.
-        end_once_abandoned(lambda: is_claimed(run_dir), 2 * away_s)
+        end_once_abandoned(lambda: is_claimed(run_dir), 2 * config.run.orchestrator_timeout_s)
     try:
-        if own.kind not in PLAYED_SETTINGS:
-            kind = load_kind(own.kind)
-            work = HostWork(
-                run_dir=run_dir,
-                key=keys.run,
-                kind=kind,
-                settings=validate(kind.Settings, own.settings, str(run_dir), *section),
-                limit_s=own.step_timeout_s,
-                away_s=away_s,
-                inside=inside,
-            )
-            run_loop(serve_episodes(work))
-            return
-        chat_work = EnvWork(
-            run_dir=run_dir,
-            keys=keys,
-            settings=validate(PLAYED_SETTINGS[own.kind], own.settings, str(run_dir), *section),
-            model=config.served_name,
-            checkpoint=config.model.checkpoint,
-            seed=episode_seed(config, own.name),
-            away_s=away_s,
-            data=data_source(own, config.run.seed),
-            held_out=held_out(config, own.name),
-            inside=inside,
-        )
-        run_loop(serve_env_worker(chat_work))
+        work = _kinds_work if own.kind in PLAYED else _hosts_work
+        run_loop(work(config, own, run_dir, keys, section, inside=inside))
     except (CodeUnusable, BadData, ConfigError) as error:
         problem = keyed(str(error), own.settings, section)
         run_loop(tell_unusable(run_dir, keys.run, problem))
         raise ConfigError(problem) from error
+
+
+def _kinds_work(
+    config: Config,
+    own: EnvironmentConfig,
+    run_dir: Path,
+    keys: "EnvWorkerKeys",
+    section: tuple[str, ...],
+    *,
+    inside: bool,
+) -> Coroutine[Any, Any, None]:
+    """Play episodes of a kind that calls fronts."""
+    from elastic.compose.data import data_source, episode_seed
+    from elastic.compose.evaluation import held_out
+    from elastic.environments.env_worker import PLAYED_SETTINGS, EnvWork, serve_env_worker
+
+    work = EnvWork(
+        run_dir=run_dir,
+        keys=keys,
+        settings=validate(PLAYED_SETTINGS[own.kind], own.settings, str(run_dir), *section),
+        model=config.served_name,
+        checkpoint=config.model.checkpoint,
+        seed=episode_seed(config, own.name),
+        away_s=config.run.orchestrator_timeout_s,
+        data=data_source(own, config.run.seed),
+        held_out=held_out(config, own.name),
+        inside=inside,
+    )
+    return serve_env_worker(work)
+
+
+def _hosts_work(
+    config: Config,
+    own: EnvironmentConfig,
+    run_dir: Path,
+    keys: "EnvWorkerKeys",
+    section: tuple[str, ...],
+    *,
+    inside: bool,
+) -> Coroutine[Any, Any, None]:
+    """Play episodes in token ids."""
+    from elastic.environments.hosting import HostWork, load_kind, serve_episodes
+
+    kind = load_kind(own.kind)
+    work = HostWork(
+        run_dir=run_dir,
+        key=keys.run,
+        kind=kind,
+        settings=validate(kind.Settings, own.settings, str(run_dir), *section),
+        limit_s=own.step_timeout_s,
+        away_s=config.run.orchestrator_timeout_s,
+        inside=inside,
+    )
+    return serve_episodes(work)
 
 
 def _load_resident() -> None:

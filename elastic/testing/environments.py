@@ -16,17 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from elastic.core.ids import agent_id
 from elastic.environments.run_link import KEY_VARIABLE
 from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, ConnectionLost, over_socket
 from elastic.protocol.http_server import serving
 from elastic.protocol.run_control import private_socket
+from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import pack_ids
 from elastic.protocol.sockets import listening_socket
 
-MODEL, DRIVER_KEY, AGENT_KEY = "tiny", "driver-0123456789abcdef", "agent-0123456789abcdef-"
+MODEL = "tiny"
+SECRETS = RunSecrets(b"stand-in".ljust(32))
+DRIVER_KEY = SECRETS.driver_key("stand_in")
 BODY_BYTES_MAX = 4 * 1024 * 1024
 """Of a call: the stand-in refuses more, as fronts do beyond a limit of theirs."""
 LINE_CHARACTERS = 20_000
@@ -196,7 +198,7 @@ class StandInRun:
         number = int(name.partition("/")[0])
         if connection.open:
             begun = m.TrajectoryBegun(
-                request, name, number=number, place=number, key=AGENT_KEY + agent_id(name), base_url=self._url
+                request, name, number=number, place=number, key=SECRETS.agent_key(name, 0), base_url=self._url
             )
             connection.send(begun)
         else:
@@ -305,8 +307,9 @@ class StandInRun:
     def _asking(self, headers: Mapping[str, str]) -> str | None:
         """The trajectory that a call is of: by its own key, or by a session of the driver's."""
         key = headers.get("authorization", "").removeprefix("Bearer ")
-        if key.startswith(AGENT_KEY):
-            return key.removeprefix(AGENT_KEY).replace("-", "/")
+        caller = SECRETS.caller_of(key)
+        if caller is not None and caller.trajectory:
+            return caller.trajectory
         if DRIVER_KEY not in (key, headers.get("x-api-key")):
             return None
         session = headers.get("x-session-id", "")
