@@ -472,8 +472,9 @@ class FrontConfig(_Section):
     model_name: str = Field(
         "",
         max_length=256,
-        pattern=r"^([A-Za-z0-9][A-Za-z0-9._:-]*(/[A-Za-z0-9][A-Za-z0-9._:-]*)?)?$",
-        description="the model's name for agents; empty: that of the checkpoint's directory",
+        pattern=r"^(/?[A-Za-z0-9._][A-Za-z0-9._:-]*(/[A-Za-z0-9._][A-Za-z0-9._:-]*)*)?$",
+        description="the model's name for agents, or the path that a trainer elsewhere calls it by; empty: that of the "
+        "checkpoint's directory",
     )
     policies: tuple[Annotated[str, Field(pattern=_POLICY_NAME)], ...] = Field(
         (), max_length=64, description="further names of the model, each for a policy with rewards of its own"

@@ -63,19 +63,28 @@ def show_key(
         bool,
         typer.Option("--viewer", help="The key of who may only chat with the policy, instead of a driver's."),
     ] = False,
+    control: Annotated[
+        bool, typer.Option("--control", help="Of somebody else's trainer, which offers weights and asks for rollouts.")
+    ] = False,
+    requests: Annotated[
+        bool, typer.Option("--requests", help="Of who asks for rollouts alone of a run that somebody else trains.")
+    ] = False,
     remote: Remote = False,
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
-    """Print a key that a driver or an agent shows: OPENAI_API_KEY.
+    """Print a key that a driver, an agent or somebody else's trainer shows: OPENAI_API_KEY.
 
     Example: OPENAI_API_KEY=$(elastic agents key latest)
     """
     if not driver.replace("_", "").isalnum() or not driver.isascii():
         bad_input(f"--driver: found {driver!r}; allowed: letters, digits and _")
-    if trajectory and viewer:
-        bad_input("--trajectory, --viewer: found both; allowed: one of them")
+    wanted = {"--trajectory": trajectory, "--viewer": viewer, "--control": control, "--requests": requests}
+    if len(given := [option for option, value in wanted.items() if value]) > 1:
+        bad_input(f"{', '.join(given)}: found {len(given)}; allowed: one of them")
     if remote or is_hosted(name):
+        if control or requests:
+            bad_input(f"{given[0]} is for runs on disk: a server runs none that somebody else trains")
         if trajectory:
             bad_input("--trajectory is for runs on disk; a server's run gives a trajectory's key as it is opened")
         with server() as client:
@@ -86,9 +95,13 @@ def show_key(
         _print(key, hosted.model_dump(mode="json"), as_json=as_json)
         return
     run = run_on_disk(directory, name)
+    if (control or requests) and load_run_config(run.path).doors is None:
+        bad_input(f"run {run.name} trains by itself; {given[0]} is for one of `elastic serve-rollouts`")
     base_url(run)
     secrets = RunSecrets.of(run.path)
-    if trajectory:
+    if control or requests:
+        key, of = secrets.control_key() if control else secrets.requests_key(), {given[0].removeprefix("--"): True}
+    elif trajectory:
         try:
             named = parse_agent_id(trajectory)
         except ValueError:

@@ -159,7 +159,8 @@ def test_a_run_that_goes_on_without_fronts_says_so(elastic, refused, tmp_path: P
     with claimed(run.path):
         refused(elastic("chat", run.path, "-m", "x"), "has no fronts now", "once it is over")
         refused(elastic("chat", run.path, "-m", "x", "--set", "engine.kind=torch"), "--set", "goes on")
-    refused(elastic("agents", "key", run.path, "--viewer", "--trajectory", "0-0-0"), "found both")
+    refused(elastic("agents", "key", run.path, "--viewer", "--trajectory", "0-0-0"), "--trajectory, --viewer: found 2")
+    refused(elastic("agents", "key", run.path, "--control"), "is for one of `elastic serve-rollouts`")
 
 
 def test_a_run_that_says_nothing_any_more_is_gone() -> None:

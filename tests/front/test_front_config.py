@@ -34,6 +34,16 @@ def test_policies_have_different_names_which_are_not_the_models():
     assert config(policies=["small"], model_name="actor").served_name == "actor"
 
 
+@pytest.mark.parametrize("name", ["policy", "Qwen/Qwen3-0.6B", "/shared/models/qwen3.v1", "runs/.cache/base"])
+def test_a_model_is_called_by_a_name_or_a_path(name: str):
+    assert config(model_name=name).served_name == name
+
+
+@pytest.mark.parametrize("name", ["a//b", "/", "a/", "a b", "a\nb", "-a", "ü"])
+def test_a_model_has_no_other_names(name: str):
+    assert "front.model_name" in refused(model_name=name)
+
+
 @pytest.mark.parametrize(
     ("url", "kept"),
     [

@@ -179,9 +179,8 @@ async def update_weights(call: DoorCall) -> Response:
     body = call.read(UpdateBody)
     directory = call.roots.ours(body.model_path, "model_path")
     label = body.weight_version or directory.name
-    version = await call.run.offer(
-        WeightsOffer(directory=directory, label=label, abort_running=body.abort_all_requests)
-    )
+    offer = WeightsOffer(directory=directory, label=label, abort_running=body.abort_all_requests, lasting=True)
+    version = await call.run.offer(offer)
     return json({"success": True, "message": f"version {version.version} is served", "num_paused_requests": 0})
 
 

@@ -177,7 +177,7 @@ async def update_weights(call: DoorCall) -> Response:
             "unsupported_parameter",
         )
     directory = call.roots.ours(body.weight_dir, "weight_dir")
-    await call.run.offer(WeightsOffer(directory=directory, label=directory.name))
+    await call.run.offer(WeightsOffer(directory=directory, label=directory.name, lasting=True))
     return json({"status": "ok"})
 
 
@@ -235,5 +235,6 @@ async def areal_resume(call: DoorCall) -> Response:
 async def areal_update(call: DoorCall) -> Response:
     body = call.read(ArealUpdateBody)
     directory = call.roots.ours(body.model_path, "model_path")
-    version = await call.run.offer(WeightsOffer(directory=directory, label=directory.name, abort_running=True))
+    offer = WeightsOffer(directory=directory, label=directory.name, abort_running=True, lasting=True)
+    version = await call.run.offer(offer)
     return json({"success": True, "message": f"version {version.version} is served"})
