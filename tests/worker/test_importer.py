@@ -18,7 +18,7 @@ from elastic.system.parking import Parkable
 from elastic.worker.trainer.base import OfferRefused, saved
 from elastic.worker.trainer.imported.trainer import ImportedTrainer
 from tests.worker.conftest import MODEL, policy
-from tests.worker.trainer_house import TrainerHouse, config_of
+from tests.worker.trainer_house import TrainerHouse
 
 Tensors = dict[str, torch.Tensor]
 
@@ -201,8 +201,19 @@ def test_a_directory_looks_the_same_until_its_weights_are_written_again(root: Pa
 
 @pytest.fixture
 def config(base: Path, root: Path) -> Config:
-    trainer = {"kind": "imported", "imported": {"roots": [str(root)]}, "checkpoint_every_steps": 1}
-    return config_of(base, trainer=trainer)
+    return Config.model_validate(
+        {
+            "run": {"steps": 9},
+            "model": {"checkpoint": str(base)},
+            "environment": {"name": "outside", "kind": "outside"},
+            "rollout": {"groups": 0},
+            "seeding": {"policy": "none"},
+            "doors": {},
+            "trainer": {"kind": "imported", "imported": {"roots": [str(root)]}, "checkpoint_every_steps": 1},
+            "engine": {"max_context_tokens": 64, "kv_blocks": 16, "max_batch": 4},
+            "weights": {"keep_versions": 3},
+        }
+    )
 
 
 @pytest.fixture
