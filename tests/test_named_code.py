@@ -87,6 +87,12 @@ def test_what_cannot_be_loaded_is_told_with_its_own_last_line(tmp_path: Path, bo
     assert "\n" not in message
 
 
+def test_what_is_imported_as_it_is_asked_for_is_told_alike(tmp_path: Path) -> None:
+    (tmp_path / "lazy.py").write_text("def __getattr__(name):\n    import not_there_at_all\n")
+    with pytest.raises(CodeUnusable, match=r"lazy\.py:mine: cannot be loaded by .*: ModuleNotFoundError: No module"):
+        load(f"{tmp_path}/lazy.py:mine")
+
+
 def test_a_name_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
     (tmp_path / "names.py").write_text("def score(): ...\n_hidden = 1")
     with pytest.raises(CodeUnusable, match=r"has no 'scores'; it has score$"):

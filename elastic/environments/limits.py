@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 GIB = 1024**3
 LEFT_STATUS = 70
+"""The exit status of a process whose input has ended, or whose run nobody is at."""
 LOOKS = 8
 """How often it is looked, before a process ends for that, whether anybody is at the run."""
-"""The exit status of a process whose input has ended."""
 CPU_GRACE_S = 5
 """Between the signal that says that the CPU time is used up, and the one that nobody can heed."""
 

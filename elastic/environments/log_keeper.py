@@ -9,22 +9,29 @@ import contextlib
 import fcntl
 import os
 import re
+import select
 import stat
 import subprocess
 import sys
+import threading
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 READ_BYTES = 64 * 1024
 HELD_BYTES = 1024
 """Of a line without an end: a key is shorter."""
 HIDDEN = b"[key]"
+UNKEPT_STATUS = 71
+"""The exit status of a process whose keeper is gone."""
 LOG_BYTES_MAX, FIRST_BYTES, NEWEST_BYTES = 16 * 1024**2, 1024**2, 7 * 1024**2
 """A log that has become larger than the first is cut down to the other two."""
 _LEFT_OUT = re.compile(rb"\n\[(\d+) bytes are left out here\]\n")
 
 
 def keep_output(key_pattern: str) -> None:
-    """Have all that this process prints from now on, and what it starts, go through a keeper to where it would go."""
+    """Have all that this process prints from now on, and what it starts, go through a keeper to where it would go.
+
+    It ends if the keeper does: whatever prints would raise from then on.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     reading, writing = os.pipe()
     for stream in (sys.stdout, sys.stderr):
@@ -34,10 +41,18 @@ def keep_output(key_pattern: str) -> None:
     subprocess.run(command, stdin=reading, stdout=STDERR, stderr=nowhere, env={}, check=True)
     for stream in (STDOUT, STDERR):
         os.dup2(writing, stream)
-    for descriptor in (nowhere, reading, writing):
+    for descriptor in (nowhere, reading):
         os.close(descriptor)
+    threading.Thread(target=_end_unkept, args=(writing,), name="log keeper", daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _end_unkept(pipe: int) -> None:
+    reader_gone = select.poll()
+    reader_gone.register(pipe, 0)
+    reader_gone.poll()
+    os._exit(UNKEPT_STATUS)
 
 
 class KeptLog:

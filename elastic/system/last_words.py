@@ -14,8 +14,8 @@ SECRET_CHARS_MIN = 6
 """A shorter value is no secret, and would take ordinary words out."""
 REMOVED = "[removed]"
 _USERINFO = re.compile(r"(?<=://)[^/\s]+@")
-RUN_KEY = re.compile(r"\b(?:agent|driver|viewer)\.[\w.-]*[\w-]{43}")
-"""As `elastic.protocol.run_secrets` makes them for agents, drivers and viewers of a run."""
+RUN_KEY = re.compile(r"(?:agent|driver|viewer)\.(?:[\w-]+\.){1,2}[\w-]{43}")
+"""As `elastic.protocol.run_secrets` makes them for agents, drivers and viewers of a run, whatever stands before one."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 

@@ -121,15 +121,14 @@ def load(text: str) -> Any:
         raise CodeUnusable(f"found {text!r}, which {error}") from error
     try:
         module = _module_of_file(code.place) if code.in_file else importlib.import_module(code.place)
+        if hasattr(module, code.name):  # Which may import, too: modules may have a `__getattr__`.
+            return getattr(module, code.name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # `SystemExit`, too: a file that was written to be run may end so.
         raise CodeUnusable(f"{code}: cannot be loaded by {sys.executable}: {told(error)}{where(error)}") from error
-    try:
-        return getattr(module, code.name)
-    except AttributeError:
-        there = ", ".join(sorted(name for name in vars(module) if not name.startswith("_"))) or "nothing"
-        raise CodeUnusable(f"{code}: {code.place} has no {code.name!r}; it has {there}") from None
+    there = ", ".join(sorted(name for name in vars(module) if not name.startswith("_"))) or "nothing"
+    raise CodeUnusable(f"{code}: {code.place} has no {code.name!r}; it has {there}")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.environments.log_keeper import FIRST_BYTES, LOG_BYTES_MAX, NEWEST_BYTES, KeptLog
+from elastic.environments.log_keeper import FIRST_BYTES, LOG_BYTES_MAX, NEWEST_BYTES, READ_BYTES, UNKEPT_STATUS, KeptLog
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.system.last_words import RUN_KEY
 
@@ -33,6 +33,19 @@ except ChildProcessError:
     print("no child is left")
 print("last words", key, end="", flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
+"""
+LOSES_ITS_KEEPER = """
+import threading
+from pathlib import Path
+def keeps(process):
+    try:
+        return b"log_keeper.py" in (process / "cmdline").read_bytes() and os.readlink(process / "fd/0") == pipe
+    except OSError:
+        return False
+pipe = os.readlink("/proc/self/fd/1")
+(keeper,) = [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit() and keeps(one)]
+os.kill(keeper, signal.SIGKILL)
+threading.Event().wait(60)
 """
 
 
@@ -65,6 +78,10 @@ def test_who_prints_does_not_wait_for_a_full_disk() -> None:
     assert kept("print('x' * 2**20)", Path("/dev/full"), KEY="") == 0
 
 
+def test_who_prints_ends_with_the_keeper(tmp_path: Path) -> None:
+    assert kept(LOSES_ITS_KEEPER, tmp_path / "log", KEY="") == UNKEPT_STATUS
+
+
 def test_a_full_log_keeps_its_beginning_and_its_newest_part(tmp_path: Path) -> None:
     path, said = tmp_path / "log", 0
     with path.open("ab") as output:
@@ -94,3 +111,20 @@ def test_a_key_is_hidden_however_it_is_cut(size: int, tmp_path: Path) -> None:
             log.take(said[begin : begin + size])
         log.end()
     assert (tmp_path / "log").read_bytes() == b" ".join([*[b"x" * 40_000, b"[key]"] * 3, b"\nlast"])
+
+
+@pytest.mark.parametrize("before", ["\\n", "%20", "x_", "agent." * 20_000])
+def test_a_key_is_hidden_whatever_it_stands_behind(before: str) -> None:
+    assert RUN_KEY.sub("[key]", f"{before}{KEYS[0]} {before}{KEYS[0]}") == f"{before}[key] {before}[key]"
+
+
+def test_a_key_with_a_long_name_is_hidden_where_its_line_has_no_end(tmp_path: Path) -> None:
+    key = SECRETS.driver_key("an_environment_with_a_name_that_is_as_long_as_a_proof_0").encode()
+    for late in range(0, len(key), 5):
+        said = b" " * (READ_BYTES + 1 - late) + key
+        with (tmp_path / "log").open("wb") as output:
+            log = KeptLog(output.fileno(), RUN_KEY.pattern.encode())
+            for part in (said[: READ_BYTES + 1], said[READ_BYTES + 1 :]):
+                log.take(part)
+            log.end()
+        assert (tmp_path / "log").read_bytes().strip() == b"[key]"
