@@ -158,6 +158,11 @@ def _parse_and_read(read: Reader[T], model: ServedModel, headers: Headers, body:
 def idempotency_key(headers: Headers) -> str:
     """The key by which a client says that a request is one that it has made before; empty if it has none."""
     key = next((found for name in IDEMPOTENCY_HEADERS if (found := headers.get(name))), "")
+    return bounded_key(key)
+
+
+def bounded_key(key: str) -> str:
+    """A key that the run takes, however long the one is that it stands for."""
     return key if len(key) <= NAME_MAX else blake2b(key.encode(), digest_size=16).hexdigest()
 
 

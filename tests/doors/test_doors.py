@@ -19,6 +19,7 @@ from elastic.front.doors.refused import REFUSED, ShutRoute
 from elastic.front.doors.requests import spans_of
 from elastic.front.doors.roots import WeightsRoot, WeightsRoots, read_root
 from elastic.front.doors.sglang import told
+from elastic.protocol.front_messages import NAME_MAX
 from elastic.protocol.openai.errors import FrontError
 from elastic.protocol.tls import run_certificate
 from tests.doors.memory_run import CONTEXT_TOKENS, offered
@@ -224,6 +225,10 @@ async def test_several_prompts_are_answered_in_their_order(served: ServedDoors) 
         assert [choice["token_ids"] for choice in answer["choices"]] == [[1], [1], [2], [2]]
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
         assert [request.key for request in served.run.requests] == ["k", "k/1"]
+        await client.post("/v1/completions", json=body, headers={"idempotency-key": "k" * NAME_MAX})
+        keys = [request.key for request in served.run.requests[2:]]
+        assert len({*keys}) == 2
+        assert all(len(key) <= NAME_MAX for key in keys)
         refused = await client.post("/v1/completions", json={**body, "prompt": [[1], [1] * CONTEXT_TOKENS]})
         assert refused.status_code == 400
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from elastic.front.doors.base import PauseMode, TokenAnswer, TokenChoice, TokenRequest, WeightsOffer
 from elastic.front.doors.calls import DoorCall, json
 from elastic.front.doors.requests import check_numbers, check_wanted, finish_of, routing_of, spans_of
+from elastic.front.readers import bounded_key
 from elastic.protocol.openai import answers, bodies
 from elastic.protocol.openai.answers import Answered, AnswerSettings, ChoiceEnd, ChunkWriter, ParsedAnswer, Sample
 from elastic.protocol.openai.bodies import AnswerFields, CompletionRequest, DetokenizeRequest
@@ -79,7 +80,7 @@ async def _answer(
             stop_token_ids=tuple(body.stop_token_ids),
             ignore_eos=body.ignore_eos,
             session=session,
-            key=f"{key}/{number}" if key and number else key,
+            key=bounded_key(f"{key}/{number}") if key and number else key,
         )
         for number, prompt in enumerate(prompts)
     ]
