@@ -65,7 +65,7 @@ def serve_rollouts(
 ) -> int:
     """Generate for other people's trainers on borrowed and preemptible capacity; their weights come by directories.
 
-    Example: elastic serve-rollouts examples/frozenlake.toml --providers spot --weights-root /shared/weights
+    Example: elastic serve-rollouts examples/rollouts.toml --providers spot --weights-root /shared/weights
     """
     wanted = {
         "names": names_in(doors) or list(DOORS),
