@@ -14,6 +14,7 @@ from _crashes import CrashingRun
 from _runs import sets
 from safetensors.torch import load_file, save_file
 
+from elastic.protocol.http_clients import sync_client
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import AGENTS, JournalError, RunDirectory
 
@@ -119,7 +120,7 @@ def stepped(base: Path, version: int, share: float = 1.0) -> dict[str, torch.Ten
 
 def client(run: DoorsRun) -> httpx.Client:
     headers = {"authorization": f"Bearer {run.control_key()}"}
-    return httpx.Client(base_url=run.url(), headers=headers, timeout=WAIT_S, trust_env=False)
+    return sync_client(run.url(), by_proxy=False, base_url=run.url(), headers=headers, timeout=WAIT_S)
 
 
 def alive(pids: Sequence[int]) -> bool:

@@ -17,6 +17,7 @@ from _peers import PEERS, SKIPPED, TIMEOUT_S, TOKENS, CallFailed, FrontSeen, Pee
 from _served import DoorsRun, under_way, write_version
 from safetensors.torch import load_file
 
+from elastic.protocol.http_clients import sync_client
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import PUBLISHER, RunDirectory
 from elastic.weights.puller import Puller
@@ -42,9 +43,8 @@ def _answers(front: FrontSeen) -> bool:
     headers = {"Authorization": f"Bearer {front.requests_key}"}
     body = {"prompt": [1], "max_tokens": 1}
     try:
-        answer = httpx.post(
-            f"{front.url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S, trust_env=False
-        )
+        with sync_client(front.url, by_proxy=False, headers=headers, timeout=TIMEOUT_S) as client:
+            answer = client.post(f"{front.url}/v1/completions", json=body)
     except httpx.TransportError:
         return False
     return answer.status_code == 200

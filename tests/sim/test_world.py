@@ -11,6 +11,7 @@ import pytest
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core import fleet
 from elastic.core.fleet import Fleet
 from elastic.core.group_manager import GroupManager
 from elastic.core.ids import lease_of
@@ -490,7 +491,7 @@ def test_worlds_notice_members_replaced_wrongly_and_tokens_trained_too_late(
         live_through(range(12), settings, faults)
 
 
-def _send_beyond_credit(fleet: Fleet, worker: Any) -> bool:
+def _send_beyond_credit(worker: Any) -> bool:
     return worker.state is WorkerState.READY and worker.version is not None and worker.capacity > 0
 
 
@@ -498,11 +499,11 @@ def _send_beyond_credit(fleet: Fleet, worker: Any) -> bool:
     ("owner", "name", "broken", "found"),
     [
         (SimulatedWorker, "_yield", lambda worker: None, "rollouts stay"),
-        (Fleet, "has_room", _send_beyond_credit, "can hold"),
+        (fleet, "_accepts", _send_beyond_credit, "can hold"),
     ],
 )
 def test_serving_comes_first(
-    owner: type[Any], name: str, broken: Callable[..., object], found: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, broken: Callable[..., object], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Invariant 8, and that its checks see a host that keeps rollouts and a core that sends more than it may."""
     serving = SimulatedProviderSettings(name="serving", leases=2, serving_gap_ns=2 * NS_PER_S)
