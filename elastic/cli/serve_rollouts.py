@@ -93,6 +93,12 @@ def _served(path: Path, overrides: list[str], listen: str, model_name: str, door
         apply_override(raw, override)
     if said := next((section for section in OF_TRAINING if section in raw), ""):
         raise ConfigError(f"{path}: {said}: found a section of a run that trains; allowed: none, since others train")
+    for section, key, allowed in (("rollout", "groups", 0), ("trainer", "kind", IMPORTED)):
+        own = raw.get(section, {})
+        if isinstance(own, Mapping) and own.get(key, allowed) != allowed:
+            raise ConfigError(
+                f"{path}: {section}.{key}: found {own[key]!r}; allowed: {allowed!r} or nothing, since others train"
+            )
     try:
         host, port = Address.parse(listen)
     except ValueError as error:

@@ -102,6 +102,18 @@ def test_a_link_beside_the_weights_that_leads_nowhere(refused, elastic, config: 
     refused(ended, f"model.checkpoint: {policy / name}: a link to ../../blobs/gone", "`hf download` fetches it")
 
 
+@pytest.mark.parametrize(
+    ("override", "allowed"), [("rollout.groups=4", "allowed: 0"), ("trainer.kind=embedded", "'imported'")]
+)
+def test_what_others_decide_of_a_run_that_others_train(
+    refused, elastic, tmp_path: Path, override: str, allowed: str
+) -> None:
+    config = tmp_path / "rollouts.toml"
+    config.write_text("[model]\ncheckpoint = 'policy'\n[providers.spot]\nkind = 'spot-replay'\n")
+    served = elastic("serve-rollouts", config, "--providers", "spot", "--weights-root", tmp_path, "--set", override)
+    refused(served, override.partition("=")[0], allowed, "since others train")
+
+
 def test_a_model_of_another_kind_names_its_config_and_the_trainer_for_it(refused, elastic, config: Path) -> None:
     policy = shutil.copytree(load_config(config).model.checkpoint, config.parent / "policy")
     raw = json.loads((policy / "config.json").read_text())

@@ -155,6 +155,12 @@ def cut_off(directory: Path) -> None:
     os.truncate(path, path.stat().st_size - 8)
 
 
+def of_numbers_that_are_none(directory: Path) -> None:
+    tensors = policy(1)
+    tensors[min(tensors)].view(-1)[-1] = torch.nan
+    write(directory, tensors)
+
+
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
@@ -168,6 +174,7 @@ def cut_off(directory: Path) -> None:
         (outside, "below no root of weights"),
         (with_a_file_outside, "below no root of weights"),
         (cut_off, "cannot be read"),
+        (of_numbers_that_are_none, "numbers that are not finite"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_words_and_changes_nothing(

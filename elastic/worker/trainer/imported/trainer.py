@@ -66,6 +66,8 @@ class ImportedTrainer:
             tensors = _read(files.tensors)
         except CheckpointError as error:
             raise OfferRefused(str(error), again=True) from error
+        if odd := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), ""):
+            raise OfferRefused(f"{offered.directory}: {odd}: found numbers that are not finite; allowed: none")
         files.check()
         self._taken = _ReadVersion(tensors, files, offered.lasting, here().monotonic() - began_s)
 
