@@ -86,9 +86,9 @@ def test_a_run_keeps_its_secrets_and_ends_what_a_killed_one_left(
     (run_dir,) = (run.path for run in DirectoryStore(config.parent / "runs").runs())
     try:
         until(lambda: steps_of(run_dir) >= 1, process)
-        workers = [worker.environ() for worker in processes_of(run_dir.name)]
-        assert len(workers) >= 2
-        for environment in (told["environment"], *workers):
+        workers = until(lambda: len(found := processes_of(run_dir.name)) >= 2 and found, process)
+        environments = [worker.environ() for worker in workers]
+        for environment in (told["environment"], *environments):
             assert "AWS_SECRET_ACCESS_KEY" not in environment
             assert environment["JUDGE_KEY"] == "the judge's"
         process.kill()
