@@ -117,6 +117,12 @@ def test_text_as_tokens_come_joins_to_the_whole(
     assert text + decoder.finish() == tokenizer.decode(ids, special)
 
 
+def test_bytes_of_one_character_join_over_tokens_that_are_not_shown(fallback: Tokenizer) -> None:
+    ids = [fallback.token_id("<0xC3>"), next(iter(fallback.special)), fallback.token_id("<0xA9>")]
+    decoder = fallback.decoder()
+    assert "".join(decoder.feed([number]) for number in ids) + decoder.finish() == fallback.decode(ids) == "é"
+
+
 @pytest.mark.parametrize("name", ["tiny", "fallback"])
 def test_only_characters_that_are_not_whole_are_held_back(request: pytest.FixtureRequest, name: str) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)

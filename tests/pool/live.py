@@ -137,7 +137,11 @@ class LivePool:
         return found
 
     def kill(self, *words: str) -> int:
-        (process,) = self.processes(*words)
+        """Kill the one process whose command line has all these words, once it is there."""
+        while len(found := self.processes(*words)) != 1:
+            assert time.monotonic() < self._ends_s, (words, found)
+            time.sleep(0.05)
+        (process,) = found
         os.kill(process.pid, signal.SIGKILL)
         return process.pid
 

@@ -156,9 +156,12 @@ class Tokenizer:
         """The text of tokens, with the special ones or without. Numbers beyond the vocabulary are no text."""
         if self._byte_level:
             return b"".join(self._bytes_of(number, special) for number in ids).decode("utf-8", "replace")
+        return self._tokens.decode(self.shown(ids, special), skip_special_tokens=False)
+
+    def shown(self, ids: Iterable[int], special: bool = False) -> list[int]:
+        """The tokens that are text."""
         left_out = () if special else self.special
-        shown = [number for number in ids if number < self._known and number not in left_out]
-        return self._tokens.decode(shown, skip_special_tokens=False)
+        return [number for number in ids if number < self._known and number not in left_out]
 
     def decoder(self, special: bool = False) -> "TextDecoder":
         return _ByteDecoder(self, special) if self._byte_level else TextDecoder(self, special)
@@ -191,7 +194,7 @@ class TextDecoder:
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
-        self._ids += ids
+        self._ids += self._tokenizer.shown(ids, self._special)
         last = self._tokenizer.token(self._ids[-1]) if self._ids else ""
         if _BYTE_TOKEN.fullmatch(last):
             return ""
