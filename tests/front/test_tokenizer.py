@@ -117,10 +117,10 @@ def test_text_as_tokens_come_joins_to_the_whole(
     assert text + decoder.finish() == tokenizer.decode(ids, special)
 
 
-def test_bytes_of_one_character_join_over_tokens_that_are_not_shown(fallback: Tokenizer) -> None:
-    ids = [fallback.token_id("<0xC3>"), next(iter(fallback.special)), fallback.token_id("<0xA9>")]
+def test_bytes_that_spoil_one_another_do_so_over_tokens_that_are_not_shown(fallback: Tokenizer) -> None:
+    ids = [fallback.token_id("<0x00>"), next(iter(fallback.special)), fallback.token_id("<0x80>")]
     decoder = fallback.decoder()
-    assert "".join(decoder.feed([number]) for number in ids) + decoder.finish() == fallback.decode(ids) == "é"
+    assert "".join(decoder.feed([number]) for number in ids) + decoder.finish() == fallback.decode(ids)
 
 
 @pytest.mark.parametrize("name", ["tiny", "fallback"])
