@@ -231,6 +231,9 @@ class EnvironmentConfig(_Section):
         gt=0,
         description="an environment that takes longer is given up; an env worker that says nothing for longer is ended",
     )
+    start_timeout_s: float = Field(
+        120.0, gt=0, description="longest time in which an env worker loads its code and data, and dials the run"
+    )
     processes: int = Field(
         1, ge=1, le=256, description="env workers: processes that play its episodes, unless the run's own loop does"
     )

@@ -164,6 +164,7 @@ def _workers_of(plan: RunPlan, run_dir: Path, names: Collection[str], owner: str
             workers[name] = EnvWorkerOrder(
                 command=(str(interpreter), "-m", "elastic.cli", "env-worker", *place),
                 variables={**common, KEY_VARIABLE: keys[-1]},
+                start_timeout_s=environment.start_timeout_s,
                 step_timeout_s=environment.step_timeout_s,
                 max_restarts=environment.max_restarts,
                 section=".".join(config.environment_section(number)),

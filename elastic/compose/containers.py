@@ -14,9 +14,11 @@ from elastic.compose.runs import save_run_config
 from elastic.config import AGENT, CHAT, Config, ConfigError, ConfigProblem, EnvironmentConfig
 from elastic.environments.container import (
     FOLDER,
+    IMPORTS,
     INSIDE_VARIABLE,
     ContainerOrder,
     ContainerUnusable,
+    asked,
     check_image,
     code_folders,
     container_command,
@@ -65,7 +67,7 @@ def check_env_workers(plan: RunPlan) -> None:
     for number, one in enumerate(plan.environments):
         environment, section = one.config, config.environment_section(number)
         if not environment.container:
-            _check_interpreter(environment.python, *section, "python")
+            _check_interpreter(config, environment.python, *section, "python")
             continue
         if one.kind is not None and not one.in_workers:
             problem = f"found {environment.container!r}, and env workers play no episodes of kind {environment.kind!r}"
@@ -85,9 +87,17 @@ def check_env_workers(plan: RunPlan) -> None:
             raise ConfigError(ConfigProblem(str(error), (*section, "container"))) from error
 
 
-def _check_interpreter(python: Path | None, *key: str) -> None:
-    if python is not None and shutil.which(python) is None:
+def _check_interpreter(config: Config, python: Path | None, *key: str) -> None:
+    if python is None:
+        return
+    if shutil.which(python) is None:
         problem = f"found {str(python)!r}, and there is no such program; allowed: an interpreter that has Elastic"
+        raise ConfigError(ConfigProblem(problem, key))
+    status, said = asked(str(python), "-c", IMPORTS, variables=inherited(*config.run.pass_env))
+    if status:
+        problem = (
+            f"found {str(python)!r}, which cannot import Elastic: {said}; allowed: an interpreter that has Elastic"
+        )
         raise ConfigError(ConfigProblem(problem, key))
 
 

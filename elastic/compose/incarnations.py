@@ -429,7 +429,7 @@ def _begun(journal: JournalReader) -> tuple[RunPlan, Scheduler]:
     return plan, Scheduler(run_plan(plan), limits(config), policies(config), 0)
 
 
-PROCESSES = ("processes", "python", "max_restarts", "limits")
+PROCESSES = ("processes", "python", "start_timeout_s", "max_restarts", "limits")
 """Keys of environments that are of their processes alone."""
 MAY_DIFFER = frozenset(
     {

@@ -6,11 +6,14 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import structlog
 
 from elastic.config import Config, ConfigError, EnvironmentConfig, validate
 from elastic.pool.messages import KEEPER_VARIABLE, QUIET_VARIABLE
@@ -19,7 +22,8 @@ from elastic.protocol.tickets import TicketRefused, read_ticket
 from elastic.system.last_words import RUN_KEY
 from elastic.system.logs import STANDARD_ERROR, log_to
 from elastic.system.machine import collect_between_decisions, defer_full_collections, quietly
-from elastic.system.named_code import CodeUnusable, keyed
+from elastic.system.named_code import CodeUnusable, keyed, where
+from elastic.system.plain_values import told
 from elastic.system.processes import end_own_kin
 
 if TYPE_CHECKING:
@@ -29,11 +33,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+log = structlog.get_logger(__name__)
+
 PATIENCE_VARIABLE = "ELASTIC_ORCHESTRATOR_TIMEOUT_S"
 TICKET_VARIABLE = "ELASTIC_TICKET"
 FINGERPRINT_VARIABLE = "ELASTIC_JOIN_FINGERPRINT"
 NICENESS = 10
 """Of env workers: their code computes when nothing of the run has to."""
+SAID_AFTER = 0.5
+"""Of the time in which an env worker has to dial: it says then where it stands."""
 ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_RUN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
 
 
@@ -128,7 +136,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     from elastic.compose.runs import is_claimed, load_run_config
     from elastic.config import OUTSIDE, PLAYED
     from elastic.environments.container import INSIDE_VARIABLE
-    from elastic.environments.limits import ProcessLimits, end_once_abandoned
+    from elastic.environments.limits import ProcessLimits, end_once_abandoned, say_where_it_stands
     from elastic.environments.log_keeper import keep_output
     from elastic.environments.rows import BadData
     from elastic.environments.run_link import take_keys, tell_unusable
@@ -152,11 +160,20 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     ProcessLimits(limits.memory_gb, limits.cpu_s, limits.files).hold()
     if not inside:  # There its input ends with the run.
         end_once_abandoned(lambda: is_claimed(run_dir), 2 * config.run.orchestrator_timeout_s)
+    loaded = threading.Event()
+    say_where_it_stands(
+        SAID_AFTER * own.start_timeout_s, loaded, lambda at: log.warning("its code is still being loaded", at=at)
+    )
     try:
         work = _kinds_work if own.kind in PLAYED else _hosts_work
-        run_loop(work(config, own, run_dir, keys, section, inside=inside))
-    except (CodeUnusable, BadData, ConfigError) as error:
+        run_loop(work(config, own, run_dir, keys, section, inside=inside, loaded=loaded.set))
+    except (CodeUnusable, BadData, ConfigError, KeyboardInterrupt) as error:
         problem = keyed(str(error), own.settings, section)
+        if isinstance(error, KeyboardInterrupt):
+            if loaded.is_set():
+                raise
+            problem = f"{'.'.join(section)}: cannot be loaded by {sys.executable}: {told(error)}{where(error)}"
+        loaded.set()
         run_loop(tell_unusable(run_dir, keys.run, problem))
         raise ConfigError(problem) from error
 
@@ -169,6 +186,7 @@ def _kinds_work(
     section: tuple[str, ...],
     *,
     inside: bool,
+    loaded: Callable[[], None],
 ) -> Coroutine[Any, Any, None]:
     """Play episodes of a kind that calls fronts."""
     from elastic.compose.data import data_source, episode_seed
@@ -186,6 +204,7 @@ def _kinds_work(
         data=data_source(own, config.run.seed),
         held_out=held_out(config, own.name),
         inside=inside,
+        loaded=loaded,
     )
     return serve_env_worker(work)
 
@@ -198,6 +217,7 @@ def _hosts_work(
     section: tuple[str, ...],
     *,
     inside: bool,
+    loaded: Callable[[], None],
 ) -> Coroutine[Any, Any, None]:
     """Play episodes in token ids."""
     from elastic.environments.hosting import HostWork, load_kind, serve_episodes
@@ -211,6 +231,7 @@ def _hosts_work(
         limit_s=own.step_timeout_s,
         away_s=config.run.orchestrator_timeout_s,
         inside=inside,
+        loaded=loaded,
     )
     return serve_episodes(work)
 

@@ -63,11 +63,11 @@ def find_engine() -> str:
 
 def check_image(engine: str, image: str, python: str) -> None:
     """The image is there, and has Elastic. Raises `ContainerUnusable`."""
-    status, said = _asked(engine, "image", "inspect", image)
+    status, said = asked(engine, "image", "inspect", image)
     if status:
         allowed = f"an image that is on this machine ({Path(engine).name} pull {image})"
         raise ContainerUnusable(f"found {image!r}, and {Path(engine).name} says: {said}; allowed: {allowed}")
-    status, said = _asked(engine, "run", "--rm", "--network", "none", "--entrypoint", python, image, "-c", IMPORTS)
+    status, said = asked(engine, "run", "--rm", "--network", "none", "--entrypoint", python, image, "-c", IMPORTS)
     if status:
         lines = "; ".join(line for line in dockerfile_lines().splitlines() if not line.startswith("#"))
         raise ContainerUnusable(
@@ -132,9 +132,9 @@ def start_server(engine: str, name: str, image: str, start_s: float) -> str:
     process has left; returns where that is on this machine, on loopback alone. Raises `ContainerUnusable`."""
     remove(engine, name)
     published = ("--publish", f"127.0.0.1::{SERVED_PORT}")
-    status, said = _asked(engine, "run", "--detach", "--name", name, *published, image, limit_s=start_s)
+    status, said = asked(engine, "run", "--detach", "--name", name, *published, image, limit_s=start_s)
     if not status:
-        status, said = _asked(engine, "port", name, f"{SERVED_PORT}/tcp", limit_s=start_s)
+        status, said = asked(engine, "port", name, f"{SERVED_PORT}/tcp", limit_s=start_s)
     if status:
         raise ContainerUnusable(f"{Path(engine).name} starts no container of it: {said}")
     return said
@@ -142,7 +142,7 @@ def start_server(engine: str, name: str, image: str, start_s: float) -> str:
 
 def remove(engine: str, name: str) -> None:
     """End the container of this name, if there is one."""
-    _asked(engine, "rm", "--force", name)
+    asked(engine, "rm", "--force", name)
 
 
 def code_folders(settings: Any) -> Iterator[Path]:
@@ -157,10 +157,16 @@ def code_folders(settings: Any) -> Iterator[Path]:
         yield Path(code.place).absolute().parent
 
 
-def _asked(engine: str, *arguments: str, limit_s: float = ENGINE_S) -> tuple[int, str]:
-    """An engine's exit status, and what it said first, or last of an error."""
+def asked(
+    program: str, *arguments: str, limit_s: float = ENGINE_S, variables: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """The exit status of an engine, or of another program, and what it said first, or last of an error. It has these
+    environment variables, or ours."""
+    command = [program, *arguments]
     try:
-        said = subprocess.run([engine, *arguments], capture_output=True, text=True, timeout=limit_s, check=False)
+        said = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False, env=variables
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return 1, str(error)
     if not said.returncode:

@@ -108,6 +108,8 @@ class EnvWork:
     """What these rows have to be, where that is not known yet."""
     inside: bool = False
     """Whether it is in a container, where `run_dir` has the doors to the run."""
+    loaded: Callable[[], None] = lambda: None
+    """Called once the run has let it in."""
 
 
 async def serve_env_worker(work: EnvWork) -> None:
@@ -119,7 +121,7 @@ async def serve_env_worker(work: EnvWork) -> None:
 
 async def _serve(work: EnvWork, lasting: AsyncExitStack) -> None:
     keys = work.keys
-    link = EnvRunLink(work.run_dir, keys.run, work.away_s)
+    link = EnvRunLink(work.run_dir, keys.run, work.away_s, welcomed=work.loaded)
     http = async_client(timeout=None, limits=httpx.Limits(max_connections=None))
     lasting.push_async_callback(http.aclose)
     means = KindMeans(
@@ -256,7 +258,7 @@ class FunctionPlayer:
             return outcome_of(await answer if inspect.isawaitable(answer) else answer)
         except BadOutcome as error:
             return Outcome(failed=f"the environment is at fault: {error}")
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
             if ends_caller(error):
                 raise
             trace = RUN_KEY.sub(REMOVED, "".join(traceback.format_exception(error)))[-TRACE_CHARACTERS:]

@@ -54,6 +54,8 @@ class HostWork:
     away_s: float
     inside: bool = False
     """Whether it is in a container."""
+    loaded: Callable[[], None] = lambda: None
+    """Called once the run has let it in."""
 
 
 def load_kind(name: str) -> type[Environment]:
@@ -95,6 +97,7 @@ async def serve_episodes(work: HostWork) -> None:
     host = EpisodeHost(lambda: work.kind(work.settings), work.limit_s, lambda said: link.say(said))
 
     def welcomed() -> None:
+        work.loaded()
         host.begin_anew()
         link.say(hosted)
 

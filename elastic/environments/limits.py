@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+from elastic.system.named_code import standing
+
 GIB = 1024**3
 LEFT_STATUS = 70
 """The exit status of a process whose input has ended, or whose run nobody is at."""
@@ -58,6 +60,17 @@ def end_once_abandoned(claimed: Callable[[], bool], after_s: float) -> None:
         os._exit(LEFT_STATUS)
 
     threading.Thread(target=watch, name="run", daemon=True).start()
+
+
+def say_where_it_stands(after_s: float, over: threading.Event, say: Callable[[str], None]) -> None:
+    """Have it said where this thread stands in code, if what it does is not over by then."""
+    thread = threading.get_ident()
+
+    def watch() -> None:
+        if not over.wait(after_s):
+            say(standing(sys._current_frames().get(thread)))
+
+    threading.Thread(target=watch, name="start", daemon=True).start()
 
 
 def end_with_input() -> None:

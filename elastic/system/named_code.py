@@ -13,7 +13,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, WithJsonSchema
@@ -157,10 +157,23 @@ def where(error: BaseException, loader: str = __file__) -> str:
     trace, found = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if file != loader and not file.startswith("<frozen") and os.sep + "importlib" + os.sep not in file:
+        if file != loader and not _imports(file):
             found = f" ({file}, line {trace.tb_lineno})"
         trace = trace.tb_next
     return found
+
+
+def standing(innermost: FrameType | None) -> str:
+    """Where a thread stands, by its innermost frame that is not the import system's."""
+    frame = innermost
+    while frame is not None and _imports(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "nowhere" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+
+
+def _imports(file: str) -> bool:
+    """Whether a file is the import system's."""
+    return file.startswith("<frozen") or os.sep + "importlib" + os.sep in file
 
 
 def _is_name(text: str) -> bool:

@@ -120,14 +120,21 @@ def test_what_an_environment_reads_is_not_among_the_runs(tmp_path: Path) -> None
         check_env_workers(plan)
 
 
-def test_an_interpreter_that_is_not_there_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("", "and there is no such program"),
+        ("echo it has no elastic >&2; exit 1", "which cannot import Elastic: it has no elastic"),
+    ],
+    ids=["not there", "without Elastic"],
+)
+def test_an_interpreter_that_is_none_of_ours_is_told(script: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").touch()
-    own = {"name": "agent", "python": f"{tmp_path}/bin/python", "settings": {"rollout": f"{tmp_path}/mine.py:rollout"}}
+    python = engine(tmp_path, "python", script) if script else f"{tmp_path}/bin/python"
+    own = {"name": "agent", "python": python, "settings": {"rollout": f"{tmp_path}/mine.py:rollout"}}
     written = {**in_container(tmp_path, tmp_path / "runs"), "environment": own}
     plan = resolve(validate(Config, written, ""), [], "")
-    with pytest.raises(
-        ConfigError, match=rf"^environment\.python: found '{tmp_path}/bin/python', .*; allowed: an inter"
-    ):
+    with pytest.raises(ConfigError, match=rf"^environment\.python: found '{python}', {told}; allowed: an interpreter"):
         check_env_workers(plan)
 
 

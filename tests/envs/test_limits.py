@@ -42,6 +42,13 @@ def test_a_process_that_nobody_wants_any_more_ends_whatever_it_is_at() -> None:
     assert run(code).returncode == LEFT_STATUS
 
 
+def test_what_a_start_that_hangs_stands_at_is_said_once() -> None:
+    code = "import threading, time; from elastic.environments.limits import say_where_it_stands; "
+    code += "over, quick = threading.Event(), threading.Event(); quick.set(); "
+    code += "say_where_it_stands(0.0, quick, print); say_where_it_stands(0.1, over, lambda at: print(at) or over.set())"
+    assert run(code + "\nwhile not over.is_set(): time.sleep(0.01)").stdout == "<string>, line 2\n"
+
+
 @pytest.mark.environments
 def test_a_process_that_computes_for_too_long_is_killed() -> None:
     assert run("ProcessLimits(cpu_s=1).hold()\nwhile True: pass").returncode == -24, "SIGXCPU"

@@ -14,6 +14,11 @@ from tests.front.live import benchmark
 pytestmark = pytest.mark.environments
 
 RAISING = "raise ValueError('not today')\n"
+BAD = {
+    "interrupting": "raise KeyboardInterrupt\n",
+    "exiting": "import os\nos.write(2, b'not today')\nos._exit(7)\n",
+    "hanging": "import time\ntime.sleep(10**6)\n",
+}
 
 
 CHAT = """
@@ -38,16 +43,31 @@ THEIRS = '[environment]\nname = "theirs"\nkind = "raising"\n'
         ),
         (CHAT.replace("CODE", "{here}/mine.py:right"), "rows.jsonl: row 1 has no column 'answer'"),
         (
+            CHAT.replace("CODE", "{here}/interrupting.py:right"),
+            "environment.settings: cannot be loaded by {python}: KeyboardInterrupt ({here}/interrupting.py, line 1)",
+        ),
+        (
+            CHAT.replace("CODE", "{here}/exiting.py:right"),
+            "environment.settings: env worker chat_0 could not begin: exited with status 7; it said not today; allowed",
+        ),
+        (
+            CHAT.replace("CODE", "{here}/hanging.py:right").replace("data =", "start_timeout_s = 15\ndata ="),
+            "environment.start_timeout_s: env worker chat_0 could not begin: it did not dial the run within 15 s; it "
+            "said its code is still being loaded: at={here}/hanging.py, line 2; allowed: a longer time",
+        ),
+        (
             THEIRS,
             "environment.kind: found 'raising', whose raising_package:Saying cannot be loaded by {python}: Value",
         ),
     ],
-    ids=["a name", "a module", "a column", "a class"],
+    ids=["a name", "a module", "a column", "an interrupt", "an exit", "an endless import", "a class"],
 )
 def test_the_first_start_ends_the_run(
     environments: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text("def right(completions, **columns):\n    return [0.0]\n")
+    for name, code in BAD.items():
+        (tmp_path / f"{name}.py").write_text(code)
     rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3="}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     install_environment(tmp_path, "raising", RAISING)
@@ -63,7 +83,7 @@ def test_the_first_start_ends_the_run(
     (message,) = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
     assert told.format(here=tmp_path, python=sys.executable) in message
     (run_dir,) = (tmp_path / "runs").iterdir()
-    logs = list((run_dir / "logs").glob("*_0.log"))
-    assert [log.read_text().count("error:") for log in logs] == [1], "it was started once"
+    said = (run_dir / "logs" / "orchestrator.log").read_text()
+    assert said.count("an env worker has ended") == 1, "it was started once"
     with RunDirectory(run_dir).newest_journal() as journal:
         assert journal.meta()["status"].startswith("failed: ")

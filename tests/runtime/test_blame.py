@@ -230,21 +230,37 @@ async def test_a_floor_is_given_in_the_order_in_which_it_was_asked_for() -> None
 
 
 class Ended:
-    over, status = True, -9
+    """It has ended, or does so once it is killed, if it has no `status` yet."""
+
+    def __init__(self, status: int | None) -> None:
+        self.status = status
+        self._over = asyncio.Event()
+        if status is not None:
+            self._over.set()
+
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
 
     async def wait(self) -> int | None:
+        await self._over.wait()
         return self.status
 
     def kill(self) -> None:
-        raise AssertionError
+        assert not self.over
+        self.status = -9
+        self._over.set()
 
 
 class Dying:
-    """Env workers that are over as soon as they have begun, by these blames; `done` has what they have got done when so
-    many have begun. The last of either holds on."""
+    """Env workers that are over as soon as they have begun, by these blames, or that never dial, if their `status` is
+    None; `done` has what they have got done when so many have begun. The last of either holds on."""
 
-    def __init__(self, blames: Sequence[Blame], done: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, blames: Sequence[Blame], done: Sequence[int] = (0,), status: int | None = -9, heard_s: float | None = None
+    ) -> None:
         self.started = 0
+        self._status, self._heard_s = status, heard_s
         self.why, self.bad_input = "", False
         self._blames, self._done = blames, done
 
@@ -254,7 +270,7 @@ class Dying:
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Ended:
         self.started += 1
-        return Ended()
+        return Ended(self._status)
 
     async def forget(self, name: str) -> None: ...
 
@@ -263,7 +279,8 @@ class Dying:
 
     async def aclose(self, drain_s: float) -> None: ...
 
-    def heard_s(self, driver: str) -> None: ...
+    def heard_s(self, driver: str) -> float | None:
+        return self._heard_s
 
     def unusable(self, driver: str) -> str:
         return self.why
@@ -278,7 +295,7 @@ class Dying:
 def failure(dying: Dying, run_dir: Path) -> str:
     """Why the run of such env workers fails."""
     causes = list[str]()
-    order = EnvWorkerOrder(command=(), variables={}, step_timeout_s=1.0, max_restarts=3)
+    order = EnvWorkerOrder(command=(), variables={}, start_timeout_s=9.0, step_timeout_s=1.0, max_restarts=3)
     workers = EnvWorkersOrder(run_dir=run_dir, workers={"theirs_0": order}, secrets=())
 
     async def until_it_fails() -> None:
@@ -306,8 +323,17 @@ def failure(dying: Dying, run_dir: Path) -> str:
         (Dying([Blame.ANY, Blame.ANY, Blame.ANY, Blame.EPISODES]), 7),
         (Dying([*[Blame.EPISODES] * 20, Blame.WORKERS], [1]), 24),
         (Dying([Blame.WORKERS], [0, 0, 0, 1]), 6),
+        (Dying([Blame.WORKERS], status=3, heard_s=0.0), 4),
+        (Dying([Blame.WORKERS], status=None, heard_s=-1.0), 4),
     ],
-    ids=["do nothing", "die of each episode", "die of some, and then do nothing", "have done something in between"],
+    ids=[
+        "do nothing",
+        "die of each episode",
+        "die of some, and then do nothing",
+        "have done something in between",
+        "could begin once",
+        "hang now, and did not before",
+    ],
 )
 def test_env_workers_that_die_by_themselves_fail_the_run(dying: Dying, deaths: int, tmp_path: Path) -> None:
     cause = failure(dying, tmp_path)
@@ -323,3 +349,24 @@ def test_code_that_cannot_be_used_ends_the_run_at_once_unless_it_could_be_before
     worked = Dying([Blame.WORKERS], [1])
     worked.why = dying.why
     assert "has ended 4 times" in failure(worked, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (
+            3,
+            "settings: env worker theirs_0 could not begin: exited with status 3; it said nothing; allowed: code",
+        ),
+        (
+            None,
+            "start_timeout_s: env worker theirs_0 could not begin: it did not dial the run within 9 s; it said",
+        ),
+    ],
+    ids=["ends", "hangs"],
+)
+def test_the_first_start_that_loads_no_code_ends_the_run(status: int | None, told: str, tmp_path: Path) -> None:
+    dying = Dying([Blame.WORKERS], status=status)
+    dying.bad_input = True
+    assert failure(dying, tmp_path).startswith(f"environment.{told}")
+    assert dying.started == 1

@@ -9,12 +9,13 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 
 from elastic.core.ids import environment_of
 from elastic.core.types import TrajectoryId
+from elastic.environments.log_keeper import UNKEPT_STATUS
 from elastic.runtime.blame import Blame
 from elastic.runtime.hosted import FailRun
 from elastic.system.last_words import last_words
@@ -28,8 +29,6 @@ ENV_WORKERS = "env workers"
 """Their owner in a run's records."""
 EPISODE_HOSTS = "episode hosts"
 """The owner of those that play episodes in token ids."""
-START_S = 120.0
-"""For a process to import its code and to dial, at least."""
 LOOK_S = 0.5
 BACK_OFF_S, BACK_OFF_MAX_S = 0.2, 30.0
 DRAIN_S = 2.0
@@ -40,12 +39,14 @@ LET_GO_S, LET_GO_LOOK_S = 2.0, 0.01
 class EnvWorkerOrder:
     """How an env worker is started: by `command`, with its own driver's key among the `variables`.
 
-    One that says nothing for `step_timeout_s` is ended; one that dies more than `max_restarts` times in a row by a
-    fault of its own fails the run. `section` is that of its environment in the configuration.
+    One that does not dial in `start_timeout_s`, or says nothing for `step_timeout_s`, is ended; one that dies more than
+    `max_restarts` times in a row by a fault of its own fails the run. `section` is that of its environment in the
+    configuration.
     """
 
     command: Sequence[str]
     variables: Mapping[str, str]
+    start_timeout_s: float
     step_timeout_s: float
     max_restarts: int
     section: str = "environment"
@@ -113,6 +114,13 @@ class Processes(Protocol):
     async def aclose(self, drain_s: float) -> None: ...
 
 
+class _End(NamedTuple):
+    how: str
+    key: str = ""
+    """Of its environment's section: what is to be mended where none has ever come, as another one would end so, too."""
+    allowed: str = ""
+
+
 class EnvWorkers:
     def __init__(
         self,
@@ -153,22 +161,27 @@ class EnvWorkers:
         while True:
             before = self._drivers.done(name)
             try:
-                watched, start_s = self._processes.get(name), order.step_timeout_s  # It need only dial again.
-                if watched is None:
+                if (watched := self._processes.get(name)) is not None:  # It need only dial again.
+                    end = _End((await self._ended(name, watched, order.step_timeout_s, order)).how)
+                else:
                     watched = self._processes.start(name, order.command, order.variables)
-                    start_s = max(START_S, order.step_timeout_s)
-                cause = await self._ended(name, watched, start_s, order.step_timeout_s)
+                    end = await self._ended(name, watched, order.start_timeout_s, order)
                 await self._processes.forget(name)
                 await _let_go(self._processes.log(name))
             except OSError as error:
-                cause = f"it does not start: {error}"
+                end = _End(f"it does not start: {error}")
+            cause = end.how
             if self._drivers.done(name) > before:
                 deaths = own = 0
             words = last_words(self._processes.log(name), self._order.secrets)
-            log.warning("an env worker has ended; another one is started", worker=name, how=cause, last=words)
+            log.warning("an env worker has ended", worker=name, how=cause, last=words)
             blame = self._drivers.lost(name, (), f"its env worker has ended: {cause}")
             has_done = self._has_done(environment_of(name))
-            if (why := self._drivers.unusable(name)) and not has_done:
+            why = self._drivers.unusable(name)
+            if end.key and not self._has_come(environment_of(name)):
+                found = f"env worker {name} could not begin: {cause}; it said {words or 'nothing'}"
+                why = f"{order.section}.{end.key}: {found}; allowed: {end.allowed}"
+            if why and not has_done:
                 self._fail(why, bad_input=True)
                 return
             deaths += 1
@@ -183,11 +196,15 @@ class EnvWorkers:
         """Whether its env workers have ever got anything done: then not they are to blame, but what they die of."""
         return any(self._drivers.done(name) for name in self._order.workers if environment_of(name) == environment)
 
-    async def _ended(self, name: str, watched: OneProcess, start_s: float, limit_s: float) -> str:
-        """Wait for its end, and bring that about if it does not come in `start_s`, or says nothing for `limit_s`;
-        returns how it ended."""
+    def _has_come(self, environment: str) -> bool:
+        """Whether any of its env workers has ever dialled: then its code can be loaded."""
+        heard = (self._drivers.heard_s(name) for name in self._order.workers if environment_of(name) == environment)
+        return any(heard_s is not None for heard_s in heard)
+
+    async def _ended(self, name: str, watched: OneProcess, start_s: float, order: EnvWorkerOrder) -> _End:
+        """Wait for its end, and bring that about if it does not come in `start_s`, or says nothing for too long."""
         loop = asyncio.get_running_loop()
-        since_s = loop.time()
+        since_s, limit_s, has_come = loop.time(), order.step_timeout_s, False
         while not watched.over:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
@@ -198,8 +215,14 @@ class EnvWorkers:
             if not watched.over and loop.time() > until_s:
                 watched.kill()
                 await watched.wait()
-                return f"it said nothing for {limit_s:g} s" if has_come else "it did not come"
-        return how_ended(watched.status)
+                if has_come:
+                    return _End(f"it said nothing for {limit_s:g} s")
+                how = f"it did not dial the run within {start_s:g} s"
+                return _End(how, "start_timeout_s", "a longer time, or code that is loaded in less")
+        how = how_ended(watched.status)
+        if has_come or watched.status is None or watched.status < 0 or watched.status == UNKEPT_STATUS:
+            return _End(how)
+        return _End(how, "settings", "code that can be loaded, and does not end its process")
 
 
 async def _let_go(log: Path) -> None:

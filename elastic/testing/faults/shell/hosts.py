@@ -39,6 +39,7 @@ class WorldHosts:
         kept = EnvWorkerOrder(
             command=(),
             variables={},
+            start_timeout_s=world.config.mixture[0].start_timeout_s,
             step_timeout_s=world.config.mixture[0].step_timeout_s,
             max_restarts=DEATHS_MAX,
         )
