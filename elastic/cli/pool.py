@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, co
 from elastic.cli.supervise import keep_up
 from elastic.cli.tables import listing
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
-from elastic.compose.runs import is_claimed, private
+from elastic.compose.runs import CLAIM, claimant, claimed, is_claimed, private
 from elastic.config import ConfigError, given_path
 from elastic.core.cluster.types import DeviceAccount, JobState
 from elastic.pool.control_messages import OtherPoolVersion, PoolControl, PoolStanding
@@ -35,6 +36,8 @@ T = TypeVar("T")
 POLL_S = 0.1
 SETTLED_S = 15.0
 """A pool's process that has lived so long did not die of how it began. All jobs wait for the next one."""
+SUPERVISOR = "supervisor.lock"
+"""The file that the supervisor of a pool's process holds."""
 JOURNAL = "journal.sqlite"
 BAD_INPUT = ("invalid", "unknown_job", "conflict", "rejected", "version")
 """What a pool refuses because of how it was asked."""
@@ -152,13 +155,11 @@ def stop_pool(
     """
     path = find_pool(name, directory)
     command_id = command_id or new_command_id()
+    processes = _LastProcesses(path)
     answer = asked(PoolControl(path).stop(now=now, command=command_id), command_id)
     if wait_s and not now:
         say(f"pool {path.name} stops: its jobs come to their step's end")
-    deadline = time.monotonic() + wait_s
-    while is_claimed(path) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    ended = not is_claimed(path)
+    ended = processes.await_end(time.monotonic() + wait_s)
     if as_json:
         emit({"pool": path.name, "command": "stop", "id": answer.id, "repeated": answer.repeated, "ended": ended})
     if ended:
@@ -167,6 +168,35 @@ def stop_pool(
         say(f"error: pool {path.name} has not ended within {wait_s:g} s; it goes on stopping")
         return EXIT_FAILED
     return 0
+
+
+class _LastProcesses:
+    """The process of a pool and its supervisor, which end after all that they have started, held from now on."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._held: dict[str, int] = {}
+        self._hold()
+
+    def await_end(self, deadline_s: float) -> bool:
+        """Wait until both have ended; returns whether they have. `deadline_s` is as of `time.monotonic`."""
+        while True:
+            claims = self._hold()
+            ended, _, _ = select.select([*self._held.values()], (), (), POLL_S)
+            for claim in [claim for claim, descriptor in self._held.items() if descriptor in ended]:
+                os.close(self._held.pop(claim))
+            if not self._held and not claims:
+                return True
+            if time.monotonic() > deadline_s:
+                return False
+
+    def _hold(self) -> Sequence[str]:
+        """Hold those that have come, too; returns the claims that there are."""
+        claims = [claim for claim in (CLAIM, SUPERVISOR) if is_claimed(self._directory, claim)]
+        for claim in claims:
+            if claim not in self._held and (descriptor := claimant(self._directory, claim)) is not None:
+                self._held[claim] = descriptor
+        return claims
 
 
 def find_pool(name: str, directory: Path) -> Path:
@@ -266,7 +296,10 @@ def supervise_pool(directory: Path, restarts_max: int) -> int:
     command = [sys.executable, "-m", "elastic.cli", "pool-run", str(directory)]
     ends = (0, EXIT_BAD_INPUT, EXIT_INTERRUPTED)
     what = "the pool's process"
-    return keep_up(command, lambda status: status not in ends, restarts_max, what, settled_s=SETTLED_S, forgives=True)
+    with claimed(directory, SUPERVISOR):
+        return keep_up(
+            command, lambda status: status not in ends, restarts_max, what, settled_s=SETTLED_S, forgives=True
+        )
 
 
 def _again(control: PoolControl, last: PoolStanding) -> PoolStanding:

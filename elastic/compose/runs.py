@@ -94,10 +94,14 @@ def config_replaced(run_dir: Path, config: Config) -> Iterator[Callable[[], None
         former.unlink(missing_ok=True)
 
 
+CLAIM = "lock"
+"""The file that the process holds which is at a run, or is a pool's."""
+
+
 @contextlib.contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
+def claimed(run_dir: Path, claim: str = CLAIM) -> Iterator[None]:
     """The run is ours alone. Raises `ConfigError` while another process is at it; a dead one's claim is void."""
-    with (run_dir / "lock").open("w") as lock:
+    with (run_dir / claim).open("a") as lock:
         deadline_s = time.monotonic() + _CLAIM_WAIT_S
         while True:
             try:
@@ -108,12 +112,32 @@ def claimed(run_dir: Path) -> Iterator[None]:
                     message = f"run {run_dir} is still going on in another process; stop that one first"
                     raise ConfigError(message) from error
             time.sleep(0.02)
+        with contextlib.suppress(OSError):  # On a full disk: then nobody can wait for its end.
+            os.truncate(lock.fileno(), 0)
+            os.write(lock.fileno(), str(os.getpid()).encode())
         yield
 
 
-def is_claimed(run_dir: Path) -> bool:
+def claimant(run_dir: Path, claim: str = CLAIM) -> int | None:
+    """Return a descriptor of the process that is at the run now, as of `os.pidfd_open`; None if there is none."""
+    with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
+        pid = _claimant(run_dir, claim)
+        descriptor = os.pidfd_open(pid)
+        # Only now: before, the claim could have passed to another one, and the id, too.
+        if is_claimed(run_dir, claim) and _claimant(run_dir, claim) == pid:
+            return descriptor
+        os.close(descriptor)
+    return None
+
+
+def _claimant(run_dir: Path, claim: str) -> int:
+    with opened(run_dir, claim) as lock:
+        return int(lock.read())
+
+
+def is_claimed(run_dir: Path, claim: str = CLAIM) -> bool:
     """Whether a process is at the run now."""
-    with contextlib.suppress(FileNotFoundError), opened(run_dir, "lock") as lock:
+    with contextlib.suppress(FileNotFoundError), opened(run_dir, claim) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -310,7 +310,10 @@ class LivePorts:
             await asyncio.sleep(self._isolated.wait_s("time"))
 
     async def end_keepers(self) -> None:
-        """End keepers and their residents, once the pool has been stopped."""
+        """End keepers and their residents, and what times jobs, once the pool has been stopped."""
+        for job in self.profiles.names():
+            self.profiles.kill(job)
+            await self.profiles.settle(job)
         for node in self.keepers.names():
             self._gateway.cut_keeper(node)
             self.keepers.kill(node)

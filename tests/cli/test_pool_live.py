@@ -49,14 +49,14 @@ def test_a_pool_is_up_comes_back_and_ends(
         assert "the pool's process was killed by SIGKILL" in log
         nodes = until(lambda: up(elastic), 60)
         assert [node["name"] for node in nodes] == ["rollout-1", "rollout-2", "train-1"]
-        keepers = [node["keeper"]["pid"] for node in nodes]
+        keepers = [psutil.Process(node["keeper"]["pid"]) for node in nodes]
+        of_pool = [supervisor, *supervisor.children(recursive=True), *keepers]
     finally:
         code, _, err = elastic("pool", "stop", "--wait-s", "60")
     assert code == 0, err
     assert "has ended" in err
-    until(lambda: not supervisor.is_running() or supervisor.status() == psutil.STATUS_ZOMBIE, 20)
+    assert not [one for one in of_pool if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert not is_claimed(directory)
-    until(lambda: not any(psutil.pid_exists(pid) for pid in keepers), 20)
     code, out, err = elastic("report", "lab", "--json")
     assert code == 0, err
     assert json.loads(out)["jobs"] == []

@@ -147,6 +147,4 @@ class LivePool:
 
     def stop(self) -> None:
         self.elastic("pool", "stop", self.path, "--now")
-        # The lock is free a moment before the processes have ended.
-        psutil.wait_procs(self.processes("pool-run", str(self.path)), timeout=20.0)
         assert self.processes("pool-run", str(self.path)) == []
