@@ -16,7 +16,7 @@ import traces
 from elastic.core.types import NS_PER_S, EndCause, LeaseId
 from elastic.system.compiled import place_below
 from elastic.system.last_words import last_words
-from elastic.system.processes import inherited, told_secrets
+from elastic.system.processes import OF_SITE, inherited, told_secrets
 from elastic.system.supervision import RecordedProcesses, end_left_over, how_ended, records
 from providers.base import (
     Emit,
@@ -29,9 +29,6 @@ from providers.base import (
 )
 from providers.base_provider import BaseProvider, Found, LeaseHandle
 from providers.markets import LeaseEnding, Market
-
-WORKER_VARIABLES = ("ELASTIC_SITE", "ELASTIC_SITE_TOKEN")
-"""What a machine may tell its workers, besides what every process of a run inherits; see `elastic.worker.weights`."""
 
 
 class Exit(NamedTuple):
@@ -80,7 +77,7 @@ class ProcessGroup:
         """
         log = self._log(name)
         log.parent.mkdir(parents=True, exist_ok=True)
-        ours = {**place_below(self._context.run_dir), **inherited(*WORKER_VARIABLES, *self._context.pass_env)}
+        ours = {**place_below(self._context.run_dir), **inherited(*OF_SITE, *self._context.pass_env)}
         with log.open("ab") as output:
             self._members[name] = self._recorded.start(
                 name, command, {**ours, **environment}, output, pass_fds=pass_fds

@@ -41,7 +41,7 @@ from elastic.pool.standing import JobStanding, PlacementPlan
 from elastic.protocol.run_control import ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.report.log_files import LogFollower, log_files
 from elastic.runtime.journal import DirectoryStore, JournalError
-from elastic.system.processes import inherited
+from elastic.system.processes import inherited, named
 
 PROFILED_ON = "reserved"
 """The provider of workers on this machine that stay."""
@@ -132,6 +132,7 @@ def submit_job(
         run = _of_run(config, changes, names_in(providers), phases)
         steps, job, called = run.run.steps, run.job, name or run.run.name
         gpus = run.trainer.gpus
+        environment = named(*run.run.pass_env)
     else:
         settings = _of_script(config, changes, names_in(providers))
         steps, job, called = settings.run.steps, settings.job, name or Path(script[0]).name

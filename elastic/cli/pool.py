@@ -380,4 +380,6 @@ def doing(job: JobStanding) -> str:
         return "has its turn"
     if job.asked is not None:
         return f"waits for {job.asked}"
+    if job.queue_place is not None:
+        return f"{job.queue_place}. in the queue: {job.reason}"
     return "between phases" if job.state is JobState.RUNNING else job.reason

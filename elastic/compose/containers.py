@@ -33,7 +33,7 @@ from elastic.protocol.endpoint import Address, is_loopback
 from elastic.protocol.front_messages import SOCKET
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import AGENTS, JournalError, RunDirectory
-from elastic.system.processes import inherited
+from elastic.system.processes import inherited, named
 from elastic.system.signals import TERMINATION, act_on
 
 __all__ = ["check_env_workers", "container_order", "container_words", "dockerfile_lines", "keep_container"]
@@ -115,7 +115,7 @@ def container_order(run_dir: Path, config: Config, number: int) -> ContainerOrde
     save_run_config(folder, _own(config, environment))
     nothing = folder.with_name(NOTHING)
     nothing.mkdir(exist_ok=True)
-    passed = inherited(*config.run.pass_env).keys() - inherited().keys()
+    passed = named(*config.run.pass_env).keys()
     limits = environment.limits
     return ContainerOrder(
         name=f"{RunSecrets.of(run_dir).tag('elastic')}-{driver}",

@@ -39,7 +39,7 @@ from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
 from elastic.system.boot_clock import Began
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.logs import log_to
-from elastic.system.processes import inherited
+from elastic.system.processes import OF_SITE, inherited
 from elastic.system.signals import TERMINATION, act_on
 from elastic.system.supervision import RecordedProcesses
 
@@ -74,7 +74,7 @@ class PoolPrograms:
     def keeper(self, node: NodeId, ticket: int) -> ProcessLaunch:
         records = self._directory / "leases"
         environment = {
-            **inherited(),
+            **inherited(*OF_SITE),
             POOL_VARIABLE: self._endpoint.address,
             FINGERPRINT_VARIABLE: self._endpoint.fingerprint,
             NAME_VARIABLE: self._config.pool.name,

@@ -33,7 +33,16 @@ from elastic.pool.control_messages import (
 from elastic.pool.journal import PoolJournal
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
 from elastic.pool.shell import PoolShell
-from elastic.pool.standing import JobStanding, KeeperStanding, PoolStatus, bills, job_standing, plan_of, standing
+from elastic.pool.standing import (
+    JobStanding,
+    KeeperStanding,
+    PoolStatus,
+    bills,
+    job_standing,
+    plan_of,
+    queue_places,
+    standing,
+)
 
 SUBMISSION_BYTES_MAX = 1024 * 1024
 NAMED_MOST = 5
@@ -204,7 +213,11 @@ class PoolCommandManager:
         lasts = [(shell.last_of(record.request.id), owed[record.request.id]) for record in living]
         lasts += [(one, one.record.billed) for one in kept if one is not None]
         lasts.sort(key=lambda one: -one[0].record.arrival)
-        jobs = [self._beside(job_standing(cluster, one.record, billed), one) for one, billed in lasts[:most]]
+        places = queue_places(cluster)
+        jobs = [
+            self._beside(job_standing(cluster, one.record, billed, places.get(one.record.request.id)), one)
+            for one, billed in lasts[:most]
+        ]
         return PoolJobs(jobs=jobs, before=jobs[-1].arrival if len(lasts) > len(jobs) else None)
 
 

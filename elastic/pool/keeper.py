@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 import structlog
 
-from elastic.core.cluster.types import JobId
+from elastic.core.cluster.types import JobId, PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.connection import FROM_RESIDENT, POOL, TO_KEEPER, PoolLink
 from elastic.pool.keeper_state import (
@@ -36,7 +36,7 @@ from elastic.protocol.connection import ConnectionLost, Greeting, SessionRefused
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.host import here
 from elastic.system.isolation import IsolatedLoop, LoopFaults
-from elastic.system.processes import inherited
+from elastic.system.processes import OF_SITE, inherited
 from elastic.system.supervision import RecordedProcesses, how_ended
 
 log = structlog.get_logger(__name__)
@@ -205,7 +205,7 @@ class Keeper:
         order = resident.order
         ours, theirs = here().socketpair()
         try:
-            environment = inherited() | resident.recorded.marks | order.environment
+            environment = self._inherited(order) | resident.recorded.marks | order.environment
             if resident.quietly:
                 environment[w.QUIET_VARIABLE] = "1"
             resident.recorded.write()
@@ -231,6 +231,11 @@ class Keeper:
         if order.script:
             ours.close()
             self._heed(ScriptStarted(order.job))
+
+    @staticmethod
+    def _inherited(order: w.StartResidentFrame) -> dict[str, str]:
+        """What a resident has of the keeper's environment; of the node's site a worker alone is told."""
+        return inherited(*(OF_SITE if order.phase is PhaseKind.ROLLOUT and not order.script else ()))
 
     async def _hear(self, resident: _OwnResident) -> tuple[str, int | None]:
         """Receive messages until the resident's process has ended or is useless; returns why, and its exit status."""

@@ -109,6 +109,8 @@ class JobStanding(msgspec.Struct, kw_only=True):
     usd: float
     saved_if_left_usd_per_hour: float
     over: bool
+    queue_place: int | None = None
+    """Of those that wait for room, how many are looked at before it, itself included."""
     directory: str = ""
     logs: str = ""
     script: bool = False
@@ -176,7 +178,7 @@ def standing(
     `jobs` are those to show; without it all are shown that have not left the cluster.
     """
     now_ns = cluster.now_ns if now_ns is None else max(now_ns, cluster.now_ns)
-    billed = bills(cluster, now_ns)
+    billed, places = bills(cluster, now_ns), queue_places(cluster)
     paid = cluster.books.paid(now_ns)
     shown = cluster.jobs.values() if jobs is None else jobs
     return PoolStatus(
@@ -197,7 +199,9 @@ def standing(
             )
             for group in cluster.groups.values()
         ],
-        jobs=[job_standing(cluster, record, billed[record.request.id]) for record in shown],
+        jobs=[
+            job_standing(cluster, record, billed[record.request.id], places.get(record.request.id)) for record in shown
+        ],
         permits=[_permit(permit, now_ns) for permit in cluster.permits.values()],
         waits=[
             WaitStanding(
@@ -285,7 +289,13 @@ def story_of(record: JobRecord) -> list[StoryPart]:
     return [StoryPart(chapter.at_ns / NS_PER_S, chapter.state.value, chapter.cause) for chapter in record.story]
 
 
-def job_standing(cluster: Cluster, record: JobRecord, billed: int) -> JobStanding:
+def queue_places(cluster: Cluster) -> dict[JobId, int]:
+    """Return the place in the queue of each job that waits for room."""
+    queued = (job for job, record in cluster.jobs.items() if record.state is JobState.QUEUED)
+    return {job: place for place, job in enumerate(queued, 1)}
+
+
+def job_standing(cluster: Cluster, record: JobRecord, billed: int, queue_place: int | None = None) -> JobStanding:
     """Return what the cluster knows of one job. It owes `billed` nano-dollars times nanoseconds per hour."""
     request, seat, story = record.request, record.seat, story_of(record)
     cycle_ns = cluster.groups[seat.group].cycle_ns if seat is not None else 0
@@ -314,6 +324,7 @@ def job_standing(cluster: Cluster, record: JobRecord, billed: int) -> JobStandin
         usd=usd(billed),
         saved_if_left_usd_per_hour=saved_if_left(cluster, record) / NANO_USD,
         over=record.over,
+        queue_place=queue_place,
     )
 
 

@@ -601,6 +601,7 @@ class HostedJob(_Resource):
     project: str | None = Field(description="null for one that was not submitted here")
     state: str
     reason: str
+    queue_place: int | None = Field(default=None, description="its place among those that wait for room, from 1")
     slo: float
     planned_slowdown: float | None
     steps: int

@@ -25,7 +25,7 @@ from elastic.server.store import Store, jobs
 from elastic.server.store.database import now_us
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.outages import backoff
-from elastic.system.processes import inherited
+from elastic.system.processes import OF_SITE, inherited
 from elastic.system.supervision import start_detached
 
 T = TypeVar("T")
@@ -183,4 +183,4 @@ class PoolSupervisors:
         command = [*self._program, str(path), "--supervise", "10"]
         (path / "logs").mkdir(mode=0o700, exist_ok=True)
         with (path / "logs" / "supervisor.log").open("ab") as output:
-            self._started[path] = start_detached(command, inherited(), output, umask=0o077)
+            self._started[path] = start_detached(command, inherited(*OF_SITE), output, umask=0o077)

@@ -31,6 +31,8 @@ INHERITED = (
     *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
 """Names of environment variables, and patterns of names, that every process of a run inherits."""
+OF_SITE = ("ELASTIC_SITE", "ELASTIC_SITE_TOKEN")
+"""What a machine may tell workers on it, besides what every process of a run inherits; see `elastic.worker.weights`."""
 
 _PR_SET_PDEATHSIG = 1
 """`prctl`'s, of Linux."""
@@ -48,6 +50,12 @@ def inherited(*further: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if name in wanted or (_matches(name, patterns) and not _matches(name, _SECRETS))
     }
+
+
+def named(*further: str) -> dict[str, str]:
+    """Of our environment, what is named here and would not be inherited unless it was."""
+    usual = inherited()
+    return {name: value for name, value in inherited(*further).items() if name not in usual}
 
 
 def told_secrets() -> list[str]:

@@ -130,6 +130,16 @@ def test_a_script_brings_its_command_and_no_secrets(
     refused(elastic("jobs", "submit", file, "--providers", "spot", "--", "x"), "--providers: a script has none")
 
 
+def test_a_run_brings_what_it_passes_on_and_no_more(
+    elastic, pool: StandIn, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("JUDGE_KEY", "passed on")
+    submit(elastic, job, "--name", "one", "--set", "run.pass_env=['JUDGE_KEY', 'PATH']")
+    (sent,) = pool.submitted
+    assert sent.entry.environment == {"JUDGE_KEY": "passed on"}
+
+
 def test_a_script_with_a_phases_file_is_wrapped(refused, elastic, pool: StandIn, tmp_path: Path) -> None:
     file, phases = tmp_path / "script.toml", tmp_path / "phases.toml"
     file.write_text('[run]\nname = "grpo"\n' + JOB)

@@ -87,6 +87,15 @@ def test_a_plan_for_who_is_queued_timed_or_rejected() -> None:
         plan_of(cluster, timed_job("three", train_gpus=2))
 
 
+def test_who_waits_for_room_knows_its_place_and_moves_up() -> None:
+    cluster = cluster_of(ONE_OF_EACH, "one", "two")
+    for job in ("three", "four"):
+        cluster.handle(e.JobSubmitted(request=timed_job(job, slo=4.0)), 4 * S)
+    assert [job.queue_place for job in standing(cluster, 5 * S).jobs] == [None, None, 1, 2]
+    cluster.handle(e.CancelRequested(job="three"), 6 * S)
+    assert [job.queue_place for job in standing(cluster, 7 * S).jobs] == [None, None, None, 1]
+
+
 def test_what_would_be_saved_if_a_job_left() -> None:
     jobs = {job.name: job for job in standing(cluster_of(THREE_OF_EACH, "one", "two")).jobs}
     assert jobs["one"].saved_if_left_usd_per_hour == 0.0

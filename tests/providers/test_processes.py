@@ -14,11 +14,11 @@ from structlog.testing import capture_logs
 
 from elastic.core.events import LeaseRefused
 from elastic.system.host import Host, on
-from elastic.system.processes import Identity, identity
+from elastic.system.processes import OF_SITE, Identity, identity
 from elastic.system.supervision import RecordedProcesses, WatchedProcess, records
 from elastic.worker import weights
 from providers.base import ProviderContext, ProviderSettings, ProviderUnavailable
-from providers.processes import WORKER_VARIABLES, ProcessGroup, new_record
+from providers.processes import ProcessGroup, new_record
 from providers.reserved import ReservedProvider
 from tests.providers.conftest import TIMEOUT_S, Recorder, eventually, lease_request, processes_with
 
@@ -119,7 +119,7 @@ async def test_workers_inherit_what_they_need_and_no_secret(
     secrets = ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "HF_TOKEN", "ELASTIC_SERVING_TOKEN", "PYTHON_API_KEY")
     for name in (*secrets, "WANDB_API_KEY", "NAMED_ONE", "NAMED_TWO", "NAMED_TOKEN"):
         monkeypatch.setenv(name, "theirs")
-    for name in ("LC_ALL", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", *WORKER_VARIABLES):
+    for name in ("LC_ALL", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", *OF_SITE):
         monkeypatch.setenv(name, "0")
     named = msgspec.structs.replace(context, pass_env=("WANDB_API_KEY", "NAMED_*"))
     group = group_of(named)
@@ -128,12 +128,12 @@ async def test_workers_inherit_what_they_need_and_no_secret(
     found = json.loads((await group.wait()).log.read_text())
     await group.kill()
     assert not found.keys() & {*secrets, "NAMED_TOKEN"}
-    given = {"PATH", "LC_ALL", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WORD", *WORKER_VARIABLES}
+    given = {"PATH", "LC_ALL", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WORD", *OF_SITE}
     assert found.keys() >= given | {"WANDB_API_KEY", "NAMED_ONE", "NAMED_TWO"}
 
 
 def test_what_a_machine_tells_its_workers_is_what_they_read() -> None:
-    assert (weights.SITE_VARIABLE, weights.SITE_TOKEN_VARIABLE) == WORKER_VARIABLES
+    assert (weights.SITE_VARIABLE, weights.SITE_TOKEN_VARIABLE) == OF_SITE
 
 
 async def test_a_broken_record_is_reported_and_kept(context: ProviderContext) -> None:

@@ -1,0 +1,73 @@
+"""A node's keeper with real residents: what their environment holds, and what becomes of them."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from elastic.core.cluster.types import PhaseKind
+from elastic.pool import messages as w
+from elastic.pool.connection import FromDialler, PoolLink
+from elastic.pool.keeper import Keeper, KeeperTicket
+from tests.pool.test_link import served
+
+TELL = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w')); sys.exit(int(sys.argv[2]))"
+
+
+class KeptNode:
+    """The pool's side of one keeper."""
+
+    def __init__(self, path: Path, link: PoolLink[FromDialler]) -> None:
+        self.path, self.link = path, link
+        self._number = 0
+
+    async def resident(
+        self, phase: PhaseKind, *, script: bool = False, status: int = 0, **given: str
+    ) -> tuple[Mapping[str, str], w.ResidentGone]:
+        """Start a resident that ends with this status; returns its environment, and how it was said to have ended."""
+        self._number += 1
+        job, told = f"job-{self._number}", self.path / f"environment-{self._number}"
+        command = (sys.executable, "-S", "-c", TELL, str(told), str(status))
+        log = str(self.path / "log")
+        self.link.send(w.StartResidentFrame(job, 1, phase, command, dict(given), str(self.path), log, script=script))
+        while not isinstance(message := await self.link.receive(), w.ResidentGone):
+            pass
+        assert message.job == job
+        return json.loads(told.read_text()), message
+
+
+@contextlib.asynccontextmanager
+async def kept(path: Path) -> AsyncIterator[KeptNode]:
+    async with asyncio.timeout(60), served() as (endpoint, connected):
+        ticket = KeeperTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="t", records=path / "records")
+        (path / "records").mkdir()
+        keeping = asyncio.create_task(Keeper(ticket).run())
+        try:
+            link = await connected.get()
+            assert isinstance(await link.receive(), w.KeeperHello)
+            link.send(w.KeeperWelcome("session", 60.0, 60.0, 60.0))
+            yield KeptNode(path, link)
+            connected.put_nowait(link)
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_worker_is_told_of_its_node_s_site_and_residents_of_what_their_job_passes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = {"ELASTIC_SITE": "/near", "ELASTIC_SITE_TOKEN": "of the site"}
+    for name, value in {**site, "AWS_SECRET_ACCESS_KEY": "hidden"}.items():
+        monkeypatch.setenv(name, value)
+    async with kept(tmp_path) as node:
+        worker, _ = await node.resident(PhaseKind.ROLLOUT, JUDGE_KEY="passed on")
+        assert site.items() <= worker.items()
+        assert worker["JUDGE_KEY"] == "passed on"
+        assert "AWS_SECRET_ACCESS_KEY" not in worker
+        for phase, script in ((PhaseKind.TRAIN, False), (PhaseKind.TRAIN, True)):
+            other, _ = await node.resident(phase, script=script)
+            assert not site.keys() & other.keys()
