@@ -6,9 +6,11 @@ process, is missing.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeAlias, cast
 
 from elastic.compose import scheduling
+from elastic.compose.checkpoints import discard_checkpoint
 from elastic.compose.plan import TRAINER_PROVIDER, resolve
 from elastic.compose.scheduling import policies, run_plan
 from elastic.config import Config
@@ -133,6 +135,7 @@ def orchestrator(
         ),
         secrets=RunSecrets.of(run.path),
         kept=run,
+        discard=partial(discard_checkpoint, run.path),
         certificate=certificate,
         agents=agents,
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from elastic.config import Config
 from elastic.runtime.states import CHECKPOINTS
 from elastic.worker.trainer import resolve_trainer
-from elastic.worker.trainer.base import saved
+from elastic.worker.trainer.base import remove_saved, saved
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 def checkpoints(run_dir: Path) -> list[Path]:
     """The trainer's, oldest first; the names are their steps."""
     return saved(run_dir / CHECKPOINTS)
+
+
+def discard_checkpoint(run_dir: Path, version: int) -> None:
+    """Have no checkpoint of this version. Raises `OSError`."""
+    for path in checkpoints(run_dir):
+        if int(path.stem) == version:
+            remove_saved(path)
 
 
 def policy_of(config: Config, checkpoint: Path) -> "Iterator[tuple[str, Tensor]]":

@@ -12,6 +12,7 @@ import msgspec
 import structlog
 
 from elastic.compose.agents import agents_wiring, make_hosts
+from elastic.compose.checkpoints import discard_checkpoint
 from elastic.compose.incarnations import (
     PastIncarnations,
     PreviousIncarnation,
@@ -124,6 +125,7 @@ async def execute(
                     welcome=_welcome(config, run_dir.name, relay.far, certificate),
                     secrets=secrets,
                     kept=run,
+                    discard=partial(discard_checkpoint, run_dir),
                     make_reward_pool=partial(make_reward_pool, plan, run_dir) if plan.reward else None,
                     engines={n: plan.engine(n).model_dump(mode="json") for n in (TRAINER_PROVIDER, *plan.providers)},
                     relays=dict.fromkeys(_on_this_machine(plan), relay.local),

@@ -133,7 +133,7 @@ class Ready(_Message, frozen=True):
     The trainer, whose `weights_version` is what it has trained to, says more, and nobody else may: `publisher`, the
     public half of the key with which it signs weights, in hexadecimal, a new one whenever its process starts; and what
     it was given in the step in progress: `groups` to train on, and all `slots` of groups, those that it skips, too.
-    `proof` is what workers of this version are to answer.
+    `proof` is what workers of this version are to answer; `source` is as of the update that led to it.
     """
 
     capabilities: Capabilities
@@ -142,6 +142,7 @@ class Ready(_Message, frozen=True):
     groups: Annotated[list[Text], msgspec.Meta(max_length=ENTRIES_MAX)] = []
     slots: Annotated[list[Count], msgspec.Meta(max_length=ENTRIES_MAX)] = []
     proof: Proof = []
+    source: Text = ""
 
 
 class Heartbeat(_Message, frozen=True):

@@ -95,7 +95,8 @@ class Wiring:
     the relay of those providers whose workers do not get the welcome's, `relay_rights` whom the weights' relay lets do
     what, where it can tell them apart. Workers of `resident` providers are processes that outlive their leases. With a
     `certificate` workers speak TLS; those that come by tickets wait in the `waiting_room`. Without `make_reward_pool`
-    the environments score. `kept` is where the run is kept. The `pool` is open, of which the run is a job.
+    the environments score. `kept` is where the run is kept, and `discard` removes the trainer's checkpoint of a version
+    from there. The `pool` is open, of which the run is a job.
     """
 
     make_providers: Callable[[Endpoint, Callable[[], int]], Mapping[str, Provider]]
@@ -103,6 +104,7 @@ class Wiring:
     welcome: wire.Welcome
     secrets: RunSecrets
     kept: RunDirectory
+    discard: Callable[[int], None]
     make_reward_pool: MakePool | None = None
     engines: Mapping[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     relays: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -245,7 +247,7 @@ class Orchestrator:
         )
         self._door.waiting_room = wiring.waiting_room
         listener.trainer = GatewayTrainer(
-            self._door, self.scheduler, wiring.kept.trajectories, run.stop, kept_steps(config)
+            self._door, self.scheduler, wiring.kept.trajectories, run.stop, kept_steps(config), wiring.discard
         )
         agents = wiring.agents
         self._hosts, self._host_processes = self._make_hosts(run)

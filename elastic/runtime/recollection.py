@@ -91,7 +91,7 @@ class Recollection:
 
     def _connect(self, _: Run) -> Ports:
         nobody: Any = _Nobody()
-        self._trainer = GatewayTrainer(nobody, self.scheduler, nobody, nobody, self._keep_steps)
+        self._trainer = GatewayTrainer(nobody, self.scheduler, nobody, nobody, self._keep_steps, nobody)
         return Ports(
             clock=nobody,
             journal=Scribe(self.scheduler, nobody),

@@ -39,19 +39,29 @@ class OutOfStep(Exception):
 
 
 def missing(
-    orders: Sequence[Order], outstanding: Order | None, newest: int, version: int, groups: set[str], slots: set[int]
+    orders: Sequence[Order],
+    outstanding: Order | None,
+    newest: int,
+    version: int,
+    groups: set[str],
+    slots: set[int],
+    source: str = "",
 ) -> list[Order]:
-    """Return the orders that a trainer lacks, given its version and the groups and slots that it has got since.
+    """Return the orders that a trainer lacks, given its version, which is of an offer's `source`, and the groups and
+    slots that it has got since.
 
-    The run is at version `newest`, or will be after the `outstanding` order, which the trainer gets anyway. Raises
-    `OutOfStep`.
+    The run is at version `newest`, or will be after the `outstanding` order, which the trainer gets anyway. Any other
+    update beyond that was of an offer that was refused since. Raises `OutOfStep`.
     """
-    ahead = isinstance(outstanding, c.UpdateWeights)
+    ahead = isinstance(outstanding, c.UpdateWeights) and outstanding.source in (UNSET, source)
     if version > newest + ahead:
         raise OutOfStep(f"it is at version {version}, and the run at {newest}")
     if version < newest and not any(isinstance(order, c.UpdateWeights) and order.step == version for order in orders):
         raise OutOfStep(f"it is at version {version}, the run at {newest}, and what was trained between is not kept")
-    now = [order for order in orders if order.step == version]
+    kept = [
+        one for one in orders if not isinstance(one, c.UpdateWeights) or one.version <= newest or one == outstanding
+    ]
+    now = [order for order in kept if order.step == version]
     if unknown := groups - {order.group for order in now if isinstance(order, c.TrainGroup)}:
         raise OutOfStep(f"it has trained on {', '.join(sorted(unknown))} in step {version}, which it was not told to")
     empty = {slot for order in now if isinstance(order, c.UpdateWeights) for slot in order.empty_slots}
@@ -67,7 +77,7 @@ def missing(
             case c.UpdateWeights():
                 return True
 
-    later = [order for order in orders if order.step > version]
+    later = [order for order in kept if order.step > version]
     return [order for order in [*filter(lacks, now), *later] if order != outstanding]
 
 
@@ -75,16 +85,24 @@ class GatewayTrainer:
     """`elastic.runtime.ports.TrainerPort` over the gateway.
 
     `stored` reads what trajectories came to, `stop` ends the run for a cause; `keep_steps` as of `kept_steps`.
+    `discard` removes the trainer's checkpoint of a version, so that its successor begins before it; raises `OSError`.
     """
 
     def __init__(
-        self, door: Door, scheduler: Scheduler, stored: Stored, stop: Callable[[str], None], keep_steps: int
+        self,
+        door: Door,
+        scheduler: Scheduler,
+        stored: Stored,
+        stop: Callable[[str], None],
+        keep_steps: int,
+        discard: Callable[[int], None],
     ) -> None:
         self._door = door
         self._scheduler = scheduler
         self._stored = stored
         self._stop = stop
         self._keep_steps = keep_steps
+        self._discard = discard
         self._orders: list[Order] = []
         self._joining: tuple[WorkerId, int] | None = None
         """The worker and its epoch that is being brought up to date."""
@@ -121,6 +139,8 @@ class GatewayTrainer:
     def reaches(self, version: int) -> bool:
         """Whether a trainer that stands at this version, between two steps, can be brought to where the run is."""
         core = self._scheduler
+        if self._is_given_up(version):
+            return True
         try:
             missing(self._orders, core.trainer_order, core.version or 0, version, set(), set())
         except OutOfStep:
@@ -138,9 +158,18 @@ class GatewayTrainer:
             return
         try:
             lacking = missing(
-                self._orders, core.trainer_order, core.version, version, set(ready.groups), set(ready.slots)
+                self._orders,
+                core.trainer_order,
+                core.version,
+                version,
+                set(ready.groups),
+                set(ready.slots),
+                ready.source,
             )
         except OutOfStep as error:
+            if self._is_given_up(version):
+                self._step_back(worker, version)
+                return
             self._refuse(worker, f"the trainer is out of step with the journal: {error}")
             return
         log.info("the trainer joins", worker=worker, version=version, orders=len(lacking))
@@ -183,6 +212,21 @@ class GatewayTrainer:
                 return
             self._lacking.popleft()
         self._joined()
+
+    def _is_given_up(self, version: int) -> bool:
+        """Whether a trainer at this version, which nothing asks for, has kept an offer that was refused since."""
+        core = self._scheduler
+        return core.serving is not None and core.version is not None and version == core.version + 1
+
+    def _step_back(self, worker: WorkerId, version: int) -> None:
+        """Have a successor of the worker begin before this version."""
+        log.warning("the importer has kept what was refused since; another one begins before it", version=version)
+        try:
+            self._discard(version)
+        except OSError as error:
+            self._stop(f"the checkpoint of version {version}, whose offer was refused, cannot be removed: {error}")
+            return
+        self._door.fence(worker, f"version {version} was refused")
 
     def _refuse(self, worker: WorkerId, cause: str) -> None:
         """A process of before is replaced by one that begins at the checkpoint; where that is refused nothing helps."""

@@ -39,7 +39,14 @@ from elastic.worker.publication import (
 )
 from elastic.worker.seeding_engines import several_engines
 from elastic.worker.trainer import checkpoint, create_trainer, generates, resolve_trainer, seeding_engines
-from elastic.worker.trainer.base import OfferRefused, PolicyTrainer, TakesOffers, checkpoint_path, saved
+from elastic.worker.trainer.base import (
+    OfferRefused,
+    PolicyTrainer,
+    TakesOffers,
+    checkpoint_path,
+    remove_saved,
+    saved,
+)
 from elastic.worker.trainer.layers import changed_shares
 from elastic.worker.training import Standing, TrainerOrder, TrainerReply
 from elastic.worker.weights import source_of
@@ -132,7 +139,7 @@ class TrainerHost:
             self._learning = self._trainer
         if self._resume:
             self._restore()
-        self._standing = Standing(self._trainer.version, proof=wire.sound_proof(self._trainer.proof()))
+        self._standing = self._between_steps()
         self._versions = self._versions_of(self._trainer)
         self._hold()
         patience_s, model = welcome.orchestrator_timeout_s, dict(welcome.model)
@@ -197,7 +204,8 @@ class TrainerHost:
             case wire.SkipGroup():
                 return order.index in self._standing.slots
             case wire.UpdateFrame():
-                return self._stepped is not None and order.version == self._stepped.version
+                stands = self._standing
+                return self._stepped is not None and (order.version, order.source) == (stands.version, stands.source)
             case _:
                 assert_never(order)
 
@@ -245,6 +253,8 @@ class TrainerHost:
 
     def _take(self, order: wire.UpdateFrame) -> None:
         """Have the trainer read the weights that were offered to it. Raises `OfferRefused`."""
+        if order.version <= self._trainer.version:
+            raise RuntimeError(f"version {order.version} is here of another offer, {self._standing.source!r}")
         if isinstance(self._trainer, TakesOffers):
             self._trainer.take(order.source)
 
@@ -256,7 +266,7 @@ class TrainerHost:
             raise RuntimeError(f"the trainer stepped to version {self._trainer.version}, not {order.version}")
         tensors = self._hold()
         self._publication = self._publishing.submit(self._publish, order.version, order.pulled)
-        self._standing = Standing(order.version, proof=wire.sound_proof(self._trainer.proof()))
+        self._standing = self._between_steps()
         self._checks.clear()
         began_s = here().monotonic()
         if not self._makes_way:
@@ -270,6 +280,11 @@ class TrainerHost:
         unusable = {group: wire.clipped(why) for group, why in self._trainer.unusable.items()}
         checks = self._trainer.take_checks()
         return wire.Stepped(order.version, wire.finite(metrics | times), unusable, checks, self._standing.proof)
+
+    def _between_steps(self) -> Standing:
+        trainer = self._trainer
+        source = trainer.source if isinstance(trainer, TakesOffers) else ""
+        return Standing(trainer.version, proof=wire.sound_proof(trainer.proof()), source=source)
 
     def checkpoint(self) -> None:
         """Save what was trained, before the device is given back, unless it is saved or a step is under way.
@@ -342,7 +357,7 @@ class TrainerHost:
         best = best_kept(self._checkpoints)
         for old in saved(self._checkpoints)[:-KEEP_CHECKPOINTS]:
             if best is None or old != self._checkpoint_of(best):
-                checkpoint.remove(old)
+                remove_saved(old)
 
     def _restore(self) -> None:
         checkpoint.sweep(self._checkpoints)

@@ -25,13 +25,14 @@ TrainerReply: TypeAlias = wire.Trained | wire.Stepped | wire.UpdateRefused | Non
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """The progress of a trainer: its version, with what proves that, and the groups that it has got in the step to the
-    next version."""
+    """The progress of a trainer: its version, with what proves that and the `source` of weights that others trained,
+    and the groups that it has got in the step to the next version."""
 
     version: int
     groups: tuple[str, ...] = ()
     slots: frozenset[int] = frozenset()
     proof: list[float] = []
+    source: str = ""
 
 
 class Training:
@@ -65,7 +66,7 @@ class Training:
     def ready(self) -> wire.Ready:
         stands, key = self._trainer.standing(), self._trainer.publisher
         groups, slots = list(stands.groups), sorted(stands.slots)
-        return wire.Ready(self._engine.capabilities, stands.version, key, groups, slots, stands.proof)
+        return wire.Ready(self._engine.capabilities, stands.version, key, groups, slots, stands.proof, stands.source)
 
     def resumed(self, welcome: wire.Welcome) -> None:
         """Repeat the last announcements on a new connection, since they may have been lost."""

@@ -21,7 +21,7 @@ from elastic.weights.records import request_key
 from elastic.weights.signing import Trust
 from elastic.weights.versions import published_updates, published_versions
 from elastic.worker.trainer import checkpoint
-from elastic.worker.trainer.base import saved
+from elastic.worker.trainer.base import remove_saved, saved
 from tests.trainer.hugging_face import MODELS, read_weights, write_glm, write_model
 from tests.trainer.ranks import RankedProcess, config_of
 
@@ -229,7 +229,7 @@ def test_any_number_of_ranks_reads_what_another_wrote(start: Start, tmp_path: Pa
         for process, one in ((two, False), (two, True), (four, False)):
             with pytest.raises(ValueError, match=rf"damaged: {damaged.name} is not as it was written"):
                 process.ask("load", str(directory), one=one)
-    checkpoint.remove(directory)
+    remove_saved(directory)
     assert [path.name for path in saved(tmp_path)] == [file.name]
     assert not list(tmp_path.glob(".checkpoint-*"))
 
@@ -282,7 +282,7 @@ def test_a_rank_that_dies_or_hangs_ends_all_and_nothing_is_lost(start: Start, tm
     made.ask("train", 0)
     made.ask("save", str(tmp_path / "00000001.shards"))
     undisturbed = last_step(made)
-    checkpoint.remove(tmp_path / "00000002.shards")
+    remove_saved(tmp_path / "00000002.shards")
     made.ask("load", str(tmp_path / "00000001.shards"))
     for what, (function, number) in HELD_UP.items():
         made.ask("signal_when", function, number, 1, str(tmp_path / "struck"))

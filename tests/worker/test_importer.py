@@ -268,3 +268,19 @@ async def test_a_successor_stands_where_the_importer_stood_and_answers_again(hou
     house.send(wire.UpdateFrame(0, 1, source=offer(root / "1")), worker="again")
     again = await house.first(wire.Stepped, after=begin)
     assert again.metrics.items() <= stepped.metrics.items()
+
+
+async def test_a_successor_does_not_answer_for_what_was_kept_of_another_offer(house: TrainerHouse, root: Path) -> None:
+    """The offer had been refused after its checkpoint was saved, and another one is to be that version by now."""
+    first = house.host("w")
+    await house.first(wire.Ready)
+    await updated(house, 1, write(root / "1", policy(1)))
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    begin, stepped = len(house.heard), len(house.of(wire.Stepped))
+    house.host("again", resume=True)
+    assert (await house.first(wire.Ready, after=begin)).source == offer(root / "1")
+    house.send(wire.UpdateFrame(0, 1, source=offer(write(root / "2", policy(2)))), worker="again")
+    failed = await house.first(wire.TrainerFailedFrame, after=begin)
+    assert "another offer" in failed.error
+    assert len(house.of(wire.Stepped)) == stepped

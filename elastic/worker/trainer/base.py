@@ -5,6 +5,7 @@ at a time. Orders come in the journal's order, each once: `elastic.worker.traine
 Source: docs/design.md, `Trainer`.
 """
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -106,6 +107,11 @@ class OfferRefused(ValueError):
 class TakesOffers(Protocol):
     """A `PolicyTrainer` whose weights somebody else trains."""
 
+    @property
+    def source(self) -> str:
+        """The offer that its version is of, also after a checkpoint was loaded; empty for the base policy."""
+        ...
+
     def take(self, source: str) -> None:
         """Read what was offered: the next `update` steps to it. `source` is of `elastic.protocol.offers`.
 
@@ -203,11 +209,24 @@ class TrainerKind(Protocol):
 
 SUFFIXES = (".safetensors", ".shards")
 """Of checkpoints: files, and directories."""
+UNFINISHED_PREFIX = ".checkpoint-"
+"""Of what is none yet, or no more: whoever begins removes it."""
 
 
 def saved(directory: Path) -> list[Path]:
     """The checkpoints in a directory, oldest first."""
     return sorted((path for suffix in SUFFIXES for path in directory.glob(f"[!.]*{suffix}")), key=lambda one: one.stem)
+
+
+def remove_saved(path: Path) -> None:
+    """Have no checkpoint at `path`, nor half of one. Raises `OSError`."""
+    if path.is_dir():
+        gone = path.with_name(f"{UNFINISHED_PREFIX}former-{path.name}")
+        shutil.rmtree(gone, ignore_errors=True)
+        path.replace(gone)
+        shutil.rmtree(gone)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def checkpoint_path(directory: Path, version: int, *, in_directories: bool) -> Path:

@@ -22,6 +22,7 @@ from torch import Tensor
 from elastic.engine.model.stored import CheckpointError, check_shapes
 from elastic.system.cores import cores
 from elastic.system.files import replace_durably, sync
+from elastic.worker.trainer.base import UNFINISHED_PREFIX, remove_saved
 from elastic.worker.trainer.ranks import ALONE, Ranks
 
 T = TypeVar("T")
@@ -37,15 +38,18 @@ _HEADER_KEY = "elastic_trainer"
 DIGESTS_KEY = "digests"
 HEADER_FILE = "elastic.json"
 """Of a directory."""
-_UNFINISHED_PREFIX = ".checkpoint-"
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the training stands: the weights version, the optimiser updates made so far, and what the last step was."""
+    """Where the training stands: the weights version, the optimiser updates made so far, and what the last step was.
+
+    `source` is the offer that the version is of, where others train.
+    """
 
     version: int
     updates: int
     metrics: dict[str, float] = {}
+    source: str = ""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -145,7 +149,7 @@ def write_directory(path: Path, counters: Counters, ranks: Ranks, save: Callable
 
     All ranks call this together. Raises `CheckpointError`.
     """
-    unfinished = path.with_name(f"{_UNFINISHED_PREFIX}{path.name}")
+    unfinished = path.with_name(f"{UNFINISHED_PREFIX}{path.name}")
 
     def begin() -> None:
         if ranks.rank == 0:
@@ -162,7 +166,7 @@ def write_directory(path: Path, counters: Counters, ranks: Ranks, save: Callable
             header.write_bytes(msgspec.json.encode(_header(counters, digests)))
             sync(header)
             sync(unfinished)
-            remove(path)
+            remove_saved(path)
             replace_durably(unfinished, path)
 
     try:
@@ -184,7 +188,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], counters: Counters) -
 
     def replace() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED_PREFIX) as directory:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=UNFINISHED_PREFIX) as directory:
             unfinished = Path(directory, path.name)
             save_file(contiguous, unfinished, metadata=_header(counters, digests))
             sync(unfinished)
@@ -193,20 +197,9 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], counters: Counters) -
     _on_all(path, "written", ALONE, replace)
 
 
-def remove(path: Path) -> None:
-    """Have no checkpoint at `path`, nor half of one. Raises `OSError`."""
-    if path.is_dir():
-        gone = path.with_name(f"{_UNFINISHED_PREFIX}former-{path.name}")
-        shutil.rmtree(gone, ignore_errors=True)
-        path.replace(gone)
-        shutil.rmtree(gone)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def sweep(directory: Path) -> None:
     """Remove what a process left that was killed while it wrote; nobody may be writing now."""
-    for left_over in directory.glob(f"{_UNFINISHED_PREFIX}*"):
+    for left_over in directory.glob(f"{UNFINISHED_PREFIX}*"):
         shutil.rmtree(left_over, ignore_errors=True)
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from elastic.compose.agents import agent_limits
+from elastic.compose.checkpoints import discard_checkpoint
 from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, resolve
 from elastic.compose.scheduling import limits, policies, run_plan
@@ -382,6 +383,7 @@ class World:
                     welcome=self._welcome(),
                     secrets=secrets,
                     kept=run,
+                    discard=partial(discard_checkpoint, run.path),
                     make_reward_pool=self._functions if plan.scored else None,
                     engines={name: config.engine.model_dump(mode="json") for name in (*self.clouds, *self.providers)},
                     relays={TRAINER_PROVIDER: self.relay.url},

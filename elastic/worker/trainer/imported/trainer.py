@@ -28,12 +28,13 @@ NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
 
 
 class _ReadVersion(NamedTuple):
-    """A directory that was read. `files` is None of the base policy, which needs no keeping."""
+    """A directory that was read, as an offer named it. `files` is None of the base policy, which needs no keeping."""
 
     tensors: dict[str, Tensor]
     files: OfferedFiles | None = None
     lasting: bool = True
     read_s: float = 0.0
+    source: str = ""
 
 
 class ImportedTrainer:
@@ -54,6 +55,10 @@ class ImportedTrainer:
         self._taken: _ReadVersion | None = None
         """What the next update steps to."""
 
+    @property
+    def source(self) -> str:
+        return self._served.source
+
     def take(self, source: str) -> None:
         began_s = here().monotonic()
         self._taken = None
@@ -69,7 +74,7 @@ class ImportedTrainer:
         if odd := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), ""):
             raise OfferRefused(f"{offered.directory}: {odd}: found numbers that are not finite; allowed: none")
         files.check()
-        self._taken = _ReadVersion(tensors, files, offered.lasting, here().monotonic() - began_s)
+        self._taken = _ReadVersion(tensors, files, offered.lasting, here().monotonic() - began_s, source)
 
     def update(self) -> dict[str, float]:
         if self._taken is None:
@@ -101,7 +106,9 @@ class ImportedTrainer:
         files = self._served.files
         if self._taken is not None or files is None:
             raise ValueError("a step is under way" if files else "the base policy is kept where it is")
-        counters = checkpoint.Counters(version=self.version, updates=self.version, metrics=wire.finite(self.metrics))
+        counters = checkpoint.Counters(
+            version=self.version, updates=self.version, metrics=wire.finite(self.metrics), source=self.source
+        )
 
         def keep(unfinished: Path) -> None:
             for file in files.files:
@@ -123,7 +130,7 @@ class ImportedTrainer:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
         if (why := unfit(kept.tensors, self._expected)) is not None:
             raise CheckpointError(f"{path}: is not of the base policy: {why}")
-        self._served, self._taken = _ReadVersion(_read(kept.tensors), kept), None
+        self._served, self._taken = _ReadVersion(_read(kept.tensors), kept, source=counters.source), None
         self.version, self.metrics = counters.version, counters.metrics
 
     def park(self) -> Switch:
