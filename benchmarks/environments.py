@@ -159,6 +159,7 @@ async def hosted(workers: int) -> AsyncIterator[EnvWorkersThere]:
                 name: EnvWorkerOrder(
                     command=(sys.executable, "-m", "elastic.cli", "env-worker", str(run_dir), "--environment", NAME),
                     variables={**inherited(), **path, KEY_VARIABLE: secrets.driver_key(name)},
+                    start_timeout_s=120.0,
                     step_timeout_s=60.0,
                     max_restarts=ENDLESS,
                 )
