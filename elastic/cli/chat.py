@@ -28,7 +28,7 @@ from elastic.compose.runs import is_claimed, load_run_config
 from elastic.protocol.api import ENDED
 from elastic.protocol.api_client import ApiError
 from elastic.protocol.run_secrets import RunSecrets
-from elastic.runtime.agents.limits import TEMPERATURE_MAX
+from elastic.runtime.agents.limits import TEMPERATURE_MAX, TEMPERATURE_MIN
 from elastic.runtime.journal import AGENTS, RunDirectory
 from elastic.system.logs import STANDARD_ERROR, log_to
 
@@ -50,7 +50,7 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help=f"Of sampling, above 0 and at most {TEMPERATURE_MAX:g}; the run's unless given."),
+        typer.Option(help=f"Of sampling, from {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}; the run's unless given."),
     ] = None,
     overrides: Overrides = None,
     remote: Remote = False,
@@ -65,8 +65,8 @@ def chat(
 
     Example: elastic chat latest -m "Write vowels."
     """
-    if temperature is not None and not 0 < temperature <= TEMPERATURE_MAX:
-        bad_input(f"--temperature: found {temperature:g}; allowed: above 0, at most {TEMPERATURE_MAX:g}")
+    if temperature is not None and not TEMPERATURE_MIN <= temperature <= TEMPERATURE_MAX:
+        bad_input(f"--temperature: found {temperature:g}; allowed: from {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}")
     log_to(STANDARD_ERROR, logging.WARNING)
     said = _given(message)
     if said is None and as_json:

@@ -78,7 +78,7 @@ async def serve_front(run_dir: Path, fd: int) -> None:
             upstream=_upstream(front, link),
         )
         if config.doors is not None:
-            serves.doors = open_doors(config, config.doors, serves)
+            serves.doors = open_doors(config, config.doors, serves, front.open_turns_max)
         told = asyncio.Event()
         heed_no_more = act_on(TERMINATION, told.set)
         linking = asyncio.create_task(link.run(), name="run")
@@ -117,7 +117,7 @@ def front_certificate(config: Config, run_dir: Path) -> Certificate | None:
     return run_certificate(run_dir, [name for name in names if name and not is_wildcard(name)])
 
 
-def open_doors(config: Config, doors: DoorsConfig, front: AgentFront) -> TrainerDoors:
+def open_doors(config: Config, doors: DoorsConfig, front: AgentFront, turns_max: int) -> TrainerDoors:
     """What the front opens to those who train its run."""
     link, model = front.link, front.model
 
@@ -131,6 +131,7 @@ def open_doors(config: Config, doors: DoorsConfig, front: AgentFront) -> Trainer
         vocab_size=model.vocab_size,
         dtype=str(described.get("dtype") or described.get("torch_dtype") or "bfloat16"),
         created_s=model.created_s,
+        turns_max=turns_max,
         config=described,
     )
     return TrainerDoors(

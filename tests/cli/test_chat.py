@@ -128,7 +128,7 @@ def test_a_terminal_stops_answers_and_ends(over: RunDirectory) -> None:
     [
         (["-m", " "], ["--message: the message is empty"]),
         (["-m", "caf\udce9"], ["no UTF-8"]),
-        (["-m", "x", "--temperature", "0"], ["--temperature: found 0", "above 0, at most 2"]),
+        (["-m", "x", "--temperature", "0"], ["--temperature: found 0", "from 0.01 to 2"]),
         (["-m", "x", "--temperature", "nan"], ["--temperature: found nan"]),
         (["-m", "x", "--max-tokens", "0"], ["--max-tokens"]),
         (["-m", "x", "--set", "engine.kind=nosuch"], ["unknown engine 'nosuch'"]),

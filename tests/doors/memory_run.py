@@ -25,6 +25,7 @@ from elastic.front.doors.base import (
 )
 
 CONTEXT_TOKENS = 256
+TURNS_MAX = 16
 LOGPROB_OF = -0.001
 
 
@@ -44,7 +45,12 @@ class MemoryRun:
 
     def __init__(self, name: str = "policy") -> None:
         self.model = ServedModelFacts(
-            name=name, max_model_len=CONTEXT_TOKENS, vocab_size=1000, dtype="bfloat16", created_s=1
+            name=name,
+            max_model_len=CONTEXT_TOKENS,
+            vocab_size=1000,
+            dtype="bfloat16",
+            created_s=1,
+            turns_max=TURNS_MAX,
         )
         self.paused = False
         self.gate: int | None = None

@@ -22,7 +22,7 @@ from elastic.front.doors.sglang import told
 from elastic.protocol.front_messages import NAME_MAX
 from elastic.protocol.openai.errors import FrontError
 from elastic.protocol.tls import run_certificate
-from tests.doors.memory_run import CONTEXT_TOKENS, offered
+from tests.doors.memory_run import CONTEXT_TOKENS, TURNS_MAX, offered
 from tests.doors.served import CONTROL, REQUESTS, SECRETS, THEIRS, ServedDoors, served_doors
 
 ROUTES = {(route.method, route.path): route for name in DOORS for route in DOORS[name]}
@@ -129,6 +129,27 @@ BAD_BODIES: Sequence[tuple[str, Any, str, str]] = (
     ("/v1/completions", {"prompt": "text"}, "prompt", "allowed: token ids"),
     ("/v1/completions", {"prompt": [[1], []]}, "prompt", "allowed: token ids"),
     ("/v1/completions", {"prompt": [1], "n": 0}, "n", ""),
+    ("/v1/completions", {"prompt": [1], "n": True}, "n", "bool"),
+    ("/v1/completions", {"prompt": [1], "n": TURNS_MAX + 1}, "n", f"allowed: {TURNS_MAX} choices at once"),
+    ("/v1/completions", {"prompt": [[1]] * 9, "n": 2}, "prompt", f"allowed: {TURNS_MAX} choices at once"),
+    ("/v1/completions", {"prompt": [1], "stop_token_ids": [1] * 65}, "stop_token_ids", "64"),
+    ("/v1/completions", {"prompt": [1], "min_p": False}, "min_p", "distribution"),
+    (
+        GENERATE,
+        {"token_ids": [1], "sampling_params": {"stop_token_ids": [1] * 65}},
+        "sampling_params.stop_token_ids",
+        "",
+    ),
+    (GENERATE, {"token_ids": [1], "sampling_params": {"best_of": True}}, "sampling_params.best_of", "not supported"),
+    (
+        "/generate",
+        {"input_ids": [1], "sampling_params": {"stop_token_ids": [1] * 65}},
+        "sampling_params.stop_token_ids",
+        "64",
+    ),
+    ("/generate", {"input_ids": [1], "sampling_params": {"n": True}}, "sampling_params.n", "not supported"),
+    ("/generate", {"input_ids": [1], "sampling_params": {"top_k": 2**31}}, "sampling_params.top_k", ""),
+    ("/generate", {"input_ids": [True]}, "input_ids.0", "bool"),
     ("/generate", {"text": "hello"}, "text", "not supported"),
     ("/generate", {"input_ids": [[1], [2]]}, "input_ids.0", ""),
     ("/generate", {"input_ids": [1], "image_data": ["x"]}, "image_data", "text alone"),

@@ -141,13 +141,15 @@ class ServingState(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServedModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change while the run lasts. `world_size` is how many ranks a peer may count on: of a run whose
-    workers come and go it is one engine's. `dtype` is as in the policy's `config.json`."""
+    workers come and go it is one engine's. `dtype` is as in the policy's `config.json`. `turns_max` is how many turns
+    may be open at once."""
 
     name: str
     max_model_len: int
     vocab_size: int
     dtype: str
     created_s: int
+    turns_max: int
     world_size: int = 1
     config: Mapping[str, object] = {}
     """The policy's `config.json`."""

@@ -15,7 +15,7 @@ from elastic.front.doors.calls import DoorCall, json
 from elastic.front.doors.requests import check_numbers, check_wanted, finish_of, routing_of, version_name
 from elastic.front.doors.vllm import NameText, PathText
 from elastic.protocol.openai import bodies
-from elastic.protocol.openai.bodies import STOPS_MAX, AtLeastOne, Integer, Text, TokenIds
+from elastic.protocol.openai.bodies import STOPS_MAX, AtLeastOne, Integer, StopIds, Text, TokenIds
 from elastic.protocol.openai.errors import FrontError
 
 OWN_WORKER = "front"
@@ -36,7 +36,7 @@ class SglangSampling(msgspec.Struct, kw_only=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     sampling_seed: Integer | None = None
     stop: Text | Annotated[list[Text], msgspec.Meta(max_length=STOPS_MAX)] | None = None
-    stop_token_ids: TokenIds = []
+    stop_token_ids: StopIds = []
     ignore_eos: bool = False
     no_stop_trim: bool = False
 

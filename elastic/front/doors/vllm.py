@@ -65,6 +65,9 @@ async def _answer(
 ) -> Response:
     if body.stream:
         raise FrontError(400, "stream: answers come whole here; send false", "stream", "unsupported_parameter")
+    if len(prompts) * body.n > (most := call.run.model.turns_max):
+        found = f"found {len(prompts)} prompts of {body.n} choices each; allowed: {most} choices at once"
+        raise bodies.invalid("prompt" if len(prompts) > 1 else "n", f"{found} (front.open_turns_max)")
     session, key = routing_of(call.headers, body.session_id or "")
     asked = [
         TokenRequest(

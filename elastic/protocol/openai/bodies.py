@@ -18,9 +18,9 @@ from elastic.protocol.openai.errors import FrontError
 CHOICES_MAX = 128
 STOPS_MAX = 64
 STOP_CHARS_MAX = 4096
+STOP_IDS_MAX = 64
 MESSAGES_MAX = 16_384
 TOOLS_MAX = 1024
-PROMPTS_MAX = 4096
 NAME_CHARS_MAX = 512
 INTEGER_MAX = 2**63 - 1
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -42,6 +42,7 @@ _OWN_TEMPLATE_KWARGS = {
 AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
 Integer: TypeAlias = Annotated[int, msgspec.Meta(ge=-INTEGER_MAX - 1, le=INTEGER_MAX)]
 TokenIds: TypeAlias = list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]
+StopIds: TypeAlias = Annotated[TokenIds, msgspec.Meta(max_length=STOP_IDS_MAX)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_CHARS_MAX)]
 
 
@@ -60,7 +61,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     seed: Integer | None = None
     stop: Text | Annotated[list[Text], msgspec.Meta(max_length=STOPS_MAX)] | None = None
-    stop_token_ids: TokenIds = []
+    stop_token_ids: StopIds = []
     ignore_eos: bool = False
 
     @property
@@ -409,11 +410,16 @@ def _served(kind: type[msgspec.Struct], fields: Mapping[str, Any], terms: Terms,
         if name in served:
             told[name] = value
         elif name in terms.neutral:
-            if value not in terms.neutral[name]:
+            if not any(_is(value, one) for one in terms.neutral[name]):
                 raise _refusal(where + name, terms.neutral[name], name in CONSTRAINED)
         elif terms.strict and name not in HARMLESS:
             raise _refusal(where + name, (), False)
     return told
+
+
+def _is(value: Any, neutral: Any) -> bool:
+    """Whether a value says what the neutral one does: `true` is no number."""
+    return value == neutral and (isinstance(neutral, bool) or not isinstance(value, bool))
 
 
 def _refusal(param: str, neutral: tuple[Any, ...], constrained: bool) -> FrontError:

@@ -9,6 +9,8 @@ from elastic.protocol.sampled import TOKEN_BYTES
 from elastic.runtime.agents.refusals import CallRefused
 from elastic.runtime.agents.upstream import UpstreamBounds
 
+TEMPERATURE_MIN = 0.01
+"""Above zero. Of a lower one logits are soon no numbers, and vLLM takes it for this one."""
 TEMPERATURE_MAX = 2.0
 
 
@@ -94,10 +96,11 @@ class AgentLimits:
         temperature = wanted.temperature
         if temperature is None or ("temperature" in self.pinned and not evaluated):
             return self.sampling.temperature
-        if evaluated and 0 <= temperature <= TEMPERATURE_MAX:
+        if evaluated and temperature == 0:
             return temperature
-        if not 0 < temperature <= TEMPERATURE_MAX:
-            found = f"temperature is {temperature}; allowed, as its tokens are trained on: above 0, at most 2"
+        if not TEMPERATURE_MIN <= temperature <= TEMPERATURE_MAX:
+            allowed = f"from {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}"
+            found = f"temperature is {temperature}; allowed, as its tokens are trained on: {allowed}"
             raise CallRefused(400, "invalid_temperature", found, param="temperature")
         return temperature
 

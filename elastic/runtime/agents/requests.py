@@ -25,7 +25,7 @@ from elastic.protocol.front_messages import AgentCall, BranchFound, LookUp, Open
 from elastic.protocol.sampled import TOKEN_BYTES
 from elastic.runtime.agents import notes
 from elastic.runtime.agents.branches import Opening
-from elastic.runtime.agents.limits import TEMPERATURE_MAX, AgentLimits
+from elastic.runtime.agents.limits import TEMPERATURE_MAX, TEMPERATURE_MIN, AgentLimits
 from elastic.runtime.agents.refusals import TOO_MANY_TURNS, CallRefused
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.trajectory import AgentTurn
@@ -133,8 +133,8 @@ class RequestRollouts(AgentRollouts):
         if not prompt_tokens:
             raise CallRefused(400, "invalid_prompt", "the prompt is empty", param="prompt")
         temperature = 1.0 if wanted.temperature is None else wanted.temperature
-        if not 0 <= temperature <= TEMPERATURE_MAX:
-            found = f"temperature is {temperature}; allowed: from 0 to {TEMPERATURE_MAX:g}"
+        if temperature != 0 and not TEMPERATURE_MIN <= temperature <= TEMPERATURE_MAX:
+            found = f"temperature is {temperature}; allowed: 0, or from {TEMPERATURE_MIN:g} to {TEMPERATURE_MAX:g}"
             raise CallRefused(400, "invalid_temperature", found, param="temperature")
         top_p = 1.0 if wanted.top_p is None else wanted.top_p
         if not 0 < top_p <= 1:
