@@ -80,6 +80,15 @@ class _Sampled:
         return tuple(runs)
 
 
+class _OpenRequest:
+    """A request, and as whom it is asked for: once the run has its turns by the name that they have there."""
+
+    def __init__(self, request: TokenRequest, call: AgentCall) -> None:
+        self.request = request
+        self.call = call
+        self.caller = NOBODY
+
+
 class LinkedRun:
     """`hold_s` is the longest that a call waits for its first token, or for the run. `silent` are token ids that end a
     turn and are no text."""
@@ -101,13 +110,13 @@ class LinkedRun:
         self._check(request)
         body = msgspec.structs.replace(request, key="", session="")
         digest = hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=DIGEST_BYTES).digest()
-        call = AgentCall(ROUTE, digest, request.key)
+        asked = _OpenRequest(request, AgentCall(ROUTE, digest, request.key))
         try:
             async with asyncio.timeout(self._hold_s) as holding:
                 while True:
                     try:
                         await self._link.stands()
-                        return await self._attempt(request, call, holding)
+                        return await self._attempt(asked, holding)
                     except LinkLost:
                         holding.reschedule(asyncio.get_running_loop().time() + self._hold_s)
         except TimeoutError:
@@ -120,11 +129,12 @@ class LinkedRun:
         if not 1 <= request.choices <= CHOICES_MAX:
             raise DoorRefused(f"n: found {request.choices}; allowed: from 1 to {CHOICES_MAX}", param="n")
 
-    async def _attempt(self, request: TokenRequest, call: AgentCall, holding: asyncio.Timeout) -> TokenAnswer:
+    async def _attempt(self, asked: _OpenRequest, holding: asyncio.Timeout) -> TokenAnswer:
         """Raises `LinkLost`: then it may be tried again, and goes on where the run has it."""
-        inbox = TurnInbox()
+        request, inbox = asked.request, TurnInbox()
         try:
-            taken = await self._taken(request, call, inbox)
+            taken = await self._taken(asked, inbox)
+            asked.caller = AgentCaller(trajectory=taken.trajectory)
             sampled = {turn.choice: _Sampled(turn.stream, self._new_choice(request)) for turn in taken.turns}
             while not all(one.settled for one in sampled.values()):
                 for news in await inbox.take():
@@ -143,8 +153,9 @@ class LinkedRun:
             now=_now(told),
         )
 
-    async def _taken(self, request: TokenRequest, call: AgentCall, inbox: TurnInbox) -> TurnsTaken:
-        found = await self._link.ask(lambda number: LookUp(number, NOBODY, call), inbox)
+    async def _taken(self, asked: _OpenRequest, inbox: TurnInbox) -> TurnsTaken:
+        request, call = asked.request, asked.call
+        found = await self._link.ask(lambda number: LookUp(number, asked.caller, call), inbox)
         if isinstance(found, TurnsTaken):
             return found
         sampling = WantedSampling(

@@ -1,8 +1,9 @@
 """Requests of those who train elsewhere: trajectories of one turn each, of no group and without a reward.
 
 A request is named VERSION/N/CHOICE: the version that its turns have at least, its number in the run, and the choice.
-One that is asked again under its key joins its turns; without a key, one whose client has vanished is taken up by
-another with the same body. It is forgotten once it was delivered, with a key a while after that.
+One that is asked again under its key, or by its name, joins its turns; without either, one whose client has vanished
+is taken up by another with the same body, unless a later version was answered since. It is forgotten once it was
+delivered, with a key a while after that.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from elastic.core.types import (
     TurnId,
     TurnState,
 )
-from elastic.protocol.front_messages import AgentCall, BranchFound, LookUp, OpenTurns, WantedSampling
+from elastic.protocol.front_messages import CHOICES_MAX, AgentCall, BranchFound, LookUp, OpenTurns, WantedSampling
 from elastic.protocol.sampled import TOKEN_BYTES
 from elastic.runtime.agents import notes
 from elastic.runtime.agents.branches import Opening
@@ -67,11 +68,19 @@ class RequestRollouts(AgentRollouts):
 
     def look_up(self, ask: LookUp) -> list[AgentTurn] | BranchFound:
         """The turns of the request that this one repeats, or nothing to go on from. Raises `CallRefused`."""
-        turns = self._repeated(ask.call)
+        turns = self._named(ask.caller.trajectory) or self._repeated(ask.call)
         for turn in turns:
             turn.alone_ns = None
             self._alone.pop(turn.id, None)
         return turns or BranchFound(ask.request, "")
+
+    def _named(self, trajectory: TrajectoryId) -> list[AgentTurn]:
+        """The turns of the request that the trajectory is of, in the order of their choices."""
+        if not trajectory:
+            return []
+        step, number, _ = parse_trajectory(trajectory)
+        names = (turn_id(trajectory_id(step, number, choice), 0) for choice in range(CHOICES_MAX))
+        return [self._requests[name] for name in names if name in self._requests]
 
     def _repeated(self, call: AgentCall) -> list[AgentTurn]:
         if call.key and (keyed := [self._requests[turn] for turn in self._keyed.get(call.key, ())]):
@@ -80,8 +89,8 @@ class RequestRollouts(AgentRollouts):
             return keyed
         orphans: dict[str, list[AgentTurn]] = {}
         for turn in map(self._requests.__getitem__, self._alone):
-            if turn.call == call:
-                request, _ = parse_turn(turn.id)
+            request, _ = parse_turn(turn.id)
+            if turn.call == call and parse_trajectory(request).step >= self.version:
                 orphans.setdefault(group_of(request), []).append(turn)
         return next(iter(orphans.values()), [])
 

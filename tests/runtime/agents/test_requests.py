@@ -1,0 +1,99 @@
+"""Requests of those who train elsewhere: which of them are one, and how long they are known."""
+
+from typing import Any
+
+import pytest
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.types import NS_PER_S, SamplingParameters
+from elastic.protocol.front_messages import AgentCall, AgentCaller, BranchFound, LookUp, OpenTurns, WantedSampling
+from elastic.protocol.sampled import pack_ids
+from elastic.runtime.agents import AgentLimits, RequestRollouts
+from elastic.runtime.agents.trajectory import AgentTurn
+from policies.seeding import FixedWindow
+from tests.core.conftest import CoreHarness
+
+LIMITS = AgentLimits(
+    sampling=SamplingParameters(max_new_tokens=8, noise_seed=0, stop_token_ids=(1,)),
+    pinned=frozenset(),
+    max_turns=1,
+    max_context_tokens=64,
+    vocab_size=100,
+    open_turns_max=100,
+    deadline_s=1000.0,
+    idle_s=100.0,
+)
+PLAN = {"steps": 10**9, "groups": 0, "staleness_bound": 10**9, "driven_outside": True}
+NOBODY = AgentCaller()
+
+
+def call(key: str = "", digest: bytes = b"one") -> AgentCall:
+    return AgentCall("tokens", digest.ljust(16), key)
+
+
+class Served:
+    """A run that others train: a core with one worker, and the requests at it."""
+
+    def __init__(self) -> None:
+        self.core = CoreHarness(seeding=FixedWindow(0), **PLAN)
+        self.requests = RequestRollouts(7, LIMITS, self.core.scheduler, self.feed, self.now_ns)
+        self.core.trainer(capacity=0)
+        self.core.tell(e.WorkerSlept(worker="trainer", epoch=1))
+        self.worker = self.core.worker()
+
+    def now_ns(self) -> int:
+        return round(self.core.now_s * NS_PER_S)
+
+    def feed(self, event: e.Event, payload: Any = None) -> None:
+        for command in self.core.tell(event):
+            if isinstance(command, c.FinishTurn):
+                self.requests.finish_turn(command.turn)
+
+    def asked(self, call: AgentCall, caller: AgentCaller = NOBODY) -> tuple[AgentTurn, bool]:
+        """The request's turn, and whether it has joined one that there was."""
+        found = self.requests.look_up(LookUp(1, caller, call))
+        if not isinstance(found, BranchFound):
+            return found[0], True
+        turns, _ = self.requests.open(OpenTurns(2, NOBODY, call, None, 0, pack_ids([5, 6]), 0, 1, WantedSampling()))
+        return turns[0], False
+
+    def updated(self) -> None:
+        """One more version is answered, and its worker has it."""
+        version = (self.core.scheduler.version or 0) + 1
+        self.feed(e.VersionOffered(source=f"at {version}", look=f"{version}"))
+        self.feed(e.WeightsPublished(worker="trainer", epoch=1, version=version))
+        self.feed(e.WeightsApplied(worker=self.worker, epoch=1, version=version))
+
+
+@pytest.fixture
+def served() -> Served:
+    return Served()
+
+
+def test_a_request_without_a_key_takes_up_an_equal_one_whose_client_has_vanished(served: Served) -> None:
+    first, _ = served.asked(call())
+    assert served.asked(call()) != (first, True), "the first one's client is there"
+    served.requests.alone(first)
+    assert served.asked(call(digest=b"two"))[1] is False
+    assert served.asked(call()) == (first, True)
+
+
+def test_a_new_request_takes_up_nothing_of_an_older_version_than_was_answered(served: Served) -> None:
+    old, _ = served.asked(call())
+    served.requests.alone(old)
+    served.updated()
+    new, joined = served.asked(call())
+    assert (joined, new.id) == (False, "1/1/0/0")
+
+
+@pytest.mark.parametrize(
+    ("key", "caller"), [("", AgentCaller(trajectory="0/1/0")), ("mine", NOBODY)], ids=["by its name", "by its key"]
+)
+def test_a_request_that_is_asked_again_goes_on_with_what_it_had(served: Served, key: str, caller: AgentCaller) -> None:
+    other, _ = served.asked(call())
+    old, _ = served.asked(call(key))
+    for turn in (other, old):
+        served.requests.alone(turn)
+    served.updated()
+    assert served.asked(call(key), caller) == (old, True)
