@@ -7,6 +7,9 @@ import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 from openai import AsyncOpenAI  # pyright: ignore[reportMissingImports]
 from sums import rows
 
+CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="none")
+"""One for all: each new one reads the certificates of all authorities."""
+
 
 class SumConfig(vf.TasksetConfig):
     part: str = "trained"
@@ -38,7 +41,7 @@ class Asking(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
     ) -> Any:
-        client = AsyncOpenAI(base_url=endpoint, api_key=secret)
+        client = CLIENT.with_options(base_url=endpoint, api_key=secret)
         messages: Any = [{"role": "user", "content": data.prompt}]
         await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(0, "", "")
