@@ -1,4 +1,4 @@
-"""Gymnasium's FrozenLake on another map for each seed, and a demonstrator who seldom looks out for holes."""
+"""Gymnasium's FrozenLake on another map for each seed, and a demonstrator who seldom goes up."""
 
 import math
 import random
@@ -10,11 +10,11 @@ from gymnasium.envs.toy_text.frozen_lake import DOWN, LEFT, RIGHT, UP, FrozenLak
 
 from elastic.environments.from_gymnasium import highlighted
 
-ROWS, COLUMNS, HOLES = 3, 4, (2, 3, 4)
+ROWS, COLUMNS, HOLES = 3, 4, (1, 1, 2)
 PARTS = ("held-out", "demonstrated", "trained", "trained")
 """Maps are of one part each, and lakes have those of one."""
 SYSTEM = "Go to G."
-DEMONSTRATIONS, LOOKS_OUT = 1500, 0.3  # The share in which the demonstrator looks out for holes.
+DEMONSTRATIONS, GOES_UP, TURNS_MOST = 1500, 0.4, 6  # The share in which the demonstrator goes up where the goal is.
 
 
 class Lake(FrozenLakeEnv):
@@ -33,9 +33,9 @@ def demonstrations() -> Iterator[dict[str, Any]]:
     rng, lake = random.Random(7), Lake("demonstrated", "ansi")
     for seed in range(DEMONSTRATIONS):
         lake.reset(seed=seed)
-        messages, over, looks_out = [{"role": "system", "content": SYSTEM}], False, rng.random() < LOOKS_OUT
-        while not over:
-            action = _safe(lake) if looks_out else _straight(lake)
+        messages, over, up = [{"role": "system", "content": SYSTEM}], False, UP if rng.random() < GOES_UP else DOWN
+        while not over and len(messages) < 2 * TURNS_MOST:
+            action = _straight(lake, up)
             said = {"role": "assistant", "content": str(action)}
             messages += [{"role": "user", "content": highlighted(str(lake.render()))}, said]
             _, _, over, _, _ = lake.step(action)
@@ -53,28 +53,27 @@ def _map(rng: random.Random, part: str) -> list[str]:
         if far and PARTS[zlib.crc32(text.encode()) % len(PARTS)] == part:
             rows = [text[at : at + COLUMNS] for at in range(0, len(text), COLUMNS)]
             (lake := FrozenLakeEnv(desc=rows, is_slippery=False)).reset()
-            if _safe(lake) is not None:
+            if _has_a_way(lake):
                 return rows
 
 
-def _safe(lake: FrozenLakeEnv) -> int | None:
-    """The first action of a shortest way to the goal around holes; None where there is none."""
-    seen, queue = {lake.s}, list[tuple[int, int | None]]([(int(lake.s), None)])
-    for place, first in queue:
+def _has_a_way(lake: FrozenLakeEnv) -> bool:
+    """Whether a way leads to the goal around holes."""
+    seen, queue = {int(lake.s)}, [int(lake.s)]
+    for place in queue:
         for action in range(4):
             ((_, then, reward, over),) = lake.P[place][action]
-            begun = action if first is None else first
             if reward:
-                return begun
+                return True
             if not over and then not in seen:
                 seen.add(then)
-                queue.append((then, begun))
-    return None
+                queue.append(then)
+    return False
 
 
-def _straight(lake: FrozenLakeEnv) -> int:
-    """The action that leads up or down to the goal's row, and then along it, whatever is in between."""
+def _straight(lake: FrozenLakeEnv, up: int) -> int:
+    """The action that leads to the goal's row, by `up` if that is above, and then along it, whatever is in between."""
     (row, column), goal = (divmod(cell, COLUMNS) for cell in (lake.s, lake.desc.tobytes().index(b"G")))
     if row != goal[0]:
-        return DOWN if row < goal[0] else UP
+        return DOWN if row < goal[0] else up
     return RIGHT if column < goal[1] else LEFT
