@@ -163,6 +163,14 @@ class EvaluationFigures(_Resource):
     best_version: int | None
 
 
+class FigureCondition(_Resource):
+    """Something that keeps a run from working at full speed now, as its process says."""
+
+    type: str
+    reason: str
+    message: str
+
+
 class RunFigures(_Resource):
     """How far a run is: the newest sample of its journal, and its last evaluation."""
 
@@ -186,6 +194,7 @@ class RunFigures(_Resource):
     late_share: float | None = None
     pacing_holds: bool = True
     providers: dict[str, ProviderFigures] = {}
+    conditions: list[FigureCondition] = []
     budget: BudgetFigures | None = None
     evaluation: EvaluationFigures | None = None
 
@@ -215,9 +224,11 @@ class HostedRun(_Resource):
 
 
 class HostedRunDetail(HostedRun):
-    """A run with its whole configuration, which names files as submissions do."""
+    """A run with its whole configuration, which names files as submissions do. `differences` are the values that are
+    not the defaults, by their keys, such as `run.steps`."""
 
     config: dict[str, Any]
+    differences: dict[str, Any] = {}
 
 
 class Submission(_RequestBody):
@@ -333,13 +344,22 @@ class EnvironmentMetrics(_Resource):
 
 
 class StepMetrics(_Resource):
-    """One finished training step; by `environments`, too, where the run has several."""
+    """One finished training step; by `environments`, too, where the run has several.
+
+    Lengths are in policy tokens, of its trajectories that are over; ages in versions, of the tokens that it trained.
+    """
 
     step: int
     at_s: float
     duration_s: float
     success_rate: float | None
     mean_reward: float | None
+    tokens_mean: float | None = None
+    tokens_max: int | None = None
+    truncated_share: float | None = None
+    failed_share: float | None = None
+    age_mean: float | None = None
+    age_max: int | None = None
     groups_trained: int
     groups_dropped: int
     trainer: dict[str, float | None]
@@ -488,7 +508,11 @@ class Checkpoint(_Resource):
 
 
 class HostedWorker(_Resource):
-    """A worker that a run has, or had, with its GPU time by account."""
+    """A worker that a run has, or had, with its GPU time by account.
+
+    `ready_s` is when it first had weights, `notice_s` when its end was known, and `cause` why its lease ended, empty
+    while it has not. One that was `lost` was taken away, or left because its time was over.
+    """
 
     id: str
     object: Literal["worker"] = "worker"
@@ -497,7 +521,11 @@ class HostedWorker(_Resource):
     gpus: int
     usd_per_gpu_hour: float
     opened_s: float
+    ready_s: float | None = None
+    notice_s: float | None = None
     closed_s: float | None
+    cause: str = ""
+    lost: bool = False
     accounts_s: dict[str, float]
 
 

@@ -102,7 +102,12 @@ def anchor(kind: str, title: str) -> str:
 
 
 def as_html(page: Page) -> str:
-    return _template().render(page=page, style=Markup(_part("report.css")))
+    return _template().render(page=page, style=Markup(colours() + _part("report.css")))
+
+
+def colours() -> str:
+    """The colours of reports, which the server's pages share, as a style sheet."""
+    return _part("colours.css")
 
 
 @cache

@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -43,6 +43,21 @@ TIMES = (
 )
 NAMES = ("lease", "worker", "from_worker", "to_worker")
 RESULTS = (StepRow, GroupRow, TrajectoryRow)
+
+
+class StepLengths(NamedTuple):
+    """Of a step's trajectories that are `over`, so many `failed` and were `truncated`; and the policy tokens of all,
+    and of the longest."""
+
+    over: int
+    failed: int
+    truncated: int
+    tokens: int
+    tokens_max: int
+
+    def plus(self, other: "StepLengths") -> "StepLengths":
+        sums = [a + b for a, b in zip(self[:4], other[:4], strict=True)]
+        return StepLengths(*sums, max(self.tokens_max, other.tokens_max))
 
 
 class Segment:
@@ -96,6 +111,24 @@ class Segment:
                 sums[step] += total
         return {step: sums[step] / count for step, count in scored.items()}
 
+    def lengths(self) -> dict[int, StepLengths]:
+        """How long each step's trajectories were."""
+        found: dict[int, StepLengths] = {}
+        for step, over, failed, truncated, tokens, most in (row for j in self.journals for row in j.step_sums()):
+            if step < self.undone_from:
+                more = StepLengths(over, failed, truncated, tokens, most)
+                found[step] = found[step].plus(more) if step in found else more
+        return found
+
+    def ages(self) -> dict[int, tuple[float, int]]:
+        """The mean and the highest age, in versions, of the tokens that each step has trained."""
+        sums: dict[int, tuple[int, int, int]] = {}
+        for step, tokens, total, most in (row for j in self.journals for row in j.age_sums()):
+            if step < self.undone_from:
+                before = sums.get(step, (0, 0, 0))
+                sums[step] = (before[0] + tokens, before[1] + total, max(before[2], most))
+        return {step: (total / tokens, most) for step, (tokens, total, most) in sums.items() if tokens}
+
     def books(self) -> list[DeviceBook]:
         """As they were written last."""
         books = {book.worker: book for journal in self.journals for book in journal.books()}
@@ -143,6 +176,14 @@ class History:
     def mean_rewards(self) -> dict[int, float]:
         """The mean reward of each step's scored trajectories."""
         return {step: mean for segment in self.segments for step, mean in segment.mean_rewards().items()}
+
+    def lengths(self) -> dict[int, StepLengths]:
+        """How long each step's trajectories were."""
+        return {step: found for segment in self.segments for step, found in segment.lengths().items()}
+
+    def ages(self) -> dict[int, tuple[float, int]]:
+        """The mean and the highest age, in versions, of the tokens that each step has trained."""
+        return {step: found for segment in self.segments for step, found in segment.ages().items()}
 
     def events_of(self, *kinds: type[E]) -> Iterator[tuple[Nanoseconds, E]]:
         return (entry for segment in self.segments for entry in segment.events_of(*kinds))

@@ -14,7 +14,7 @@ from elastic.report.html import as_html
 from elastic.report.tracking.rows import StepSource
 from elastic.report.tracking.samples import SampleBounds
 from elastic.runtime.journal import EvaluationRow, RunDirectory, SampleRow, StepRow
-from elastic.server.history.journals import figures_of, metrics_of
+from elastic.server.history.journals import Wanted, figures_of, metrics_of
 from elastic.testing.rows import run_status, step_record
 from tests.report.evaluated_run import evaluated_run, evaluation
 
@@ -186,7 +186,7 @@ def test_loggers_get_an_evaluation_in_the_row_of_its_version(tmp_path, status: s
 
 def test_the_servers_series_have_evaluations(tmp_path) -> None:
     rows = [evaluation(0, 5.0, {"sums": BAD}), step(0, 10.0), evaluation(1, 15.0, {"sums": GOOD})]
-    found = metrics_of(evaluated_run(tmp_path, *rows), "run_1", 10)
+    found = metrics_of(evaluated_run(tmp_path, *rows), "run_1", Wanted(10))
     assert [(one.version, one.best) for one in found.evaluations] == [(0, False), (1, True)]
     assert found.evaluations[1].environments["sums"].metrics["avg@2"].mean == 0.75
 

@@ -16,7 +16,7 @@ from elastic.report.trajectories import NoSuchTrajectory
 from elastic.runtime.journal import CONTINUES, RunDirectory, SampleRow, StepRow, TrajectoryFilter, TrajectoryRow
 from elastic.runtime.status import RunStatus
 from elastic.server.history.answers import ENTRY_BYTES, KeptAnswers
-from elastic.server.history.journals import SETTLED_S, metrics_of, version_of
+from elastic.server.history.journals import SETTLED_S, Wanted, metrics_of, version_of
 from elastic.server.history.trajectories import trajectories_of
 from elastic.testing.rows import run_status, step_record
 
@@ -125,7 +125,7 @@ def test_a_long_series_is_thinned_and_ends_where_the_run_does(tmp_path: Path, mo
     journal = directory.begin_journal(JournalConfig(), notes={"run": "run"})  # type: ignore[call-arg]
     journal.append(*(SampleRow(t_ns=number, status=status(number)) for number in range(250)))
     journal.durable().result()
-    told = [one.elapsed_s for one in metrics_of(tmp_path, "run", most).samples]
+    told = [one.elapsed_s for one in metrics_of(tmp_path, "run", Wanted(most)).samples]
     journal.close()
     assert told[-1] == 249
     assert told == sorted(set(told))

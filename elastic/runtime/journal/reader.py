@@ -15,10 +15,12 @@ import msgspec
 
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
+from elastic.core.steps import CUT_OFF
 from elastic.core.types import Nanoseconds
 from elastic.protocol import wire
 from elastic.runtime.journal.frames import FRAME, JournaledFrame, read_frame
 from elastic.runtime.journal.records import (
+    NOT_SCORED,
     TABLES,
     BookRow,
     GroupRow,
@@ -176,6 +178,36 @@ class JournalReader:
         )
         with self._reading():
             return self._connection.execute(query).fetchall()
+
+    def step_sums(self) -> list[tuple[int, int, int, int, int, int]]:
+        """Each step with how many of its trajectories are over, failed and were truncated, and the sum and the most of
+        their policy tokens; those that were cut off, or wait for their score, do not count."""
+        query = (
+            "SELECT step, count(*), sum(cause != ''), sum(truncated), sum(policy_tokens), max(policy_tokens) "
+            "FROM trajectories WHERE cause NOT IN (?, ?) GROUP BY step"
+        )
+        with self._reading():
+            return self._connection.execute(query, (CUT_OFF, NOT_SCORED)).fetchall()
+
+    def age_sums(self) -> list[tuple[int, int, int, int]]:
+        """Each step with how many tokens were trained in it, the sum of their ages in versions, and the highest age."""
+        query = (
+            "SELECT step, sum(e.value), sum(e.key * e.value), max(CAST(e.key AS INTEGER)) "
+            "FROM groups, json_each(groups.tokens_by_age) AS e WHERE dropped = '' GROUP BY step"
+        )
+        with self._reading():
+            return self._connection.execute(query).fetchall()
+
+    def behind_last(self, most: int, unread: Collection[str], within: int) -> int:
+        """The number behind which the last `most` events are that are neither token frames nor of `unread` kinds, of
+        the last `within` of all."""
+        skipped = (FRAME, *unread)
+        marks = ", ".join("?" * len(skipped))
+        query = f"SELECT seq FROM events WHERE kind NOT IN ({marks}) AND seq > ? ORDER BY seq DESC LIMIT 1 OFFSET ?"
+        begin = max(0, self.last_event() - within)
+        with self._reading():
+            found = self._connection.execute(query, (*skipped, begin, most)).fetchone()
+        return begin if found is None else found[0]
 
     def trajectory_places(
         self, wanted: TrajectoryFilter, behind: TrajectoryPlace | None, limit: int

@@ -165,7 +165,8 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which trajectories are wanted: the newest first, or by reward, `best` or `worst` first. Then unrewarded ones are
     last.
 
-    Only those of `step`, of steps before `step_end`, of `group`, and with a reward within the bounds that are set;
+    Only those of `step`, of steps before `step_end`, of `group`, of `environment`, and with a reward within the bounds
+    that are set;
     `truncated` ones, `failed` ones, to which those that were cut off do not belong. With `evaluation` they are episodes
     of evaluations, whose step is the version that was evaluated; else they are none.
     """
@@ -174,6 +175,7 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     step_end: float = math.inf
     group: str | None = None
+    environment: str | None = None
     reward_min: float | None = None
     reward_max: float | None = None
     truncated: bool = False
@@ -203,6 +205,7 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
             ("step = ?", self.step),
             ("step < ?", None if self.step_end == math.inf else self.step_end),
             ('"group" = ?', self.group),
+            ("environment = ?", self.environment),
             ("reward >= ?", self.reward_min),
             ("reward <= ?", self.reward_max),
             ("truncated = ?", 1 if self.truncated else None),

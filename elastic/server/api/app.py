@@ -14,6 +14,7 @@ from elastic.server import problems
 from elastic.server.api import openapi, routes
 from elastic.server.api.auth import COOKIE, admits
 from elastic.server.api.request_log import RequestFigures, RequestLog
+from elastic.server.api.run_changes import RunChanges
 from elastic.server.api.state import ServerState
 from elastic.server.api.streams import OpenStreams
 from elastic.server.history.feeds import Feeds
@@ -67,7 +68,10 @@ def create_app(
     faults = faults or LoopFaults()
     streams = OpenStreams(store, admits, faults)
     feeds, looks = Feeds(settings.feed_interval_s, faults), SharedLooks(settings.feed_interval_s)
-    app.state.server = ServerState(store, settings, feeds, looks, streams, wake, provider, ready, requests, faults)
+    changes = RunChanges(store)
+    app.state.server = ServerState(
+        store, settings, feeds, looks, streams, changes, wake, provider, ready, requests, faults
+    )
     problems.install(app)
     openapi.install(app)
     app.add_middleware(BodyLimits, bytes_max=settings.body_bytes_max, bytes_max_of=_upload_limit(settings))

@@ -7,6 +7,7 @@ from typing import cast
 from fastapi import Request
 
 from elastic.server.api.request_log import RequestFigures
+from elastic.server.api.run_changes import RunChanges
 from elastic.server.api.streams import OpenStreams
 from elastic.server.history.answers import KeptAnswers
 from elastic.server.history.feeds import Feeds
@@ -27,6 +28,7 @@ class ServerState:
     feeds: Feeds
     looks: SharedLooks
     streams: OpenStreams
+    run_changes: RunChanges
     wake: Callable[[], None] = lambda: None
     provider: IdentityProvider | None = None
     """The identity provider of sign-ins, if any."""

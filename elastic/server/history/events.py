@@ -6,7 +6,7 @@ is never used again, and its readers begin anew.
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,28 @@ INCARNATION = "incarnation"
 """The note under which a journal stores its own name."""
 UNREAD = ("Tick", "WorkerReported", "TokensReceived", "TurnRequested", "RewardRequested", "RewardScored")
 """Kinds of events that the stream omits because there are too many: heartbeats and single turns."""
+ROUTINE = (
+    "TrajectoryFinished",
+    "GroupTrained",
+    "OfferChanged",
+    "WeightsApplied",
+    "WorkerSlept",
+    "WorkerAwoke",
+    "LeaseRepriced",
+    "AgentNoted",
+    "TurnCut",
+    "FunctionsBilled",
+    "TurnsHeld",
+    "PermitGranted",
+    "PermitEnded",
+    "PermitRecalled",
+)
+"""Kinds that happen all the time, which a reader may leave out."""
 SCANNED_AT_ONCE = 2_000
+SCANNED_FOR_FEW = 20_000
+"""Where routine is left out: little of so many events is read."""
+LOOKED_BACK = 200_000
+"""Events in which the newest ones are looked for."""
 
 
 class Position(NamedTuple):
@@ -65,6 +86,14 @@ class EventLog:
             raise EventsGone(event)
         return Position(names.index(name), int(number))
 
+    def behind_last(self, most: int, *, routine: bool = True) -> Position:
+        """Return the position behind which the newest journal's last `most` events are, of its last `LOOKED_BACK`."""
+        self.refresh()
+        if not self._journals:
+            return Position(0, 0)
+        name, path = self._journals[-1]
+        return Position(len(self._journals) - 1, _behind_last(self._run_dir, name, path, most, _unread(routine)))
+
     def refresh(self) -> None:
         """Look for new journals. Raises `JournalError`."""
         with self._lock:
@@ -79,19 +108,24 @@ class EventLog:
         name, path = self._journals[-1]
         return Position(len(self._journals) - 1, _last_event(self._run_dir, name, path))
 
-    def read(self, position: Position) -> EventBatch:
-        """Read a bounded number of events behind a position. Raises `JournalError`."""
+    def id_at(self, position: Position) -> str:
+        """Return the id behind which a reader goes on from a position; empty before the run has a journal."""
+        return f"{self._journals[position.journal][0]}-{position.number}" if self._journals else ""
+
+    def read(self, position: Position, *, routine: bool = True) -> EventBatch:
+        """Read a bounded number of events behind a position, or but for routine ones. Raises `JournalError`."""
         if position.journal >= len(self._journals) - 1:
             self.refresh()
         place, number = position
         if place >= len(self._journals):
             return EventBatch([], position, True)
         name, path = self._journals[place]
-        scanned = _scanned(self._run_dir, name, path, number)
+        most = SCANNED_AT_ONCE if routine else SCANNED_FOR_FEW
+        scanned = _scanned(self._run_dir, name, path, number, most, _unread(routine))
         found = [
             (Position(place, seq), _told(name, seq, t_ns, event)) for seq, t_ns, event in scanned if event is not None
         ]
-        whole = len(scanned) < SCANNED_AT_ONCE
+        whole = len(scanned) < most
         if whole and place < len(self._journals) - 1:
             return EventBatch(found, Position(place + 1, 0), False)
         return EventBatch(found, Position(place, scanned[-1][0] if scanned else number), whole)
@@ -114,13 +148,25 @@ def _last_event(run_dir: Path, name: str, path: Path) -> int:
 
 
 @apart()
-def _scanned(run_dir: Path, name: str, path: Path, number: int) -> list[tuple[int, int, e.Event | None]]:
+def _behind_last(run_dir: Path, name: str, path: Path, most: int, unread: Collection[str]) -> int:
+    with as_owner(run_dir), JournalReader(path) as journal:
+        return journal.behind_last(most, unread, LOOKED_BACK) if _name(journal) == name else 0
+
+
+@apart()
+def _scanned(
+    run_dir: Path, name: str, path: Path, number: int, most: int, unread: Collection[str]
+) -> list[tuple[int, int, e.Event | None]]:
     with as_owner(run_dir):
         if path.exists():
             with JournalReader(path) as journal:
                 if _name(journal) == name:
-                    return list(journal.scan(number, SCANNED_AT_ONCE, UNREAD))
+                    return list(journal.scan(number, most, unread))
     return []
+
+
+def _unread(routine: bool) -> tuple[str, ...]:
+    return UNREAD if routine else UNREAD + ROUTINE
 
 
 def _name(journal: JournalReader) -> str:

@@ -5,9 +5,9 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -31,7 +31,8 @@ from elastic.protocol.api import (
 from elastic.protocol.endpoint import Address
 from elastic.protocol.run_secrets import FILE, ROOT_BYTES, RunSecrets
 from elastic.report.evaluations import evaluations_of
-from elastic.report.history import History, history_of
+from elastic.report.history import History, StepLengths, history_of
+from elastic.report.lanes import WorkerLane, lanes
 from elastic.report.samples import Chosen
 from elastic.report.usage import lease_ends
 from elastic.runtime.journal import (
@@ -48,6 +49,8 @@ from elastic.runtime.status import RunStatus
 from elastic.server.clock import rfc3339
 from elastic.server.history.apart import apart
 from elastic.system.tenant_files import NotAFile, as_owner, files, opened
+
+T = TypeVar("T")
 
 CHECKPOINTS, SAFETENSORS = "checkpoints", ".safetensors"
 CHECKPOINT_ID = "[0-9]{1,12}"
@@ -157,14 +160,24 @@ def _with_earlier(figures: RunFigures, earlier: RunFigures) -> RunFigures:
     return figures.model_copy(update={"usd": figures.usd + earlier.usd, "providers": providers})
 
 
+class Wanted(msgspec.Struct, frozen=True):
+    """What of a run's series is wanted: steps after `step` and samples after `at_s`. Of more than these the last one,
+    and evenly spaced ones."""
+
+    samples_max: int
+    steps_max: int = 10**9
+    step: int = -1
+    at_s: float = -1.0
+
+
 @apart()
-def metrics_of(run_dir: Path, run: str, samples_max: int) -> Metrics:
-    """Return the run's series. Of more than `samples_max` samples, returns evenly spaced ones. Raises
-    `JournalError`."""
+def metrics_of(run_dir: Path, run: str, wanted: Wanted) -> Metrics:
+    """Return the run's series. Raises `JournalError`."""
     with history_in(run_dir) as history:
-        means = history.mean_rewards()
-        steps = [_step(row, means.get(row.step)) for row in history.rows(StepRow)]
-        samples = [status for _, status in history.samples(samples_max)]
+        rows = _thinned([row for row in history.rows(StepRow) if row.step > wanted.step], wanted.steps_max)
+        means, lengths, ages = history.mean_rewards(), history.lengths(), history.ages()
+        steps = [_step(row, means.get(row.step), lengths.get(row.step), ages.get(row.step)) for row in rows]
+        samples = [status for t_ns, status in history.samples(wanted.samples_max) if t_ns > wanted.at_s * NS_PER_S]
         evaluations = evaluations_of(history)
     evaluated = [
         EvaluationMetrics(**msgspec.to_builtins(one), best=one.version == evaluations.best)
@@ -174,21 +187,31 @@ def metrics_of(run_dir: Path, run: str, samples_max: int) -> Metrics:
         run=run,
         steps=steps,
         evaluations=evaluated,
-        samples=[_figures(status) for status in _thinned(samples, samples_max)],
+        samples=[_figures(status) for status in _thinned(samples, wanted.samples_max)],
     )
 
 
-def _thinned(samples: Sequence[RunStatus], most: int) -> Iterable[RunStatus]:
-    stride = -(-len(samples) // most) if samples else 1
-    return [*samples[:-1][::stride], *samples[-1:]]
+def _thinned(rows: Sequence[T], most: int) -> list[T]:
+    stride = -(-len(rows) // most) if rows else 1
+    return [*rows[:-1][::stride], *rows[-1:]]
 
 
 def _figures(status: RunStatus) -> RunFigures:
     return RunFigures.model_validate(msgspec.to_builtins(status))
 
 
-def _step(row: StepRow, mean_reward: float | None) -> StepMetrics:
+def _step(
+    row: StepRow, mean_reward: float | None, lengths: StepLengths | None, ages: tuple[float, int] | None
+) -> StepMetrics:
+    over = 0 if lengths is None else lengths.over
+    age_mean, age_max = ages or (None, None)
     return StepMetrics(
+        tokens_mean=None if lengths is None else lengths.tokens / over,
+        tokens_max=None if lengths is None else lengths.tokens_max,
+        truncated_share=None if lengths is None else lengths.truncated / over,
+        failed_share=None if lengths is None else lengths.failed / over,
+        age_mean=age_mean,
+        age_max=age_max,
         step=row.step,
         at_s=row.t_ns / NS_PER_S,
         duration_s=row.record.duration_ns / NS_PER_S,
@@ -208,10 +231,12 @@ def workers_of(run_dir: Path) -> list[HostedWorker]:
     """Return every worker that the run has or had, newest first. Raises `JournalError`."""
     with history_in(run_dir) as history:
         books = history.books()
-    return [_worker(book) for book in reversed(books)]
+        # No lease counts as one that ran out of time until it has.
+        found = {lane.worker: lane for lane in lanes(history, books, lease_ends(history, books), history.end_ns, 0)}
+    return [_worker(book, found[book.worker]) for book in reversed(books)]
 
 
-def _worker(book: DeviceBook) -> HostedWorker:
+def _worker(book: DeviceBook, lane: WorkerLane) -> HostedWorker:
     return HostedWorker(
         id=book.worker,
         lease=book.lease,
@@ -219,7 +244,11 @@ def _worker(book: DeviceBook) -> HostedWorker:
         gpus=book.gpus,
         usd_per_gpu_hour=book.nano_usd_per_gpu_hour / NANO_USD_PER_USD,
         opened_s=book.opened_ns / NS_PER_S,
+        ready_s=lane.ready_s,
+        notice_s=lane.notice_s,
         closed_s=None if book.closed_ns is None else book.closed_ns / NS_PER_S,
+        cause=lane.cause,
+        lost=lane.lost,
         accounts_s={str(account): ns / NS_PER_S for account, ns in book.accounts_ns.items()},
     )
 

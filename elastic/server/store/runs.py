@@ -255,12 +255,46 @@ LISTED = [
 """Columns of a run that lists show."""
 
 
+_NO_NUMBER = -1e308
+
+
+def _figure(name: str) -> sa.ColumnElement[Any]:
+    """A figure of runs; those that have none are last."""
+    return sa.func.coalesce(runs.c.figures[name].as_float(), _NO_NUMBER)
+
+
+ORDERS: Mapping[str, sa.ColumnElement[Any]] = {
+    "name": sa.func.lower(runs.c.name),
+    "phase": runs.c.phase,
+    "step": _figure("step"),
+    "success": _figure("last_success_rate"),
+    "reward": _figure("last_mean_reward"),
+    "tokens_per_s": _figure("tokens_per_s"),
+    "usd": _figure("usd"),
+    "preemptions": _figure("preemptions"),
+}
+"""Values by which runs may be listed."""
+
+
+def labelled(label: str) -> sa.ColumnElement[bool]:
+    """The condition of runs with a label: `NAME=VALUE`, or `NAME` with any value."""
+    name, given, value = label.partition("=")
+    found = runs.c.labels[name].as_string()
+    return found == value if given else found.is_not(None)
+
+
+def matching(text: str) -> sa.ColumnElement[bool]:
+    """The condition of runs whose name, id or labels have a text in them."""
+    places = (runs.c.name, runs.c.id, sa.cast(runs.c.labels, sa.Text))
+    return sa.or_(*(place.icontains(text, autoescape=True) for place in places))
+
+
 def as_run(record: HostedRunRow) -> HostedRun:
     return told(HostedRun, vars(record))
 
 
-def as_run_detail(record: HostedRunRow, config: dict[str, Any]) -> HostedRunDetail:
-    return told(HostedRunDetail, vars(record), config=config)
+def as_run_detail(record: HostedRunRow, config: dict[str, Any], differences: dict[str, Any]) -> HostedRunDetail:
+    return told(HostedRunDetail, vars(record), config=config, differences=differences)
 
 
 def as_listed_run(row: sa.RowMapping) -> HostedRun:

@@ -4,6 +4,7 @@ from starlette.routing import BaseRoute
 
 from elastic.server.api.routes import (
     audit,
+    changes,
     events,
     figures,
     health,
@@ -27,6 +28,7 @@ from elastic.server.api.routes import (
 
 _MODULES = (
     runs,
+    changes,
     events,
     figures,
     results,

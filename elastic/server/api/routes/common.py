@@ -24,7 +24,7 @@ from elastic.server.problems import (
     not_found,
 )
 from elastic.server.store import people, runs, uploads
-from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor, page
+from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor, Order, page
 from elastic.server.store.runs import HostedRunRow
 from elastic.server.vendors import profiles_in
 
@@ -108,9 +108,13 @@ def listing(
     cursor: Cursor,
     resource: Callable[[sa.RowMapping], R],
     columns: Sequence[sa.ColumnElement[Any]] = (),
+    order: Order | None = None,
 ) -> Listed[R]:
-    """Return a page of the rows of a table that are wanted, as resources."""
-    rows, has_more = page(connection, table, where, cursor, columns)
+    """Return a page of the rows of a table that are wanted, as resources. Raises `ApiProblem` where an order is walked
+    through backwards."""
+    if order is not None and cursor.ending_before:
+        raise ApiProblem("invalid-cursor", "ending_before goes with no order; allowed: starting_after")
+    rows, has_more = page(connection, table, where, cursor, columns, order)
     return Listed(url=request.url.path, data=[resource(row) for row in rows], has_more=has_more)
 
 

@@ -74,6 +74,12 @@ async def events(
     last_event_id: LastEventId = None,
     after: After = None,
     follow: Follow = True,
+    tail: Annotated[
+        int | None, Query(ge=1, le=10_000, description="without an id: begin with the newest so many; none is followed")
+    ] = None,
+    routine: Annotated[
+        bool, Query(description="false leaves out trajectories, groups and single workers' weights; none is followed")
+    ] = True,
 ) -> Response:
     """Stream what happens in a run, from its beginning or behind the event of an id: leases, workers, steps, weights.
 
@@ -83,10 +89,12 @@ async def events(
     begin = last_event_id or after or ""
     log, read_files = EventLog(state.settings.run_dir(run)), state.readers.of(found.project)
     # Before the answer begins, so that it can be a problem.
-    first = await state.looks.at((run, begin, "events"), lambda: _first(log, begin), read_files)
-    if begin and found.ended and not first.events:
+    newest, few = (None, False) if follow else (None if begin else tail, not routine)
+    look = (run, begin, newest, few, "events")
+    first = await state.looks.at(look, lambda: _first(log, begin, newest, few=few), read_files)
+    if begin and found.ended and first.whole and not first.events:
         return Response(status_code=204)
-    body = _following(state, found, begin) if follow else _reading(log, first, read_files)
+    body = _following(state, found, begin) if follow else _reading(log, first, read_files, few=few)
     return streamed(state, request, found, body)
 
 
@@ -97,10 +105,11 @@ def streamed(state: ServerState, request: Request, run: HostedRunRow, body: Asyn
     return state.streams.while_admitted(request, credentials, Action.RUNS_READ, run.project, whole)
 
 
-def _first(log: EventLog, event: str) -> EventBatch:
-    """Return the first events behind the one of this id. Raises `ApiProblem`."""
+def _first(log: EventLog, event: str, newest: int | None, *, few: bool) -> EventBatch:
+    """Return the first events behind the one of this id, or of the `newest` so many. Raises `ApiProblem`."""
     try:
-        return log.read(log.after(event))
+        begin = log.after(event) if newest is None else log.behind_last(newest, routine=not few)
+        return log.read(begin, routine=not few)
     except EventsGone:
         raise ApiProblem("events-gone", f"no event {event[:100]!r} is in this run's journals") from None
     except (JournalError, OSError) as error:
@@ -111,15 +120,17 @@ def unreadable(error: JournalError | OSError) -> ApiProblem:
     return ApiProblem("unavailable", f"the run's journal cannot be read now: {type(error).__name__}")
 
 
-async def _reading(log: EventLog, batch: EventBatch, read_files: ReadFiles) -> AsyncIterator[bytes]:
+async def _reading(log: EventLog, batch: EventBatch, read_files: ReadFiles, *, few: bool) -> AsyncIterator[bytes]:
     """Yield the events that exist now, of which a batch has been read. What cannot be read ends them with an `error`,
-    which is a problem."""
+    which is a problem. Of `few` events the last one, `read`, says up to where."""
     while True:
         yield b"".join(as_sent(event) for _, event in batch.events)
         if batch.whole:
+            if few and (id_ := log.id_at(batch.position)):
+                yield b"id: %s\nevent: read\ndata: {}\n\n" % id_.encode()
             return
         try:
-            batch = await read_files(functools.partial(log.read, batch.position))
+            batch = await read_files(functools.partial(log.read, batch.position, routine=not few))
         except (JournalError, OSError) as error:
             yield _error_event(error)
             return

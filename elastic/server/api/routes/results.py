@@ -58,15 +58,22 @@ PageDep = Annotated[Cursor, Depends(cursor)]
 
 @router.get("/{run}/metrics", response_model=Metrics, **rules(Action.RUNS_READ, "not-found"))
 async def metrics(
-    run: RunId, found: RunDep, state: StateDep, samples: Annotated[int, Query(ge=1, le=SAMPLES)] = SAMPLES
+    run: RunId,
+    found: RunDep,
+    state: StateDep,
+    samples: Annotated[int, Query(ge=1, le=SAMPLES)] = SAMPLES,
+    steps: Annotated[int | None, Query(ge=1, le=SAMPLES, description="of more steps evenly spaced ones")] = None,
+    after_step: Annotated[int, Query(ge=-1, le=2**31, description="only later steps")] = -1,
+    after_s: Annotated[float, Query(ge=-1, allow_inf_nan=False, description="only later moments")] = -1.0,
 ) -> Response:
     """Show a run's series: every finished step, and how it stood at up to `samples` moments."""
     run_dir = state.settings.run_dir(run)
+    wanted = journals.Wanted(samples, steps or 10**9, after_step, after_s)
 
     def make() -> Entries:
-        return [("", journals.metrics_of(run_dir, run, samples).model_dump_json().encode())]
+        return [("", journals.metrics_of(run_dir, run, wanted).model_dump_json().encode())]
 
-    ((_, content),) = await _kept(state, found, f"metrics {samples}", make)
+    ((_, content),) = await _kept(state, found, f"metrics {wanted}", make)
     return Response(content, media_type="application/json")
 
 
@@ -91,6 +98,7 @@ async def trajectories(
         str | None,
         Query(max_length=200, pattern=f"^{GROUP.pattern}$", description="only of this group, 3/0, or this task, e10/3"),
     ] = None,
+    environment: Annotated[str | None, Query(max_length=200, description="only of this environment")] = None,
     truncated: Annotated[bool, Query(description="only those that a limit of turns or tokens ended")] = False,
     failed: Annotated[bool, Query(description="only those without a reward")] = False,
     order: Annotated[
@@ -103,6 +111,7 @@ async def trajectories(
         evaluation=evaluation,
         step=step,
         group=group,
+        environment=environment,
         reward_min=reward_min,
         reward_max=reward_max,
         truncated=truncated,

@@ -1,10 +1,11 @@
 """Runs: submitted, listed, shown, edited, stopped, resumed, deleted."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Literal
 
 import sqlalchemy as sa
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from pydantic import Field
 
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.protocol.api import (
@@ -41,6 +42,7 @@ from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.writes import WriteDep, WriteResult, created, edited
 from elastic.server.intake import submissions
 from elastic.server.intake.checking import checked
+from elastic.server.intake.differences import differences
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.quotas import budgets
@@ -48,6 +50,7 @@ from elastic.server.retention.rules import UNRESUMABLE
 from elastic.server.runner import conditions
 from elastic.server.store import quotas, runs
 from elastic.server.store.database import now_us
+from elastic.server.store.pages import Order
 from elastic.server.store.tables import runs as runs_table
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=ModelRoute)
@@ -104,24 +107,39 @@ def list_runs(
     caller: CallerDep,
     state: StateDep,
     cursor: Annotated[Cursor, Depends(cursor_of(ids.RUN))],
-    phase: Annotated[RunPhase | None, Query(description="only runs in this phase")] = None,
+    phase: Annotated[list[RunPhase], Query(max_length=8, description="only runs in these phases")] = [],  # noqa: B006
+    label: Annotated[
+        list[Annotated[str, Field(max_length=200)]],
+        Query(max_length=8, description="NAME=VALUE, or NAME"),
+    ] = [],  # noqa: B006
+    search: Annotated[str, Query(max_length=100, description="only with this text in name, id or labels")] = "",
+    order: Annotated[
+        Literal["name", "phase", "step", "success", "reward", "tokens_per_s", "usd", "preemptions"] | None,
+        Query(description="the largest first; the newest unless given"),
+    ] = None,
+    ascending: Annotated[bool, Query(description="with an order: the smallest first")] = False,
     project: Annotated[str | None, Query(max_length=64, description="for keys of no project: only of this one")] = None,
 ) -> Listed[HostedRun]:
-    """List runs, newest first."""
+    """List runs, newest first or in an order, by phase, label and text."""
     with state.store.reading() as connection:
         where: list[sa.ColumnElement[bool]] = [runs_table.c.wanted != runs.DELETE]
         if caller.project is not None or project is not None:
             where.append(runs_table.c.project == project_of(connection, caller, project))
-        if phase is not None:
-            where.append(runs_table.c.phase == phase.value)
-        return listing(request, connection, runs_table, where, cursor, runs.as_listed_run, runs.LISTED)
+        if phase:
+            where.append(runs_table.c.phase.in_([one.value for one in phase]))
+        where += [runs.labelled(one) for one in label]
+        if search:
+            where.append(runs.matching(search))
+        wanted = None if order is None else Order(runs.ORDERS[order], ascending)
+        return listing(request, connection, runs_table, where, cursor, runs.as_listed_run, runs.LISTED, wanted)
 
 
 @router.get("/{run}", **rules(Action.RUNS_READ, "not-found"))
 async def show(run: RunId, found: RunDep, state: StateDep, response: Response) -> HostedRunDetail:
     """Show a run: its phase, conditions, figures and configuration."""
     response.headers["etag"] = etag_of(found.generation)
-    return runs.as_run_detail(found, state.settings.shown_config(json.loads(found.config), found.project))
+    config = state.settings.shown_config(json.loads(found.config), found.project)
+    return runs.as_run_detail(found, config, differences(config))
 
 
 @router.patch(

@@ -1,0 +1,184 @@
+// Charts on uPlot: lines or areas over one axis, a legend with the values under the cursor, words for who sees no picture.
+import { el, fill } from "./dom.js";
+import { NONE, clock, count } from "./units.js";
+
+const HEIGHT = 190;
+const LARGEST = 1e100; // Beyond it sums within the library are no numbers.
+export const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [1, 4]];
+const drawn = new Set();
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+dark.addEventListener("change", () => drawn.forEach((one) => one.redraw()));
+const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+const KNOWN = ["trainer", "reserved", "serving", "spot", "serverless", "ray"];
+const COLOURS = 9;
+
+/** The colours of providers, the same as in reports: others take what remains. */
+export function providerColours(names) {
+  const others = names.filter((name) => !KNOWN.includes(name));
+  const slot = (name) => (KNOWN.includes(name) ? KNOWN.indexOf(name) : KNOWN.length + (others.indexOf(name) % (COLOURS - KNOWN.length)));
+  return Object.fromEntries(names.map((name) => [name, `provider-${slot(name)}`]));
+}
+
+/** A colour and a dash for one of several alike: nothing is told by colour alone. */
+export const styleOf = (place) => ({ colour: `provider-${[2, 5, 4, 1, 3, 6, 8, 7, 0][place % COLOURS]}`, dash: DASHES[Math.floor(place / 3) % DASHES.length] });
+
+const held = (value) => (typeof value !== "number" || Number.isNaN(value) ? null : Math.max(-LARGEST, Math.min(LARGEST, value)));
+
+export const AXES = {
+  step: { title: "step", unit: count },
+  time: { title: "time since the run began", unit: clock },
+  tokens: { title: "tokens", unit: count },
+  usd: { title: "dollars", unit: (value) => `$${count(value)}` },
+  version: { title: "weights version", unit: count },
+};
+
+class Chart {
+  constructor({ title, unit = count, axis = "step", stacked = false, sync = "" }) {
+    Object.assign(this, { title, unit, axis, stacked, sync, plot: null, series: [], data: [[]], marks: [] });
+    this.place = el("div", { className: "plot", role: "img", tabIndex: 0 });
+    this.legend = el("ul", { className: "legend" });
+    this.axisTitle = el("span", { className: "axis" });
+    this.node = el("figure", { className: "chart" }, el("figcaption", {}, el("b", { textContent: title }), this.axisTitle), this.place, this.legend);
+    this.place.onkeydown = (event) => this.step(event);
+    this.sized = new ResizeObserver(() => this.resize());
+    this.sized.observe(this.place);
+    drawn.add(this);
+  }
+
+  /** Show series over these values: each {label, colour, dash, values}. `marks` are values of x with what happened there. */
+  set(xs, series, { axis = this.axis, marks = [] } = {}) {
+    const told = series.filter((one) => one.values.some((value) => value !== null && value !== undefined));
+    this.node.hidden = told.length === 0 || xs.length === 0;
+    const shape = JSON.stringify([axis, told.map((one) => [one.label, one.colour, one.dash])]);
+    this.axis = axis;
+    this.marks = marks;
+    this.series = told.map((one) => ({ ...one, values: one.values.map(held) }));
+    this.data = [xs, ...this.drawnValues()];
+    this.axisTitle.textContent = `over ${AXES[axis].title}`;
+    if (this.node.hidden) return;
+    if (shape !== this.shape || !this.plot) {
+      this.shape = shape;
+      this.redraw();
+    } else this.plot.setData(this.data);
+    this.tell(xs.length - 1);
+    this.place.setAttribute("aria-label", this.words());
+  }
+
+  /** Areas stand on one another: the highest sum is painted first, the others over it. */
+  drawnValues() {
+    if (!this.stacked) return this.series.map((one) => one.values);
+    const sums = this.series.map((_, n) => this.data && this.series[0].values.map((_, i) => this.series.slice(n).reduce((sum, one) => sum + (one.values[i] ?? 0), 0)));
+    return sums;
+  }
+
+  words() {
+    const told = this.series.map((one) => {
+      const known = one.values.filter((value) => value !== null);
+      const [low, high] = known.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
+      return `${one.label}: last ${this.unit(known.at(-1))}, lowest ${this.unit(low)}, highest ${this.unit(high)}`;
+    });
+    return `${this.title}. ${told.join("; ")}`;
+  }
+
+  options() {
+    const [ink, grid] = [colourOf("muted"), colourOf("grid")];
+    const axis = (unit) => ({ stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui, sans-serif", values: (_, splits) => splits.map((one) => (one === null ? null : unit(one))) });
+    return {
+      width: Math.max(200, this.place.clientWidth),
+      height: HEIGHT,
+      legend: { show: false },
+      cursor: { sync: this.sync ? { key: this.sync } : undefined, points: { size: 6 }, y: false },
+      scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(low, high, this.stacked) } },
+      axes: [axis(AXES[this.axis].unit), { ...axis(this.unit), size: 58 }],
+      series: [{}, ...this.series.map((one) => this.line(one))],
+      hooks: { setCursor: [(plot) => this.tell(plot.cursor.idx ?? this.data[0].length - 1)], draw: [(plot) => this.drawMarks(plot)] },
+    };
+  }
+
+  line(one) {
+    const stroke = colourOf(one.colour);
+    const base = { label: one.label, stroke, width: this.stacked ? 1 : 1.75, dash: this.stacked ? undefined : one.dash, spanGaps: true, points: { show: this.data[0].length < 3 } };
+    return this.stacked ? { ...base, fill: stroke } : base;
+  }
+
+  redraw() {
+    this.plot?.destroy();
+    this.plot = null;
+    if (this.node.hidden || !this.place.isConnected) return;
+    this.plot = new uPlot(this.options(), this.data, this.place);
+    this.resize();
+  }
+
+  resize() {
+    if (!this.plot) {
+      if (!this.node.hidden && this.series.length) this.redraw();
+      return;
+    }
+    const width = Math.max(200, this.place.clientWidth);
+    if (width !== this.plot.width) this.plot.setSize({ width, height: HEIGHT });
+  }
+
+  drawMarks(plot) {
+    if (!this.marks.length) return;
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.fillStyle = colourOf("bad");
+    for (const mark of this.marks) {
+      const x = plot.valToPos(mark.at, "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.fillRect(x, bbox.top, devicePixelRatio, bbox.height);
+      ctx.beginPath();
+      ctx.moveTo(x - 5 * devicePixelRatio, bbox.top);
+      ctx.lineTo(x + 5 * devicePixelRatio, bbox.top);
+      ctx.lineTo(x, bbox.top + 8 * devicePixelRatio);
+      ctx.fill();
+    }
+    ctx.restore();
+  }
+
+  tell(at) {
+    if (at < 0) return;
+    const items = this.series.map((one) => el("li", {}, swatch(one), `${one.label} `, el("b", { textContent: one.values[at] === null ? NONE : this.unit(one.values[at]) })));
+    const here = el("li", { className: "soft", textContent: `at ${AXES[this.axis].unit(this.data[0][at])}` });
+    fill(this.legend, items, this.marks.length ? el("li", {}, el("span", { className: "mark", textContent: "▼" }), this.marks[0].kind) : null, here);
+  }
+
+  /** The arrow keys move the cursor from value to value. */
+  step(event) {
+    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (!by || !this.plot) return;
+    event.preventDefault();
+    const last = this.data[0].length - 1;
+    this.at = Math.max(0, Math.min(last, (this.at ?? last) + by));
+    this.plot.setCursor({ left: this.plot.valToPos(this.data[0][this.at], "x"), top: 0 });
+    this.tell(this.at);
+  }
+
+  destroy() {
+    this.sized.disconnect();
+    this.plot?.destroy();
+    this.plot = null;
+    drawn.delete(this);
+  }
+}
+
+function rangeOf(low, high, stacked) {
+  if (low === null || low === undefined) return [0, 1];
+  const from = stacked || low >= 0 ? Math.min(0, low) : low;
+  const [to, room] = [Math.max(high, stacked ? 0 : -LARGEST), (high / 2 - from / 2) * 0.1 || Math.abs(high) * 0.1 || 1];
+  return [from < 0 ? from - room : from, to + room];
+}
+
+export function swatch({ colour, dash = [] }) {
+  const made = el("span", { className: `swatch fill-${colour}`, ariaHidden: "true" });
+  if (dash.length) made.classList.add("dashed");
+  return made;
+}
+
+/** A chart that ends with its view. */
+export function chart(options, signal) {
+  const made = new Chart(options);
+  signal.addEventListener("abort", () => made.destroy());
+  return made;
+}

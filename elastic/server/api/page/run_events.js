@@ -1,0 +1,53 @@
+// What happens in a run, in words: the newest, and from then on what follows.
+import { el, fill, labelled, soft } from "./dom.js";
+import { reading } from "./tables.js";
+import { eventsOf } from "./data.js";
+import { clock } from "./units.js";
+import { inWords, isSerious } from "./words.js";
+
+const TAIL = 200;
+const MOST = 2000;
+
+export function showEvents(body, { place, signal }) {
+  const list = el("ol", { className: "events", id: "events", reversed: true, tabIndex: 0, ariaLabel: "Events, the newest first" });
+  const search = el("input", { type: "search", placeholder: "preempted, spot-3, …" });
+  const routine = el("input", { type: "checkbox" });
+  const state = soft();
+  const problem = el("div");
+  fill(body, el("form", { className: "filters", onsubmit: (event) => event.preventDefault() }, labelled("Only with", search), labelled("Routine too", routine)), problem, state, list);
+  let after = "";
+  let asked = 0;
+
+  const line = (event) => {
+    const text = inWords(event);
+    const made = el("li", { className: isSerious(event) ? "serious" : "", title: event.event }, el("time", { textContent: clock(event.data.at_s) }), ` ${text}`);
+    made.dataset.text = `${event.event} ${text}`.toLowerCase();
+    return made;
+  };
+  function filter() {
+    const wanted = search.value.trim().toLowerCase();
+    for (const one of list.children) one.hidden = wanted !== "" && !one.dataset.text.includes(wanted);
+  }
+  async function read() {
+    const mine = asked;
+    const query = { routine: String(routine.checked), ...(after ? { after } : { tail: String(TAIL) }) };
+    const found = await eventsOf(`${place}/events`, query, signal);
+    if (mine !== asked) return;
+    after = found.at(-1)?.id || after;
+    const broken = found.find((one) => one.event === "error");
+    const told = found.filter((one) => !["read", "error", "run.ended"].includes(one.event));
+    list.prepend(...told.reverse().map(line));
+    while (list.children.length > MOST) list.lastChild.remove();
+    fill(state, broken ? `What follows cannot be read: ${broken.data.detail}` : list.children.length ? "" : "Nothing has happened yet.");
+    filter();
+  }
+  const refresh = () => reading(problem, read);
+  search.oninput = filter;
+  routine.onchange = () => {
+    asked += 1;
+    after = "";
+    list.replaceChildren();
+    refresh();
+  };
+  return { refresh };
+}

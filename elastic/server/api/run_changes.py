@@ -1,0 +1,101 @@
+"""Which runs have changed since when, for any number of streams: the store is asked once for all of them.
+
+Changes are numbered. A reader who knows the last number that it has heard of misses nothing, until this process ends or
+has forgotten what came so long ago: then it begins anew.
+"""
+
+import secrets
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from elastic.server.store import Store, runs
+from elastic.server.store.tables import runs as table
+
+KEPT = 5_000
+"""Runs whose last change is remembered."""
+_COLUMNS = [*runs.LISTED, table.c.wanted, table.c.managed]
+
+
+@dataclass(frozen=True)
+class RunChange:
+    """A run as it is since the change of this number, as JSON; None where it is no more."""
+
+    number: int
+    id: str
+    project: str
+    told: str | None
+
+
+class RunChanges:
+    """The changes that this process has seen. Threads may share it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._name = secrets.token_hex(4)
+        self._lock = threading.Lock()
+        self._rows: dict[str, tuple[Any, ...]] = {}
+        self._changes: OrderedDict[str, RunChange] = OrderedDict()
+        self._number = 0
+        self._forgotten = 0
+
+    @property
+    def last(self) -> int:
+        """The number of the last change."""
+        return self._number
+
+    def id_of(self, number: int) -> str:
+        """Return what a reader is told of a number, to come back with."""
+        return f"{self._name}-{number}"
+
+    def number_of(self, id_: str) -> int | None:
+        """Return the number of what a reader came back with; None where its changes are not known here any more."""
+        name, _, number = id_.rpartition("-")
+        if name != self._name or not number.isdecimal() or len(number) > 18:
+            return None
+        return int(number) if self._forgotten <= int(number) <= self._number else None
+
+    def look(self) -> int:
+        """Look what has changed, and return the number of the last change. Raises `StoreUnavailable`."""
+        with self._lock, self._store.reading() as connection:
+            found = self._read(connection, table.c.managed)
+            gone = [id_ for id_ in self._rows if id_ not in found]
+            found |= self._read(connection, table.c.id.in_(gone)) if gone else {}
+            for id_ in gone:
+                if id_ not in found:
+                    self._note(RunChange(self._number + 1, id_, self._rows.pop(id_)[0], None))
+            for id_, row in found.items():
+                values = (row["project"], *row.values())
+                if self._rows.get(id_) != values:
+                    told = None if row["wanted"] == runs.DELETE else runs.as_listed_run(row).model_dump_json()
+                    self._note(RunChange(self._number + 1, id_, row["project"], told))
+                if row["managed"]:
+                    self._rows[id_] = values
+                else:
+                    self._rows.pop(id_, None)
+            return self._number
+
+    def behind(self, number: int, project: str | None) -> tuple[int, list[RunChange]]:
+        """Return the number of the last change, and that of each run that changed behind this number, of one project or
+        of all."""
+        with self._lock:
+            found: list[RunChange] = []
+            for change in reversed(self._changes.values()):
+                if change.number <= number:
+                    break
+                if project in (None, change.project):
+                    found.append(change)
+            return self._number, found[::-1]
+
+    def _read(self, connection: sa.Connection, which: sa.ColumnElement[bool]) -> dict[str, sa.RowMapping]:
+        return {row["id"]: row for row in connection.execute(sa.select(*_COLUMNS).where(which)).mappings()}
+
+    def _note(self, change: RunChange) -> None:
+        self._number = change.number
+        self._changes[change.id] = change
+        self._changes.move_to_end(change.id)
+        while len(self._changes) > KEPT:
+            self._forgotten = self._changes.popitem(last=False)[1].number
