@@ -60,6 +60,25 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
+AXE = Path(__file__).parents[2] / ".cache/dashboard/axe.min.js"
+
+
+@pytest.fixture(params=["light", "dark"])
+def audited(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A tab into which axe-core may come; its `violations` are what is found of the page as it is."""
+    context = browser.new_context(viewport={"width": 1200, "height": 900}, bypass_csp=True, color_scheme=request.param)
+    page = context.new_page()
+    yield page
+    context.close()
+
+
+def violations(page: Any) -> list[str]:
+    """What axe-core finds wrong: contrast, names, roles, order."""
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    return [f"{one['id']}: {node['html'][:200]} {node['failureSummary']}" for one in found for node in one["nodes"]]
+
+
 @pytest.fixture
 def faults() -> list[str]:
     """What a page failed at, or its policy forbade."""

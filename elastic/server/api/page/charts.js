@@ -3,6 +3,8 @@ import { el, fill } from "./dom.js";
 import { NONE, clock, count } from "./units.js";
 
 const HEIGHT = 190;
+const WHOLE = new Set(["step", "version", "tokens"]);
+const STEPS = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((one) => one * 10 ** power)).flat();
 const LARGEST = 1e100; // Beyond it sums within the library are no numbers.
 export const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [1, 4]];
 const drawn = new Set();
@@ -68,8 +70,8 @@ class Chart {
   /** Areas stand on one another: the highest sum is painted first, the others over it. */
   drawnValues() {
     if (!this.stacked) return this.series.map((one) => one.values);
-    const sums = this.series.map((_, n) => this.data && this.series[0].values.map((_, i) => this.series.slice(n).reduce((sum, one) => sum + (one.values[i] ?? 0), 0)));
-    return sums;
+    const sumFrom = (n, at) => this.series.slice(n).reduce((sum, one) => sum + (one.values[at] ?? 0), 0);
+    return this.series.map((one, n) => one.values.map((_, at) => sumFrom(n, at)));
   }
 
   words() {
@@ -90,7 +92,7 @@ class Chart {
       legend: { show: false },
       cursor: { sync: this.sync ? { key: this.sync } : undefined, points: { size: 6 }, y: false },
       scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(low, high, this.stacked) } },
-      axes: [axis(AXES[this.axis].unit), { ...axis(this.unit), size: 58 }],
+      axes: [{ ...axis(AXES[this.axis].unit), size: 30, incrs: WHOLE.has(this.axis) ? STEPS : undefined }, { ...axis(this.unit), size: 58 }],
       series: [{}, ...this.series.map((one) => this.line(one))],
       hooks: { setCursor: [(plot) => this.tell(plot.cursor.idx ?? this.data[0].length - 1)], draw: [(plot) => this.drawMarks(plot)] },
     };

@@ -50,12 +50,15 @@ export function showCompare(main, { signal, parts: [ids], wrong }) {
   fill(body, charts.map((one) => one.chart.node));
   fill(main, el("div", { className: "row" }, el("h1", { textContent: "Runs compared" }), labelled("over", choice)), missing, heads, body, section("What is different", differences));
 
+  // Runs of one name are told apart by their ids.
+  const nameOf = (run) => (runs.filter((one) => one.run.name === run.name).length > 1 ? `${run.name} …${run.id.slice(-6)}` : run.name);
+
   function draw() {
     for (const { said, chart: one } of charts) {
       const labels = said.cost ? ["cost"] : Object.keys(said.lines);
       const lines = runs.flatMap(({ run, series, place }) => {
         const own = said.cost ? [{ label: "cost", values: series.costs() }] : linesOf({ lines: said.lines }, series.steps);
-        return own.map((line, n) => ({ ...line, label: labels.length > 1 ? `${run.name}: ${line.label}` : run.name, colour: styleOf(place).colour, dash: styleOf(place + 3 * n).dash, places: series.places(axis) }));
+        return own.map((line, n) => ({ ...line, label: labels.length > 1 ? `${nameOf(run)}: ${line.label}` : nameOf(run), colour: styleOf(place).colour, dash: styleOf(place + 3 * n).dash, places: series.places(axis) }));
       });
       const [places, values] = merged(lines);
       one.set(places, lines.map((line, n) => ({ ...line, values: values[n] })), { axis });

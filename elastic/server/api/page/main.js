@@ -6,6 +6,7 @@ import { showCompare } from "./compare.js";
 import { showLogin, showSignIn } from "./login.js";
 import { showRun } from "./run.js";
 import { showRuns } from "./runs.js";
+import { showSubmit } from "./submit.js";
 import { showBeside, showTrajectory } from "./trajectory.js";
 
 const VERSION = document.querySelector('meta[name="elastic-version"]').content;
@@ -16,10 +17,11 @@ const VIEWS = [
   [`/runs/(${RUN})/beside/(${TRAJECTORY},${TRAJECTORY})`, showBeside, "Runs"],
   [`/runs/(${RUN})(?:/(workers|trajectories|events|logs|configuration))?`, showRun, "Runs"],
   [`/compare/(${RUN}(?:,${RUN})*)`, showCompare, "Runs"],
+  [`/submit(?:/(${RUN}))?`, showSubmit, "Submit"],
   ["/login/([0-9a-f]{64})/([A-Za-z0-9][A-Za-z0-9._-]{0,63})", showLogin, ""],
   [".*", showRuns, "Runs"],
 ].map(([pattern, show, tab]) => [new RegExp(`^${pattern}$`), show, tab]);
-const TABS = [["Runs", "#/", "runs:read"]];
+const TABS = [["Runs", "#/", "runs:read"], ["Submit", "#/submit", "runs:write"]];
 
 const main = document.getElementById("main");
 const notice = document.getElementById("notice");
@@ -83,7 +85,9 @@ function route() {
   document.title = "Elastic";
   main.replaceChildren();
   const context = { signal: view.signal, parts: match.slice(1).map((one) => one ?? ""), query: new URLSearchParams(asked), wrong, go };
-  Promise.resolve(show(main, context)).catch(wrong);
+  main.setAttribute("aria-busy", "true");
+  const { signal } = view;
+  Promise.resolve(show(main, context)).catch(wrong).finally(() => signal.aborted || main.removeAttribute("aria-busy"));
 }
 
 function go(place) {

@@ -116,13 +116,13 @@ export function showRun(main, { signal, parts: [id, name], wrong, go }) {
     fill(waits, waitsOf(run).map((one) => el("li", {}, el("b", { textContent: one.name }), ` ${one.text}`)));
     if (first) part = PARTS[name][1](body, view);
     part?.show?.(view.run);
-    if (first) more().catch(wrong);
-    else soon();
+    if (!first) soon();
   }
 
   async function read() {
     try {
       show(await get(place, signal));
+      await Promise.all([more(), part?.ready]);
     } catch (error) {
       if (error instanceof Refused && error.type === "not-found") fill(main, el("h1", { textContent: "There is no such run" }), soft(`${id} was deleted, or is of another project.`));
       else wrong(error);

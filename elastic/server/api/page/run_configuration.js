@@ -38,9 +38,8 @@ export function showConfiguration(body, { place, run, signal }) {
     section("What differs from the defaults", differences.node),
     el("details", {}, el("summary", { textContent: "The whole configuration" }), el("pre", { className: "log", tabIndex: 0, ariaLabel: "Configuration", textContent: JSON.stringify(run.config, null, 2) })),
     section("Conditions", conditions.node),
-    section("Checkpoints", checkpoints.node, soft("On a terminal: ", el("code", { textContent: `elastic export ${run.id} DIRECTORY` }), " makes a checkpoint that other tools load.")),
+    section("Checkpoints", checkpoints.node, soft("On the server's machine, ", el("code", { textContent: `elastic export ${run.id} --directory HOME/runs -o policy` }), " makes a Hugging Face directory of the newest one.")),
     section("Take away", el("ul", { className: "links" }, [["Report", "report?format=html"], ["Report as Markdown", "report?format=markdown"], ["Report as JSON", "report"], ["Series as JSON", "metrics"]].map(([text, path]) => el("li", {}, el("a", { href: `${place}/${path}`, textContent: text }))))),
   );
-  checkpoints.refresh();
-  return { show: (now) => conditions.show(now.conditions) };
+  return { ready: checkpoints.refresh(), show: (now) => conditions.show(now.conditions) };
 }

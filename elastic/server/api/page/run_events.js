@@ -20,7 +20,8 @@ export function showEvents(body, { place, signal }) {
 
   const line = (event) => {
     const text = inWords(event);
-    const made = el("li", { className: isSerious(event) ? "serious" : "", title: event.event }, el("time", { textContent: clock(event.data.at_s) }), ` ${text}`);
+    const mark = isSerious(event) ? el("span", { className: "mark", ariaHidden: "true", textContent: "▲ " }) : null;
+    const made = el("li", { title: event.event }, el("time", { textContent: clock(event.data.at_s) }), " ", mark, text);
     made.dataset.text = `${event.event} ${text}`.toLowerCase();
     return made;
   };

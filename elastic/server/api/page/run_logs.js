@@ -46,7 +46,7 @@ export function showLogs(body, view) {
     asked += 1;
     after = "";
     lines.replaceChildren();
-    tick().catch(view.wrong);
+    return tick().catch(view.wrong);
   }
   async function readSources() {
     try {
@@ -61,6 +61,5 @@ export function showLogs(body, view) {
   search.oninput = filter;
   follow.onchange = () => follow.checked && tick().catch(view.wrong);
   signal.addEventListener("abort", () => clearTimeout(timer));
-  readSources().then(begin).catch(view.wrong);
-  return { refresh: readSources };
+  return { refresh: readSources, ready: readSources().then(begin) };
 }

@@ -43,9 +43,10 @@ export class Series {
     const found = await get(`/v1/runs/${this.run}/metrics?${query}`, signal);
     this.steps.push(...found.steps);
     this.samples.push(...found.samples.filter((one) => one.elapsed_s > (this.samples.at(-1)?.elapsed_s ?? -1)));
+    const evaluated = found.evaluations.length !== this.evaluations.length;
     this.evaluations = found.evaluations;
     this.total = Math.max(this.steps.length, this.samples.length);
-    return found.steps.length + found.samples.length > 0;
+    return evaluated || found.steps.length + found.samples.length > 0;
   }
 
   /** Where the steps are on an axis. */

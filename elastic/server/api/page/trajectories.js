@@ -4,7 +4,7 @@ import { button, el, fill, labelled } from "./dom.js";
 import { paged } from "./tables.js";
 import { count, reward } from "./units.js";
 
-export const partsOf = (values) => Object.entries(values).map(([name, value]) => `${name} ${typeof value === "number" ? Number(value.toPrecision(3)) : value}`).join(", ");
+export const partsOf = (values) => Object.entries(values).map(([name, value]) => `${name} ${value.toPrecision(3)}`).join(", ");
 export const endOf = (one) => [one.reward === null ? one.cause || "no reward" : one.cause, one.truncated ? "truncated" : ""].filter(Boolean).join(", ");
 
 export function showTrajectories(body, view) {
@@ -50,9 +50,10 @@ export function showTrajectories(body, view) {
     if (event.target !== jump) list.refresh().catch(wrong);
   };
   fill(body, form, list.node);
-  list.refresh().catch(wrong);
+  const ready = list.refresh();
   let seen = run.figures.step;
   return {
+    ready,
     // A list that one has read on in, or chosen from, stays as it is.
     refresh: async () => {
       if (view.run.figures.step === seen || list.body.children.length > 20 || chosen.size) return;

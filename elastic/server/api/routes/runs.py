@@ -54,6 +54,7 @@ from elastic.server.store.pages import Order
 from elastic.server.store.tables import runs as runs_table
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=ModelRoute)
+LABEL = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}(=.{0,200})?$"
 RunId = Annotated[str, Path(max_length=64)]
 
 
@@ -109,7 +110,7 @@ def list_runs(
     cursor: Annotated[Cursor, Depends(cursor_of(ids.RUN))],
     phase: Annotated[list[RunPhase], Query(max_length=8, description="only runs in these phases")] = [],  # noqa: B006
     label: Annotated[
-        list[Annotated[str, Field(max_length=200)]],
+        list[Annotated[str, Field(pattern=LABEL)]],
         Query(max_length=8, description="NAME=VALUE, or NAME"),
     ] = [],  # noqa: B006
     search: Annotated[str, Query(max_length=100, description="only with this text in name, id or labels")] = "",

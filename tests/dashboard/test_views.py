@@ -1,0 +1,214 @@
+"""Each view in Chromium: with data, without, with hostile texts, live, and as those see it who see no colours."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks._hosted_runs import status_at, write_run
+from elastic.protocol.api import AccessRole, RunFigures, RunPhase
+from elastic.server.api.routes.page import HEADERS
+from tests.dashboard.conftest import Served, violations
+from tests.dashboard.test_page import seen, sign_in, submitted
+from tests.server.conftest import Submission
+
+pytestmark = pytest.mark.dashboard
+PAGE = Path(__file__).parents[2] / "elastic/server/api/page"
+MARKUP = "<img src=x onerror=document.title='run'>\u202e\x1b[2J"
+PARTS = ("", "/workers", "/trajectories", "/events", "/logs", "/configuration")
+
+
+@pytest.fixture
+def run(served: Served, submission: Submission) -> str:
+    """A run of thirty steps with losses, whose texts are hostile."""
+    made = submitted(served, submission(labels={"team": "agents"}))
+    directory = served.site.settings.run_dir(made)
+    write_run(directory, steps=30, events=300, name=MARKUP, cause=MARKUP)
+    (directory / "logs").mkdir()
+    (directory / "logs/process.log").write_text(f"step 1\n{MARKUP}\n")
+    stands = RunFigures.model_validate(msgspec.to_builtins(status_at(30, 100)))
+    seen(served, made, RunPhase.RUNNING, cause=MARKUP, **stands.model_dump(exclude={"steps", "providers", "phase"}))
+    return made
+
+
+def places(run: str) -> Iterator[str]:
+    yield "/#/"
+    yield from (f"/#/runs/{run}{part}" for part in PARTS)
+    yield f"/#/compare/{run},{run}"
+    yield "/#/submit"
+
+
+def settled(tab: Any) -> None:
+    tab.wait_for_selector("main:not([aria-busy]) h1")
+
+
+def test_nothing_of_the_page_makes_markup_of_texts() -> None:
+    forbidden = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function|srcdoc"
+    )
+    modules = sorted(PAGE.glob("*.js"))
+    for module in modules:
+        text = module.read_text()
+        assert not forbidden.search(text), module.name
+        assert "http://www.w3.org/2000/svg" in text or "//" not in re.sub(
+            r"^\s*//.*|\s//\s.*|\"//\"", "", text, flags=re.M
+        )
+        assert len(text.splitlines()) < 300, module.name
+    assert len(modules) > 20
+    assert "unsafe" not in HEADERS["content-security-policy"]
+
+
+def test_every_view_shows_a_run_whose_texts_are_hostile(tab: Any, served: Served, run: str, tmp_path: Path) -> None:
+    sign_in(tab, served)
+    for number, place in enumerate(places(run)):
+        tab.goto(served.url + place)
+        settled(tab)
+        shown = tab.locator("main").inner_text()
+        assert not set(shown) & set("\x1b\x00\x07\x9b\u202e\u2066"), place
+        assert tab.locator("main img").count() == 0
+        assert "cannot be shown" not in shown, (place, shown)
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), place
+        tab.screenshot(path=str(tmp_path / f"{number}.png"), full_page=True)
+
+
+def test_every_view_is_narrow_too_and_says_what_it_lacks(tab: Any, served: Served, submission: Submission) -> None:
+    """On a telephone, of a run that has not begun: what there is not is said."""
+    bare = submitted(served, submission())
+    sign_in(tab, served)
+    tab.set_viewport_size({"width": 400, "height": 800})
+    for place in places(bare):
+        tab.goto(served.url + place)
+        settled(tab)
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 400, place
+    tab.goto(f"{served.url}/#/runs/{bare}")
+    tab.wait_for_selector("text=There are no figures yet")
+    tab.goto(f"{served.url}/#/runs/{bare}/events")
+    tab.wait_for_selector("text=Nothing has happened yet.")
+    tab.goto(f"{served.url}/#/runs/run_00000000000000000000000000")
+    tab.wait_for_selector("text=There is no such run")
+
+
+def test_every_view_is_for_all_who_read_it(audited: Any, served: Served, run: str) -> None:
+    audited.goto(served.url)
+    audited.wait_for_selector("#key")
+    assert violations(audited) == []
+    sign_in(audited, served)
+    for place in places(run):
+        audited.goto(served.url + place)
+        settled(audited)
+        assert violations(audited) == [], place
+    audited.goto(f"{served.url}/#/runs/{run}")
+    audited.click("button:text-is('Stop')")
+    audited.wait_for_selector("dialog")
+    assert violations(audited) == []
+
+
+def test_losses_are_told_with_what_followed(tab: Any, served: Served, run: str) -> None:
+    sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{run}/workers")
+    tab.wait_for_selector("#losses >> text=preempted")
+    assert tab.locator("#losses tbody tr").count() == 3
+    assert tab.locator("#lanes li").count() == 4
+    tab.goto(f"{served.url}/#/runs/{run}/events")
+    tab.wait_for_selector("text=/Lease .* was preempted/")
+    assert tab.locator("#events li:visible").count() == 43
+    tab.fill("[type=search]", "granted")
+    assert tab.locator("#events li:visible").count() == 3
+    tab.fill("[type=search]", "")
+    tab.check("text=Routine too")
+    tab.wait_for_selector("text=/Trajectory .* ends with reward/")
+
+
+def test_a_log_is_followed(tab: Any, served: Served, run: str) -> None:
+    sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{run}/logs")
+    tab.wait_for_selector("#log >> text=step 1")
+    with (served.site.settings.run_dir(run) / "logs/process.log").open("a") as log:
+        log.write("step 2 of the test\n")
+    tab.wait_for_selector("#log >> text=step 2 of the test")
+
+
+def test_many_runs_are_found_ordered_and_compared(tab: Any, served: Served, submission: Submission) -> None:
+    for number in range(130):
+        made = submitted(served, submission(labels={"team": "math" if number % 2 else "agents", "n": str(number)}))
+        seen(served, made, RunPhase.FAILED if number % 10 == 0 else RunPhase.RUNNING, step=number, usd=float(number))
+    sign_in(tab, served)
+    tab.wait_for_selector("text=100+ runs")
+    assert tab.locator("#runs tr[data-key]").count() < 60, "what is not seen is not there"
+    tab.evaluate("document.getElementById('runs').scrollTo(0, 1e6)")
+    tab.wait_for_selector("text=130 runs")
+    tab.click("text=Cost")
+    tab.wait_for_selector("#runs tr[data-key] >> nth=0 >> text=$129.00")
+    tab.click("button:has-text('Cost')")
+    tab.wait_for_selector("#runs tr[data-key] >> nth=0 >> text=$0.00")
+    tab.select_option("#phase", "failed")
+    tab.wait_for_selector("text=13 runs")
+    tab.fill("#label", "n=20")
+    tab.wait_for_selector("text=/^1 runs/")
+    assert "label=n%3D20" in tab.url
+    tab.goto(served.url + "/#/?search=math")
+    tab.wait_for_selector("text=65 runs")
+    for box in tab.locator("#runs input[type=checkbox]").all()[:3]:
+        box.check()
+    tab.click("text=Compare 3 runs")
+    tab.wait_for_selector("#runs-compared tbody tr >> nth=2")
+
+
+def test_what_changes_is_seen_by_a_page_that_is_seen(tab: Any, served: Served, run: str) -> None:
+    """All pages of a browser have one stream; one that is hidden asks for nothing."""
+    asked: list[str] = []
+    tab.context.on("request", lambda request: asked.append(request.url))
+    sign_in(tab, served, at=f"/#/runs/{run}")
+    tab.wait_for_selector("#figures >> text=30/100")
+    others = [tab.context.new_page() for _ in range(10)]
+    for other in others:
+        other.goto(f"{served.url}/#/runs/{run}")
+        other.wait_for_selector("#figures >> text=30/100")
+    streams = served.site.app.state.server.streams
+    assert sum(len(open_now) for _, open_now in streams._open.values()) == 1
+    seen(served, run, RunPhase.RUNNING, step=31)
+    for page in (tab, *others):
+        page.wait_for_selector("#figures >> text=31/100")
+    assert not [url for url in asked if "/figures" in url]
+
+
+def test_a_run_is_submitted_after_a_look_at_what_it_will_do(tab: Any, served: Served, run: str) -> None:
+    sign_in(tab, served, at=f"/#/runs/{run}")
+    tab.click("text=Submit another")
+    tab.wait_for_selector("#config")
+    assert not tab.locator("#submit").is_visible()
+    tab.click("#check")
+    tab.wait_for_selector("text=It would run for 2 steps as small.")
+    tab.fill("#budget", "5")
+    assert not tab.locator("#submit").is_visible(), "what was checked is what is submitted"
+    tab.fill("#config", "{")
+    tab.click("#check")
+    tab.wait_for_selector("text=The configuration is no JSON")
+    tab.go_back()
+    tab.click("text=Submit another")
+    tab.fill("#budget", "5")
+    tab.click("#check")
+    tab.wait_for_selector("text=$5.00 in all")
+    tab.click("#submit")
+    tab.wait_for_selector("#figures >> text=of $5.00")
+
+
+def test_a_budget_and_caps_are_set_by_keyboard(tab: Any, served: Served, run: str) -> None:
+    sign_in(tab, served, at=f"/#/runs/{run}")
+    tab.focus("button:text-is('Budget')")
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector("dialog >> text=Once what it costs")
+    tab.keyboard.type("12.5")
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector("#figures >> text=of $12.50")
+    tab.focus("button:text-is('Caps')")
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector("dialog >> text=0 drains the provider.")
+    tab.keyboard.type("0")
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector("dialog", state="detached")
+    shown = served.site.client().get(f"/v1/runs/{run}").json()
+    assert (shown["budget_usd"], shown["caps"]) == (12.5, {"spot": 0})
+    audit = served.site.client().get("/v1/audit?limit=10").json()["data"]
+    assert [one["resource"] for one in audit].count(f"/v1/runs/{run}") == 3, "its submission, too"
