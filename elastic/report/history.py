@@ -56,8 +56,13 @@ class StepLengths(NamedTuple):
     tokens_max: int
 
     def plus(self, other: "StepLengths") -> "StepLengths":
-        sums = [a + b for a, b in zip(self[:4], other[:4], strict=True)]
-        return StepLengths(*sums, max(self.tokens_max, other.tokens_max))
+        return StepLengths(
+            self.over + other.over,
+            self.failed + other.failed,
+            self.truncated + other.truncated,
+            self.tokens + other.tokens,
+            max(self.tokens_max, other.tokens_max),
+        )
 
 
 class Segment:
