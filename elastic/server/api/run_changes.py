@@ -21,7 +21,7 @@ _COLUMNS = [*runs.LISTED, table.c.wanted, table.c.managed]
 
 
 @dataclass(frozen=True)
-class RunChange:
+class ChangedRun:
     """A run as it is since the change of this number, as JSON; None where it is no more."""
 
     number: int
@@ -38,7 +38,7 @@ class RunChanges:
         self._name = secrets.token_hex(4)
         self._lock = threading.Lock()
         self._rows: dict[str, tuple[Any, ...]] = {}
-        self._changes: OrderedDict[str, RunChange] = OrderedDict()
+        self._changes: OrderedDict[str, ChangedRun] = OrderedDict()
         self._number = 0
         self._forgotten = 0
 
@@ -66,23 +66,23 @@ class RunChanges:
             found |= self._read(connection, table.c.id.in_(gone)) if gone else {}
             for id_ in gone:
                 if id_ not in found:
-                    self._note(RunChange(self._number + 1, id_, self._rows.pop(id_)[0], None))
+                    self._note(ChangedRun(self._number + 1, id_, self._rows.pop(id_)[0], None))
             for id_, row in found.items():
                 values = (row["project"], *row.values())
                 if self._rows.get(id_) != values:
                     told = None if row["wanted"] == runs.DELETE else runs.as_listed_run(row).model_dump_json()
-                    self._note(RunChange(self._number + 1, id_, row["project"], told))
+                    self._note(ChangedRun(self._number + 1, id_, row["project"], told))
                 if row["managed"]:
                     self._rows[id_] = values
                 else:
                     self._rows.pop(id_, None)
             return self._number
 
-    def behind(self, number: int, project: str | None) -> tuple[int, list[RunChange]]:
+    def behind(self, number: int, project: str | None) -> tuple[int, list[ChangedRun]]:
         """Return the number of the last change, and that of each run that changed behind this number, of one project or
         of all."""
         with self._lock:
-            found: list[RunChange] = []
+            found: list[ChangedRun] = []
             for change in reversed(self._changes.values()):
                 if change.number <= number:
                     break
@@ -93,7 +93,7 @@ class RunChanges:
     def _read(self, connection: sa.Connection, which: sa.ColumnElement[bool]) -> dict[str, sa.RowMapping]:
         return {row["id"]: row for row in connection.execute(sa.select(*_COLUMNS).where(which)).mappings()}
 
-    def _note(self, change: RunChange) -> None:
+    def _note(self, change: ChangedRun) -> None:
         self._number = change.number
         self._changes[change.id] = change
         self._changes.move_to_end(change.id)

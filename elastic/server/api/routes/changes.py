@@ -12,7 +12,7 @@ from elastic.server.api.auth import credentials_of
 from elastic.server.api.routes.common import CallerDep, StateDep
 from elastic.server.api.routes.events import HEADERS, After, Follow, LastEventId, stream_rules
 from elastic.server.api.routes.model_route import ModelRoute
-from elastic.server.api.run_changes import RunChange
+from elastic.server.api.run_changes import ChangedRun
 from elastic.server.api.state import ServerState
 from elastic.server.permissions import Action
 from elastic.server.store import StoreUnavailable
@@ -72,6 +72,6 @@ async def _look(state: ServerState) -> None:
         return
 
 
-def _as_sent(change: RunChange, id_: str) -> bytes:
+def _as_sent(change: ChangedRun, id_: str) -> bytes:
     kind, data = ("deleted", json.dumps({"id": change.id})) if change.told is None else ("run", change.told)
     return f"id: {id_}\nevent: {kind}\ndata: {data}\n\n".encode()
