@@ -45,7 +45,7 @@ NAMES = ("lease", "worker", "from_worker", "to_worker")
 RESULTS = (StepRow, GroupRow, TrajectoryRow)
 
 
-class StepLengths(NamedTuple):
+class StepExtent(NamedTuple):
     """Of a step's trajectories that are `over`, so many `failed` and were `truncated`; and the policy tokens of all,
     and of the longest."""
 
@@ -55,8 +55,8 @@ class StepLengths(NamedTuple):
     tokens: int
     tokens_max: int
 
-    def plus(self, other: "StepLengths") -> "StepLengths":
-        return StepLengths(
+    def plus(self, other: "StepExtent") -> "StepExtent":
+        return StepExtent(
             self.over + other.over,
             self.failed + other.failed,
             self.truncated + other.truncated,
@@ -116,12 +116,12 @@ class Segment:
                 sums[step] += total
         return {step: sums[step] / count for step, count in scored.items()}
 
-    def lengths(self) -> dict[int, StepLengths]:
+    def lengths(self) -> dict[int, StepExtent]:
         """How long each step's trajectories were."""
-        found: dict[int, StepLengths] = {}
+        found: dict[int, StepExtent] = {}
         for step, over, failed, truncated, tokens, most in (row for j in self.journals for row in j.step_sums()):
             if step < self.undone_from:
-                more = StepLengths(over, failed, truncated, tokens, most)
+                more = StepExtent(over, failed, truncated, tokens, most)
                 found[step] = found[step].plus(more) if step in found else more
         return found
 
@@ -182,7 +182,7 @@ class History:
         """The mean reward of each step's scored trajectories."""
         return {step: mean for segment in self.segments for step, mean in segment.mean_rewards().items()}
 
-    def lengths(self) -> dict[int, StepLengths]:
+    def lengths(self) -> dict[int, StepExtent]:
         """How long each step's trajectories were."""
         return {step: found for segment in self.segments for step, found in segment.lengths().items()}
 

@@ -31,7 +31,7 @@ from elastic.protocol.api import (
 from elastic.protocol.endpoint import Address
 from elastic.protocol.run_secrets import FILE, ROOT_BYTES, RunSecrets
 from elastic.report.evaluations import evaluations_of
-from elastic.report.history import History, StepLengths, history_of
+from elastic.report.history import History, StepExtent, history_of
 from elastic.report.lanes import WorkerLane, lanes
 from elastic.report.samples import Chosen
 from elastic.report.usage import lease_ends
@@ -201,7 +201,7 @@ def _figures(status: RunStatus) -> RunFigures:
 
 
 def _step(
-    row: StepRow, mean_reward: float | None, lengths: StepLengths | None, ages: tuple[float, int] | None
+    row: StepRow, mean_reward: float | None, lengths: StepExtent | None, ages: tuple[float, int] | None
 ) -> StepMetrics:
     over = 0 if lengths is None else lengths.over
     age_mean, age_max = ages or (None, None)
