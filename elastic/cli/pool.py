@@ -21,7 +21,7 @@ from elastic.cli.options import AsJson, JobCommandIdOption, PoolsDirectory, grou
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
 from elastic.cli.supervise import keep_up
 from elastic.cli.tables import listing
-from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
+from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, pool_devices, save_pool
 from elastic.compose.runs import CLAIM, claimant, claimed, is_claimed, private
 from elastic.config import ConfigError, given_path
 from elastic.core.cluster.types import DeviceAccount, JobState
@@ -250,6 +250,7 @@ def prepared_pool(path: Path) -> Path:
     """The directory of the pool with this POOL.toml, with its configuration in it. Raises `ConfigError`."""
     config = load_pool(path)
     _check_former(config, path)
+    pool_devices(config)
     directory = save_pool(config)
     (directory / "logs").mkdir(mode=0o700, exist_ok=True)
     return directory.resolve()
@@ -326,7 +327,9 @@ def pool_tables(standing: PoolStanding, path: Path) -> Group:
         f"${status.usd_unbilled:.4f} of it for idle nodes, which no job pays; "
         f"${status.usd_per_hour:.2f} an hour for its groups"
     )
-    nodes = listing(("node", "group", "account", "job", "busy", "idle", "down"), map(_node_row, status.nodes))
+    nodes = listing(
+        ("node", "devices", "group", "account", "job", "busy", "idle", "down"), map(_node_row, status.nodes)
+    )
     groups = [
         (
             group.name,
@@ -353,7 +356,7 @@ def _node_row(node: NodeStanding) -> Sequence[str]:
     slice_s, switching_s, idle_s, down_s = (node.accounts_s.get(account, 0.0) for account in DeviceAccount)
     whole_s = sum(node.accounts_s.values()) or 1.0
     parts = (slice_s + switching_s, idle_s, down_s)
-    names = (node.name, node.group or "–", node.account, node.job or "–")
+    names = (node.name, ", ".join(node.devices) or "all", node.group or "–", node.account, node.job or "–")
     return (*names, *(f"{part / whole_s:.0%}" for part in parts))
 
 

@@ -13,7 +13,7 @@ import structlog
 
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
 from elastic.compose.nanoseconds import in_nanoseconds
-from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, phase_plan
+from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, phase_plan, pool_devices
 from elastic.compose.pool_host import NAME_VARIABLE, NODE_VARIABLE, RECORDS_VARIABLE
 from elastic.compose.processes import run_loop
 from elastic.compose.run_endings import DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, ending_of, world
@@ -25,6 +25,7 @@ from elastic.core.cluster.types import NodeId, PhaseKind, PhasePlan
 from elastic.pool import messages as w
 from elastic.pool.client import FINGERPRINT_VARIABLE, JOB_VARIABLE, POOL_VARIABLE, TOKEN_VARIABLE, PoolMembership
 from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandManager, invalid
+from elastic.pool.devices import DeviceAllotment
 from elastic.pool.gateway import PoolGateway, PoolTokens
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
@@ -37,6 +38,7 @@ from elastic.protocol.run_control import RunControl
 from elastic.protocol.tls import Certificate, TlsError, run_certificate
 from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
 from elastic.system.boot_clock import Began
+from elastic.system.devices import DEVICES_VARIABLE, DeviceName
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.logs import log_to
 from elastic.system.processes import OF_SITE, inherited
@@ -71,7 +73,7 @@ class PoolPrograms:
         job, token = entry.job, self._tokens.job(entry.job, placement)
         return PoolMembership(endpoint=self._endpoint, job=job, placement=placement, token=token).variables()
 
-    def keeper(self, node: NodeId, ticket: int) -> ProcessLaunch:
+    def keeper(self, node: NodeId, ticket: int, devices: Sequence[DeviceName]) -> ProcessLaunch:
         records = self._directory / "leases"
         environment = {
             **inherited(*OF_SITE),
@@ -81,6 +83,7 @@ class PoolPrograms:
             NODE_VARIABLE: node,
             RECORDS_VARIABLE: str(records.resolve()),
             TOKEN_VARIABLE: self._tokens.ticket(node, ticket),
+            DEVICES_VARIABLE: ",".join(devices),
         }
         log_path = self._directory / "logs" / f"keeper-{node}.log"
         return ProcessLaunch(command=(*ELASTIC, "pool-host"), environment=environment, log=log_path)
@@ -208,7 +211,7 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
     journal = PoolJournal(directory)
     cluster, last_ns = journal.open_pool(config.spec(), config.wait_limits(), config.policies(), config.pool.policy)
     began, anew = _began(journal, last_ns)
-    limits = config.limits
+    limits, devices = config.limits, DeviceAllotment(pool_devices(config))
     tokens = PoolTokens(pool_secret(directory))
     isolated = IsolatedLoop("pool", wiring.faults, clock=asyncio.get_running_loop().time)
     welcome = w.KeeperWelcome("", limits.silence_s, limits.orphan_s, limits.measure_s)
@@ -237,7 +240,7 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
     def after(event: ClusterEvent) -> None:
         wiring.after(shell.cluster, event)
 
-    shell = PoolShell(cluster, ports, times, journal.entries(), after, config.pool.rollout.market())
+    shell = PoolShell(cluster, ports, times, journal.entries(), after, config.pool.rollout.market(), devices=devices)
     command_manager = PoolCommandManager(config.pool.name, shell, journal, made.admit, ports.jobs.pid, made.logs)
     socket = wiring.line_socket(directory, command_manager.answer, invalid, SUBMISSION_BYTES_MAX)
     heed_no_more = _stops_by_signal(shell, journal)

@@ -1,6 +1,8 @@
 """A pool's configuration: one TOML file, validated, with errors that name the key and what is allowed."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -15,6 +17,7 @@ from elastic.config import (
 )
 from elastic.core.cluster.policy import ClusterPolicies
 from elastic.core.cluster.types import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.system.devices import DeviceName, kind_of, machine_gpus
 from elastic.system.files import write_whole
 from policies.clusters import CLUSTER_POLICIES
 from providers.markets import SpotMarket, SpotSettings, SpotTraceSettings
@@ -69,6 +72,11 @@ class PoolSection(_PoolPart):
         "127.0.0.1", min_length=1, description="address on which keepers and jobs dial; beyond loopback by TLS"
     )
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one")
+    devices: Literal["auto", "cuda", "rocm", "cpu", "all"] = Field(
+        "auto",
+        description="what nodes take on this machine, `gpus` each: NVIDIA's or AMD's GPUs, or `cpu`, where a resident "
+        "sees none; `auto` takes GPUs where there are any; with `all` every resident sees all",
+    )
     rollout: PoolRolloutConfig
     train: PoolNodesConfig
 
@@ -144,6 +152,27 @@ def save_pool(config: PoolConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"pool.directory: {path} cannot be made ({error.strerror})") from error
     return path
+
+
+def pool_devices(config: PoolConfig, gpus: Callable[[], Sequence[DeviceName]] = machine_gpus) -> Sequence[DeviceName]:
+    """Return the devices of this machine that the pool's nodes take; none where every resident sees all.
+
+    `gpus` lists this machine's. Raises `ConfigError` if there are fewer than the nodes need.
+    """
+    pool, spec = config.pool, config.spec()
+    needed = spec.rollout_nodes * spec.rollout.gpus + spec.train_nodes * spec.train.gpus
+    if pool.devices == "all":
+        return ()
+    found = [] if pool.devices == "cpu" else gpus()
+    if not found and pool.devices in ("auto", "cpu"):
+        return [f"cpu:{number}" for number in range(needed)]
+    found = [device for device in found if pool.devices in ("auto", kind_of([device]))]
+    if len(found) < needed:
+        raise ConfigError(
+            f"pool.devices: {pool.devices}: the nodes of pool.rollout and pool.train need {needed} GPUs; found "
+            f'{", ".join(found) or "none"}; allowed: fewer nodes, or "cpu", or "all", where every resident sees all'
+        )
+    return found
 
 
 def job_request(name: str, job: JobNeeds, steps: int, plan: JobPlanConfig | None, train_gpus: int = 1) -> JobRequest:

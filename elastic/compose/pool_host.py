@@ -11,6 +11,7 @@ from elastic.config import ConfigError
 from elastic.pool.client import FINGERPRINT_VARIABLE, POOL_VARIABLE, TOKEN_VARIABLE
 from elastic.pool.keeper import Keeper, KeeperTicket
 from elastic.protocol.endpoint import Endpoint
+from elastic.system.devices import named_devices
 from elastic.system.signals import TERMINATION, act_on
 
 log = structlog.get_logger(__name__)
@@ -34,6 +35,7 @@ def run_pool_host() -> int:
         node=os.environ[NODE_VARIABLE],
         token=os.environ.pop(TOKEN_VARIABLE),
         records=Path(records) if records else None,
+        devices=named_devices(),
     )
     return run_loop(_keep(ticket))
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import structlog
 
 from elastic.config import Config, ConfigError, EnvironmentConfig, validate
-from elastic.pool.messages import KEEPER_VARIABLE, QUIET_VARIABLE
+from elastic.pool.messages import KEEPER_VARIABLE, QUIET_VARIABLE, UNFIT_STATUS
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.tickets import TicketRefused, read_ticket
+from elastic.system.devices import mismatch, named_devices
 from elastic.system.last_words import RUN_KEY
 from elastic.system.logs import STANDARD_ERROR, log_to
 from elastic.system.machine import collect_between_decisions, defer_full_collections, quietly
@@ -65,6 +66,7 @@ def run_worker(
     from elastic.worker.device_permit import DevicePermit, keeper_socket
     from elastic.worker.trainer_host import run_trainer_host
 
+    _check_devices()
     config, permit = load_run_config(trainer_run_dir), DevicePermit(keeper_socket())
     leave_process(run_loop(run_trainer_host(ticket, config, trainer_run_dir, resume, permit)))
 
@@ -110,6 +112,7 @@ def run_pool_resident() -> NoReturn:
         raise ConfigError(f"elastic pool-resident: {KEEPER_VARIABLE} not set, which a pool's keeper hands to residents")
     _log_pace()
     _load(_load_resident)
+    _check_devices()
     from elastic.worker.agent import leave_process, on_termination
     from elastic.worker.rollout_resident import RolloutResident
 
@@ -251,6 +254,16 @@ def _load(work: Callable[[], object]) -> None:
     import numpy  # noqa: F401  # It starts threads that compute later on, too.
 
     quietly(work)
+
+
+def _check_devices() -> None:
+    """End a resident that sees other devices than its node has. Nothing is taken of a device yet."""
+    if named_devices():
+        import torch
+
+        if differs := mismatch(os.environ, torch.cuda.device_count()):
+            log.error("the process sees other devices than its node has", what=differs)
+            raise SystemExit(UNFIT_STATUS)
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:

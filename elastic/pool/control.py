@@ -163,6 +163,7 @@ class PoolCommandManager:
         found.jobs_over = len(cluster.state.over) + self._journal.count_forgotten()
         found.jobs_left_out = sum(job not in known for job, record in cluster.jobs.items() if not record.over)
         for node in found.nodes:
+            node.devices = list(shell.devices.of(node.name))
             if (live := shell.nodes.get(node.name)) is not None:
                 up = sorted(job for job, one in live.residents.items() if one.up)
                 node.keeper = KeeperStanding(pid=live.pid, up=live.connected, residents=up)

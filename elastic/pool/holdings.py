@@ -10,6 +10,7 @@ from elastic.core.cluster import Cluster
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
 from elastic.core.timers import Timers
+from elastic.pool.devices import DeviceAllotment
 from elastic.pool.ports import DoneCommand, JobEntry, PoolPorts, PoolTimes
 from elastic.protocol.frames import SECONDS_MAX
 
@@ -33,7 +34,8 @@ class Resident(msgspec.Struct, kw_only=True):
 
 
 class PoolNode(msgspec.Struct, kw_only=True):
-    """A node's keeper. `given` is the last permit under which it was told to give out its device."""
+    """A node's keeper. `given` is the last permit under which it was told to give out its devices, which take turns
+    together."""
 
     phase: PhaseKind
     connected: bool = False
@@ -67,7 +69,15 @@ class PoolHoldings:
     have not gone through the cluster, each with what is made durable beside it.
     """
 
-    def __init__(self, cluster: Cluster, ports: PoolPorts, times: PoolTimes, entries: Iterable[JobEntry]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        ports: PoolPorts,
+        times: PoolTimes,
+        entries: Iterable[JobEntry],
+        devices: DeviceAllotment,
+    ) -> None:
+        self.devices = devices
         self.cluster, self.ports, self.times = cluster, ports, times
         self.entries: dict[JobId, JobEntry] = {entry.job: entry for entry in entries}
         self.nodes: dict[NodeId, PoolNode] = {}

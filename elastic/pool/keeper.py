@@ -34,6 +34,7 @@ from elastic.pool.keeper_state import (
 )
 from elastic.protocol.connection import ConnectionLost, Greeting, SessionRefused, dial, over_socket
 from elastic.protocol.endpoint import Endpoint
+from elastic.system.devices import DeviceName, visible
 from elastic.system.host import here
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.processes import OF_SITE, inherited
@@ -46,14 +47,15 @@ RESIDENTS = "residents"
 
 
 class KeeperTicket(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a keeper dials, and as whom. `records` is the directory of its process records. The token is never
-    logged."""
+    """Where a keeper dials, and as whom. `records` is the directory of its process records. Its residents see its
+    `devices` alone, or all that there are if it has none of its own. The token is never logged."""
 
     endpoint: Endpoint
     pool: str
     node: str
     token: str
     records: Path | None = None
+    devices: tuple[DeviceName, ...] = ()
     wait_s: float = 60.0
 
 
@@ -139,7 +141,7 @@ class Keeper:
                 link.abort()
 
     def _hello(self) -> msgspec.Struct:
-        return self._state.hello(self._ticket.node, self._token, here().pid())
+        return self._state.hello(self._ticket.node, self._token, here().pid(), self._ticket.devices)
 
     def _say(self, message: w.FromKeeper) -> None:
         if self._link is not None:
@@ -206,6 +208,7 @@ class Keeper:
         ours, theirs = here().socketpair()
         try:
             environment = self._inherited(order) | resident.recorded.marks | order.environment
+            environment |= visible(self._ticket.devices)
             if resident.quietly:
                 environment[w.QUIET_VARIABLE] = "1"
             resident.recorded.write()
@@ -256,7 +259,8 @@ class Keeper:
         if status is None:
             return "it does not speak with its keeper any more", None
         where = "" if status < 0 else f"; its output is in {resident.order.log}"
-        return f"it {how_ended(status)}{where}", status
+        how = "sees other devices than its node has" if status == w.UNFIT_STATUS else how_ended(status)
+        return f"it {how}{where}", status
 
     async def _listen(self, resident: _OwnResident) -> None:
         if resident.link is None:

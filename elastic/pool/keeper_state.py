@@ -163,7 +163,7 @@ class KeeperState:
             due_s.append(self._device.until_s)
         return min(due_s, default=None)
 
-    def hello(self, node: NodeId, token: str, pid: int) -> w.KeeperHello:
+    def hello(self, node: NodeId, token: str, pid: int, devices: tuple[str, ...] = ()) -> w.KeeperHello:
         """Return what a keeper says as it dials: what there is on its node, and how scripts have ended, which nobody
         else knows."""
         residents = tuple(
@@ -171,7 +171,7 @@ class KeeperState:
             for job, kept in self._kept.items()
         )
         version, over = w.POOL_PROTOCOL_VERSION, tuple(self._scripts_over.values())
-        return w.KeeperHello(version, node, token, pid, self.last_permit, residents, over, *self.given())
+        return w.KeeperHello(version, node, token, pid, self.last_permit, residents, over, *self.given(), devices)
 
     def given(self) -> tuple[int, JobId]:
         """Return the permit under which a job has the device, and the job; 0 if none has it."""

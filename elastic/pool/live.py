@@ -20,19 +20,22 @@ from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.protocol.run_control import ControlError, RunControl
 from elastic.system.boot_clock import CLOCK_LOOK_S, Suspensions
+from elastic.system.devices import DeviceName
 from elastic.system.isolation import IsolatedLoop, ItemAttempt
 from elastic.system.supervision import RecordedProcesses, end_left_over
 
 log = structlog.get_logger(__name__)
 
 STOP_RETRY_S = 1.0
+DEVICES = "devices"
+"""Under which a keeper's devices are kept with its process."""
 KEEPERS, JOBS, PROFILES = "keepers", "jobs", "profiles"
 
 
 class Programs(Protocol):
     """Says what the pool's processes run. Implemented above, where all rooms are known."""
 
-    def keeper(self, node: NodeId, ticket: int) -> ProcessLaunch: ...
+    def keeper(self, node: NodeId, ticket: int, devices: Sequence[DeviceName]) -> ProcessLaunch: ...
 
     def job(self, entry: JobEntry, placement: int) -> ProcessLaunch: ...
 
@@ -84,6 +87,8 @@ class LivePorts:
         self._failed: BaseException | None = None
         self._stops: dict[JobId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+        """Of the residents of keepers that are gone."""
         self.keepers = detached(self._records, pool, KEEPERS, self._keeper_over)
         self.jobs = detached(self._records, pool, JOBS, self._job_over)
         self.profiles = detached(self._records, pool, PROFILES, self._profile_over)
@@ -142,13 +147,16 @@ class LivePorts:
             self._journal.note_state(self.shell.cluster)
         self._stirred.set()
 
-    def start_keeper(self, node: NodeId, phase: PhaseKind) -> None:
-        self._spawn(f"start of keeper {node}", self._start_keeper(node), lambda cause: self.shell.keeper_gone(node))
+    def start_keeper(self, node: NodeId, phase: PhaseKind, devices: Sequence[DeviceName]) -> None:
+        starting = self._start_keeper(node, devices)
+        self._spawn(f"start of keeper {node}", starting, lambda cause: self.shell.keeper_gone(node))
 
-    async def _start_keeper(self, node: NodeId) -> None:
+    async def _start_keeper(self, node: NodeId, devices: Sequence[DeviceName]) -> None:
         await self.keepers.settle(node)
+        await asyncio.gather(*self._endings, return_exceptions=True)  # They may be at its devices.
         try:
-            self.keepers.start(node, self._programs.keeper(node, self._journal.mint_ticket(node)))
+            launch = self._programs.keeper(node, self._journal.mint_ticket(node), devices)
+            self.keepers.start(node, msgspec.structs.replace(launch, kept={DEVICES: ",".join(devices)}))
         except OSError as error:
             log.error("keeper not started", node=node, cause=str(error))
             self.shell.keeper_gone(node)
@@ -157,7 +165,12 @@ class LivePorts:
         self._gateway.cut_keeper(node)
         if self.keepers.pid(node) is not None:
             self.keepers.kill(node)
-        self._spawn(f"residents of {node}", self._end_residents(node))
+        self._end_soon(node)
+
+    def _end_soon(self, node: NodeId) -> None:
+        ending = self._spawn(f"residents of {node}", self._end_residents(node))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
 
     async def _end_residents(self, node: NodeId) -> None:
         """End the residents of a keeper that is gone."""
@@ -235,7 +248,7 @@ class LivePorts:
 
     def _keeper_over(self, node: str, _: Mapping[str, str], status: int | None) -> None:
         log.warning("keeper ended", node=node, status=status)
-        self._spawn(f"residents of {node}", self._end_residents(node))
+        self._end_soon(node)
         self.shell.keeper_gone(node)
 
     def _job_over(self, job: str, kept: Mapping[str, str], status: int | None) -> None:
@@ -286,7 +299,8 @@ class LivePorts:
         known = dict.fromkeys(living, True) | {node: False for node in self._journal.keepers() if node not in living}
         for node in dead:
             known[node] = False
-        shell.begin(known, processes, anew=anew)
+        devices = {node: filter(None, kept.get(DEVICES, "").split(",")) for node, kept in living.items()}
+        shell.begin(known, processes, anew=anew, devices={node: tuple(names) for node, names in devices.items()})
         for job, kept in ended.items():
             await self.jobs.settle(job)
             self._job_over(job, kept, None)

@@ -24,6 +24,8 @@ from elastic.protocol.frames import RefusedFrame, Seconds
 POOL_PROTOCOL_VERSION = 1
 KEEPER_VARIABLE = "ELASTIC_KEEPER_FD"
 """Environment variable with the descriptor of a resident's socket to its keeper."""
+UNFIT_STATUS = 70
+"""Exit status of a resident that sees other devices than its node has."""
 QUIET_VARIABLE = "ELASTIC_QUIET_START"
 """Environment variable of a resident that starts while other jobs may compute on its node."""
 NODES_MAX, RESIDENTS_MAX = 4096, 4096
@@ -252,7 +254,8 @@ class KeeperHello(_PoolMessage, frozen=True):
     """First frame of a keeper. `token` is that of its ticket, or of its session if it comes back with `residents`.
 
     `gone`: scripts that have ended here, and how; it may have been said already. `given`: the permit under which the
-    device belongs to the job `given_to`, 0 if it belongs to no job.
+    device belongs to the job `given_to`, 0 if it belongs to no job. `devices`: the only ones that its residents see; if
+    there are none, they see all of the machine's.
     """
 
     protocol_version: Count
@@ -264,6 +267,7 @@ class KeeperHello(_PoolMessage, frozen=True):
     gone: Annotated[tuple[ResidentGone, ...], msgspec.Meta(max_length=RESIDENTS_MAX)] = ()
     given: Count = 0
     given_to: Text = ""
+    devices: Names = ()
 
 
 class DeviceFreed(_PoolMessage, frozen=True):

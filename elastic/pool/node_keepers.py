@@ -147,9 +147,16 @@ class NodeKeepers(PoolRoom):
         elif name in self._nodes:
             self.lose(name, f"its keeper {how}; another node takes its place")
 
-    def start(self, name: NodeId, phase: PhaseKind) -> None:
+    def start_again(self, name: NodeId, phase: PhaseKind) -> None:
+        """Start the keeper of a node that the cluster has, on the devices that are there now."""
+        if self._pool.devices.take(name, self._cluster.spec.kind(phase).gpus):
+            self._start(name, phase)
+        else:
+            self.lose(name, "there is no device for it any more", renewed=False)
+
+    def _start(self, name: NodeId, phase: PhaseKind) -> None:
         self.expect(name, self._times.keeper_start_ns)
-        self._ports.start_keeper(name, phase)
+        self._ports.start_keeper(name, phase, self._pool.devices.of(name))
 
     def expect(self, name: NodeId, within_ns: Nanoseconds) -> None:
         self._within_ns[name] = within_ns
@@ -202,7 +209,7 @@ class NodeKeepers(PoolRoom):
         name = f"{phase}-{number or self._next_number(phase)}"
         if not self._pool.stopping and self._placed(name, phase):
             self._pool.joining[name] = phase
-            self.start(name, phase)
+            self._start(name, phase)
 
     def take_instances(self) -> None:
         """Place the rollout nodes of an earlier process on the instances of now; those too many are lost."""
@@ -211,7 +218,7 @@ class NodeKeepers(PoolRoom):
         deque(self._market.advance(self._ports.now_ns()), maxlen=0)
         nodes = [name for name, node in self._nodes.items() if node.phase is PhaseKind.ROLLOUT]
         for name in sorted(nodes, key=_number):
-            if not self._placed(name, PhaseKind.ROLLOUT):
+            if not self._instance(name, PhaseKind.ROLLOUT):
                 self.lose(name, "there is no instance for it any more", renewed=False)
         self._await_market()
 
@@ -235,6 +242,15 @@ class NodeKeepers(PoolRoom):
             self._timers.set("market", "", now_ns, max(0, at_ns - now_ns))
 
     def _placed(self, name: NodeId, phase: PhaseKind) -> bool:
+        """Give a new node its devices, and an instance; returns whether there were both."""
+        if not self._pool.devices.take(name, self._cluster.spec.kind(phase).gpus):
+            return False
+        if self._instance(name, phase):
+            return True
+        self._pool.devices.give_back(name)
+        return False
+
+    def _instance(self, name: NodeId, phase: PhaseKind) -> bool:
         """Whether the node has an instance; one that has none takes the instance that has been free the longest."""
         if self._market is None or phase is not PhaseKind.ROLLOUT:
             return True
@@ -244,6 +260,7 @@ class NodeKeepers(PoolRoom):
         return True
 
     def _give_back(self, name: NodeId) -> None:
+        self._pool.devices.give_back(name)
         if self._market is not None:
             self._market.forget(name)
 

@@ -10,6 +10,7 @@ from elastic.core.cluster import Cluster, ClusterPolicies
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.pool import messages as w
+from elastic.system.devices import DeviceName
 from elastic.system.isolation import ItemAttempt
 from elastic.system.outages import backoff
 
@@ -120,7 +121,9 @@ class PoolPorts(Protocol):
         """Called when all events have gone through the cluster. The next wake-up may have changed."""
         ...
 
-    def start_keeper(self, node: NodeId, phase: PhaseKind) -> None: ...
+    def start_keeper(self, node: NodeId, phase: PhaseKind, devices: Sequence[DeviceName]) -> None:
+        """Starts the node's keeper, whose residents see these devices alone, or all if there are none."""
+        ...
 
     def end_keeper(self, node: NodeId) -> None:
         """Kills the node's keeper and everything that it has started."""

@@ -9,8 +9,9 @@ carries out the results through ports.
   what happens, and calls the rooms in order.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 from elastic.core.cluster import Cluster
 from elastic.core.cluster import commands as c
@@ -18,6 +19,7 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.history import ClusterEntry, encode
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePlan
 from elastic.pool import messages as w
+from elastic.pool.devices import DeviceAllotment
 from elastic.pool.holdings import HOLDING, NS_PER_S, PoolHoldings, PoolNode, PoolRoom, nanoseconds
 from elastic.pool.job_lives import JobLives
 from elastic.pool.job_profiles import JobProfiles
@@ -27,6 +29,7 @@ from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
+from elastic.system.devices import DeviceName
 
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 OVER_KEPT = 100
@@ -36,7 +39,7 @@ OVER_KEPT = 100
 class PoolShell(PoolRoom):
     """The shell of one pool. Call `begin` first. `after` is called with the cluster after every event.
 
-    With a `market` rollout nodes come and go with the instances of it.
+    With a `market` rollout nodes come and go with the instances of it. Each node has its own of the `devices`.
     """
 
     def __init__(
@@ -48,8 +51,9 @@ class PoolShell(PoolRoom):
         after: Callable[[e.ClusterEvent], None] = lambda event: None,
         market: NodeMarket | None = None,
         over_kept: int = OVER_KEPT,
+        devices: DeviceAllotment | None = None,
     ) -> None:
-        pool = PoolHoldings(cluster, ports, times, entries)
+        pool = PoolHoldings(cluster, ports, times, entries, devices or DeviceAllotment())
         super().__init__(pool)
         self.events = 0
         self._after = after
@@ -73,9 +77,16 @@ class PoolShell(PoolRoom):
             "script": self._scripts.overdue,
         }
 
-    def begin(self, keepers: Mapping[NodeId, bool], jobs: Mapping[JobId, tuple[int, int]], *, anew: bool) -> None:
-        """Take over what exists: `keepers` by node (True if alive, False if gone), and jobs' processes with their
-        placement and number of restarts.
+    def begin(
+        self,
+        keepers: Mapping[NodeId, bool],
+        jobs: Mapping[JobId, tuple[int, int]],
+        *,
+        anew: bool,
+        devices: Mapping[NodeId, Sequence[DeviceName]] = MappingProxyType({}),
+    ) -> None:
+        """Take over what exists: `keepers` by node (True if alive, False if gone), the `devices` of living ones, and
+        jobs' processes with their placement and number of restarts.
 
         With `anew` nothing was left running on purpose, and every node gets a keeper under its old name.
         """
@@ -89,20 +100,22 @@ class PoolShell(PoolRoom):
         for job, (placement, restarts) in jobs.items():
             self._pool.jobs[job].process, self._pool.jobs[job].restarts = placement, restarts
         self._scripts.presume(keepers)
+        for name, lives in keepers.items():
+            if lives and name in self._cluster.state.nodes:
+                self._pool.devices.adopt(name, devices.get(name, ()))
+            elif lives:
+                self._ports.end_keeper(name)
         for name, node in list(self._cluster.state.nodes.items()):
             self._nodes[name] = PoolNode(phase=node.phase)
             if keepers.get(name):
                 self._keepers.expect(name, self._times.silence_ns)
             elif anew or name not in keepers:
-                self._keepers.start(name, node.phase)
+                self._keepers.start_again(name, node.phase)
             else:
                 # Nodes that are missing are counted below.
                 died = "its keeper died while the pool's process was away; another node takes its place"
                 self._keepers.lose(name, died, renewed=False)
         self._keepers.take_instances()
-        for name, lives in keepers.items():
-            if lives and name not in self._cluster.state.nodes:
-                self._ports.end_keeper(name)
         wanted = self._cluster.spec
         for phase, count in ((_ROLLOUT, wanted.rollout_nodes), (_TRAIN, wanted.train_nodes)):
             there = sum(node.phase is phase for node in self._nodes.values())
@@ -137,6 +150,10 @@ class PoolShell(PoolRoom):
     @property
     def nodes(self) -> Mapping[NodeId, PoolNode]:
         return self._nodes
+
+    @property
+    def devices(self) -> DeviceAllotment:
+        return self._pool.devices
 
     @property
     def stopping(self) -> bool:

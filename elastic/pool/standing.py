@@ -21,6 +21,7 @@ from elastic.core.cluster.types import (
     Permit,
     PhaseKind,
 )
+from elastic.system.devices import DeviceName
 
 NS_PER_S = 1_000_000_000
 NANO_USD = 1_000_000_000
@@ -33,7 +34,8 @@ class KeeperStanding(msgspec.Struct, kw_only=True):
 
 
 class NodeStanding(msgspec.Struct, kw_only=True):
-    """A node: the job that computes on it, where its time went, and the host memory that each job's resident takes."""
+    """A node: the job that computes on it, where its time went, the host memory that each job's resident takes, and the
+    devices that residents see, all of the machine's if it names none."""
 
     name: NodeId
     phase: PhaseKind
@@ -44,6 +46,7 @@ class NodeStanding(msgspec.Struct, kw_only=True):
     accounts_s: dict[DeviceAccount, float]
     residents: dict[JobId, int]
     keeper: KeeperStanding
+    devices: list[DeviceName] = []
 
 
 class GroupStanding(msgspec.Struct, kw_only=True):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elastic.core.cluster.types import PhaseKind
@@ -41,14 +42,17 @@ class KeptNode:
 
 
 @contextlib.asynccontextmanager
-async def kept(path: Path) -> AsyncIterator[KeptNode]:
+async def kept(path: Path, devices: tuple[str, ...] = ()) -> AsyncIterator[KeptNode]:
     async with asyncio.timeout(60), served() as (endpoint, connected):
-        ticket = KeeperTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="t", records=path / "records")
+        of_node = KeeperTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="t", records=path / "records")
+        ticket = msgspec.structs.replace(of_node, devices=devices)
         (path / "records").mkdir()
         keeping = asyncio.create_task(Keeper(ticket).run())
         try:
             link = await connected.get()
-            assert isinstance(await link.receive(), w.KeeperHello)
+            hello = await link.receive()
+            assert isinstance(hello, w.KeeperHello)
+            assert hello.devices == devices
             link.send(w.KeeperWelcome("session", 60.0, 60.0, 60.0))
             yield KeptNode(path, link)
             connected.put_nowait(link)

@@ -1,6 +1,6 @@
 """What surrounds a pool's shell in a world of faults, without processes: keepers with residents, jobs, connections."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,6 +26,7 @@ from elastic.pool.keeper_state import (
 )
 from elastic.pool.ports import JobEnding
 from elastic.pool.shell import PoolShell
+from elastic.system.devices import DeviceName
 from elastic.testing.faults.kinds import FaultKind
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class ModelResident:
 class ModelKeeper:
     """A keeper's process: the production's decisions, and modelled residents."""
 
-    def __init__(self, world: "PoolWorld", node: NodeId, phase: PhaseKind) -> None:
-        self.world, self.node, self.phase = world, node, phase
+    def __init__(self, world: "PoolWorld", node: NodeId, phase: PhaseKind, devices: Sequence[DeviceName]) -> None:
+        self.world, self.node, self.phase, self.devices = world, node, phase, tuple(devices)
         self.alive = True
         self.wire: ModelWire | None = None
         self.residents: dict[JobId, ModelResident] = {}
@@ -94,7 +95,7 @@ class ModelKeeper:
             self.world.loop.after(2 * S, self.dial)
             return
         self.wire = ModelWire(self.world)
-        refused = self.world.within(lambda: shell.keeper_joined(self._state.hello(self.node, "", 1)))
+        refused = self.world.within(lambda: shell.keeper_joined(self._state.hello(self.node, "", 1, self.devices)))
         if refused:
             self.die()
 

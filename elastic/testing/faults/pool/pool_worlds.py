@@ -30,9 +30,11 @@ from elastic.core.cluster.policy import PlacementChoice, PlacementPolicy, PoolVi
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
 from elastic.pool import messages as w
+from elastic.pool.devices import DeviceAllotment
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.simulation.loop import EventLoop
+from elastic.system.devices import DeviceName
 from elastic.system.isolation import ItemAttempt
 from elastic.system.plain_values import told
 from elastic.testing.faults.kinds import FaultKind
@@ -294,7 +296,11 @@ class PoolWorld:
         self.returned_ns = self.loop.now_ns
         self._market = None if self.plan.spot is None else SpotMarket("rollout", self.plan.spot)
         entries = [entry for job, entry in self.entries.items() if job not in self.forgotten]
-        shell = PoolShell(cluster, self, self._times, entries, self._check, self._market, self.plan.seed % 3)
+        spec, living = cluster.spec, {name: one.devices for name, one in self.keepers.items() if one.alive}
+        needed = spec.rollout_nodes * spec.rollout.gpus + spec.train_nodes * spec.train.gpus
+        devices = DeviceAllotment([f"cpu:{number}" for number in range(needed)])
+        over_kept = self.plan.seed % 3
+        shell = PoolShell(cluster, self, self._times, entries, self._check, self._market, over_kept, devices)
         self.shell = shell
         keepers = {name: keeper.alive for name, keeper in self.keepers.items()}
         jobs = {
@@ -303,7 +309,7 @@ class PoolWorld:
         ended, self.ended = self.ended, []
         for name, placement, _ in ended:
             jobs.setdefault(name, (placement, self.jobs[name].restarts))
-        self.within(lambda: shell.begin(keepers, jobs, anew=self.incarnations == 1))
+        self.within(lambda: shell.begin(keepers, jobs, anew=self.incarnations == 1, devices=living))
         for number, (name, placement, ending) in enumerate(ended):
             if self.shell is not shell:
                 self.ended += ended[number:]
@@ -440,12 +446,15 @@ class PoolWorld:
     def settled(self) -> None:
         pass
 
-    def start_keeper(self, node: NodeId, phase: PhaseKind) -> None:
+    def start_keeper(self, node: NodeId, phase: PhaseKind, devices: Sequence[DeviceName]) -> None:
         self._acts()
+        for other in self.keepers.values():
+            if other.alive and set(other.devices) & set(devices):
+                self.fail(f"{node} gets a device that is {other.node}'s: {', '.join(devices)}")
         former = self.keepers.get(node)
         if former is not None and former.alive:
             self.fail(f"a second keeper for {node}")
-        keeper = self.keepers[node] = ModelKeeper(self, node, phase)
+        keeper = self.keepers[node] = ModelKeeper(self, node, phase, devices)
         self.soon(5 * S, keeper.dial)
 
     def end_keeper(self, node: NodeId) -> None:
