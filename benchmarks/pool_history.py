@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,8 @@ class Surroundings:
     def died(self, node: NodeId, job: JobId, what: str) -> None: ...
 
     def start_keeper(self, node: NodeId, phase: PhaseKind, devices: Sequence[str]) -> None: ...
+
+    def note_set_aside(self, devices: Mapping[str, str]) -> None: ...
 
     def end_keeper(self, node: NodeId) -> None: ...
 

@@ -170,6 +170,27 @@ def stop_pool(
     return 0
 
 
+@pool.command("put-back")
+def put_back_device(
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="As `elastic pool status` names it, such as cuda:1.")],
+    name: PoolName = "",
+    command_id: JobCommandIdOption = "",
+    as_json: AsJson = False,
+    directory: PoolsDirectory = Path("pools"),
+) -> int:
+    """Let a pool's nodes have a device again that was set aside because residents died there as they started.
+
+    Example: elastic pool put-back cuda:1
+    """
+    path = find_pool(name, directory)
+    command_id = command_id or new_command_id()
+    answer = asked(PoolControl(path).put_back(device, command_id), command_id)
+    if as_json:
+        emit({"pool": path.name, "command": "put-back", "id": answer.id, "repeated": answer.repeated})
+    say(f"device {device} is the pool's again{' (as it was told before)' if answer.repeated else ''}")
+    return 0
+
+
 class _LastProcesses:
     """The process of a pool and its supervisor, which end after all that they have started, held from now on."""
 
@@ -343,6 +364,10 @@ def pool_tables(standing: PoolStanding, path: Path) -> Group:
     parts: list[Any] = [head, nodes]
     if groups:
         parts += [Text(), listing(("group", "cycle", "bears", "$/h", "members, in their order"), groups)]
+    parts += [
+        Text(f"{device} is set aside: {reason}; {program()} pool put-back {device}")
+        for device, reason in status.set_aside.items()
+    ]
     going_on = [job for job in status.jobs if not job.over]
     parts += [Text(), jobs_table(going_on) if going_on else Text("no job goes on")]
     if status.jobs_left_out:

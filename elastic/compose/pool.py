@@ -29,7 +29,7 @@ from elastic.pool.devices import DeviceAllotment
 from elastic.pool.gateway import PoolGateway, PoolTokens
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
-from elastic.pool.live import LivePorts
+from elastic.pool.live import SET_ASIDE, LivePorts
 from elastic.pool.ports import HowEnded, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.protocol.control_socket import LineSocket
@@ -211,7 +211,9 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
     journal = PoolJournal(directory)
     cluster, last_ns = journal.open_pool(config.spec(), config.wait_limits(), config.policies(), config.pool.policy)
     began, anew = _began(journal, last_ns)
-    limits, devices = config.limits, DeviceAllotment(pool_devices(config))
+    limits = config.limits
+    set_aside = msgspec.json.decode(journal.note(SET_ASIDE) or "{}", type=dict[DeviceName, str])
+    devices = DeviceAllotment(pool_devices(config), set_aside)
     tokens = PoolTokens(pool_secret(directory))
     isolated = IsolatedLoop("pool", wiring.faults, clock=asyncio.get_running_loop().time)
     welcome = w.KeeperWelcome("", limits.silence_s, limits.orphan_s, limits.measure_s)

@@ -26,6 +26,7 @@ from elastic.pool.control_messages import (
     PoolRequest,
     PoolStanding,
     PoolVersion,
+    PutBackDevice,
     ResubmitJob,
     StopPool,
     SubmitJob,
@@ -90,7 +91,7 @@ class PoolCommandManager:
             case _:
                 return self._command(request)
 
-    def _command(self, request: SubmitJob | CancelJob | ResubmitJob | StopPool) -> PoolAnswer:
+    def _command(self, request: SubmitJob | CancelJob | ResubmitJob | StopPool | PutBackDevice) -> PoolAnswer:
         command = DoneCommand(request.id, _words(request))
         done = self._journal.words_of(request.id)
         if done is not None:
@@ -106,10 +107,19 @@ class PoolCommandManager:
                 return self._no_such(job) or self._done(request.id, self._shell.cancel(job, command))
             case ResubmitJob(job=job):
                 return self._resubmit(request.id, job, command)
+            case PutBackDevice(device=device):
+                return self._put_back(device, command)
             case StopPool():
                 self._journal.keep(command)
                 self._journal.set_note(STOPPING, "now" if request.now else "stop")
                 return self._done(request.id, self._shell.stop(now=request.now))
+
+    def _put_back(self, device: str, command: DoneCommand) -> PoolAnswer:
+        if self._shell.put_back(device):
+            self._journal.keep(command)
+            return PoolAcknowledged(id=command.id)
+        there = ", ".join(self._shell.devices.set_aside) or "none"
+        return PoolRefusal(kind="invalid", message=f"device {device!r} is not set aside; those that are: {there}")
 
     def _submit(self, request: SubmitJob, command: DoneCommand) -> PoolAnswer:
         cluster, job = self._shell.cluster, request.request.id
@@ -160,6 +170,7 @@ class PoolCommandManager:
         found.events = self._journal.events
         found.digest = cluster_digest(cluster)
         found.stopping = shell.stopping
+        found.set_aside = dict(shell.devices.set_aside)
         found.jobs_over = len(cluster.state.over) + self._journal.count_forgotten()
         found.jobs_left_out = sum(job not in known for job, record in cluster.jobs.items() if not record.over)
         for node in found.nodes:
@@ -235,6 +246,8 @@ def _words(request: PoolRequest) -> str:
             return f"cancel {job}"
         case ResubmitJob(job=job):
             return f"resubmit {job}"
+        case PutBackDevice(device=device):
+            return f"put back {device}"
         case StopPool(now=now):
             return f"stop {'now' if now else 'at a step'}"
         case _:

@@ -66,6 +66,13 @@ class StopPool(_PoolRequest, frozen=True, tag="stop"):
     now: bool = False
 
 
+class PutBackDevice(_PoolRequest, frozen=True, tag="put_back"):
+    """Let the pool's nodes have a device again that was set aside."""
+
+    id: CommandId
+    device: str
+
+
 class AskVersion(_PoolRequest, frozen=True, tag="version"):
     """The only request whose answer is the same in every version."""
 
@@ -90,7 +97,9 @@ class AskJobs(_PoolRequest, frozen=True, tag="jobs"):
     most: Annotated[int, msgspec.Meta(ge=1, le=JOBS_PAGE)] = JOBS_PAGE
 
 
-PoolRequest: TypeAlias = SubmitJob | PlanJob | CancelJob | ResubmitJob | StopPool | AskVersion | AskPoolStatus | AskJobs
+PoolRequest: TypeAlias = (
+    SubmitJob | PlanJob | CancelJob | ResubmitJob | StopPool | PutBackDevice | AskVersion | AskPoolStatus | AskJobs
+)
 
 
 class _PoolReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer"):
@@ -172,6 +181,9 @@ class PoolControl:
     async def stop(self, *, now: bool = False, command: str = "") -> PoolAcknowledged:
         """Stop the pool. Returns once the stop is durable, before the pool has ended."""
         return await self._ask(StopPool(id=command or new_command_id(), now=now), PoolAcknowledged)
+
+    async def put_back(self, device: str, command: str = "") -> PoolAcknowledged:
+        return await self._ask(PutBackDevice(id=command or new_command_id(), device=device), PoolAcknowledged)
 
     async def standing(self) -> PoolStanding:
         return await self._ask(AskPoolStatus(), PoolStanding)

@@ -1,9 +1,42 @@
-"""Which of a machine's devices each of the pool's nodes there has. Pure."""
+"""Which of a machine's devices each of the pool's nodes there has, and which are of no use. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from elastic.core.cluster.types import NodeId
+import msgspec
+
+from elastic.core.cluster.types import JobId, NodeId
 from elastic.system.devices import DeviceName
+
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit statuses of residents that somebody has ended: that says nothing of their devices."""
+
+
+class StartDeath(msgspec.Struct, frozen=True):
+    """The end of a resident that had not come up. `fault`: what is wrong with its devices, if that is known."""
+
+    job: JobId
+    cause: str
+    fault: str = ""
+
+
+def unfit(deaths: Sequence[StartDeath], elsewhere: Collection[JobId]) -> str:
+    """Return why a node's devices are of no use; empty as long as they may be.
+
+    The last residents there, two at least, have died as they started. `elsewhere`: jobs whose residents are up on
+    other nodes of the kind. A fault that is known is one of the devices. Else a job that dies is at fault itself,
+    unless it is up elsewhere, or another one has died here, too, and some are up elsewhere.
+    """
+    jobs = {death.job for death in deaths}
+    count = f"{len(deaths)} residents in a row have died there as they started"
+    fault = next((death.fault for death in deaths if death.fault), "")
+    if len(deaths) < 2:
+        return ""
+    if fault:
+        return f"{count}: {fault}"
+    if elsewhere and (len(jobs) > 1 or not jobs.isdisjoint(elsewhere)):
+        return f"{count}, and not elsewhere: {deaths[-1].cause}"
+    return ""
 
 
 class DeviceAllotment:

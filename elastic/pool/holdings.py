@@ -10,7 +10,7 @@ from elastic.core.cluster import Cluster
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
 from elastic.core.timers import Timers
-from elastic.pool.devices import DeviceAllotment
+from elastic.pool.devices import DeviceAllotment, StartDeath
 from elastic.pool.ports import DoneCommand, JobEntry, PoolPorts, PoolTimes
 from elastic.protocol.frames import SECONDS_MAX
 
@@ -42,6 +42,8 @@ class PoolNode(msgspec.Struct, kw_only=True):
     given: int = 0
     pid: int = 0
     residents: dict[JobId, Resident] = {}
+    start_deaths: list[StartDeath] = []
+    """Of its last residents, since one has come up."""
 
 
 class LiveJob(msgspec.Struct, kw_only=True):

@@ -34,7 +34,7 @@ from elastic.pool.keeper_state import (
 )
 from elastic.protocol.connection import ConnectionLost, Greeting, SessionRefused, dial, over_socket
 from elastic.protocol.endpoint import Endpoint
-from elastic.system.devices import DeviceName, visible
+from elastic.system.devices import DeviceName, faults, visible
 from elastic.system.host import here
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.processes import OF_SITE, inherited
@@ -67,6 +67,8 @@ class _OwnResident:
         self.recorded = recorded
         self.process: asyncio.subprocess.Process | None = None
         self.link: PoolLink[w.FromResident] | None = None
+        self.began = launch.order.script
+        """Whether it has come up."""
         self._told: Signal | None = None
 
     def signal(self, told: Signal | None) -> None:
@@ -200,8 +202,9 @@ class Keeper:
             if not ending.fault:
                 break
             await asyncio.sleep(self._isolated.wait_s(f"end of {job}"))
+        wrong = "" if resident.began else await asyncio.to_thread(faults, self._ticket.devices)
         del self._residents[job]
-        self._heed(ResidentEnded(job, attempt.fault or cause, code))
+        self._heed(ResidentEnded(job, attempt.fault or cause, code, wrong))
 
     async def _launch(self, resident: _OwnResident) -> None:
         order = resident.order
@@ -268,6 +271,7 @@ class Keeper:
         with contextlib.suppress(ConnectionLost):
             while resident.link is not None:
                 message = await resident.link.receive()
+                resident.began = resident.began or isinstance(message, w.Warm)
                 with self._isolated.attempt(f"message of {resident.order.job}"):
                     self._heed(ResidentSaid(resident.order.job, message))
 

@@ -27,11 +27,13 @@ class ScriptStarted(msgspec.Struct, frozen=True):
 
 
 class ResidentEnded(msgspec.Struct, frozen=True):
-    """All processes of the job's resident are gone. `code`: its exit status, if known."""
+    """All processes of the job's resident are gone. `code`: its exit status, if known. `fault`: what is wrong with the
+    node's devices."""
 
     job: JobId
     cause: str
     code: int | None = None
+    fault: str = ""
 
 
 class WakeupDue(msgspec.Struct, frozen=True):
@@ -363,7 +365,7 @@ class KeeperState:
         if self._device is not None and self._device.job == event.job and self._device.taking:
             self._device = None
         cause = kept.ending or event.cause
-        gone = w.ResidentGone(event.job, kept.order.placement, cause, kept.permit, event.code)
+        gone = w.ResidentGone(event.job, kept.order.placement, cause, kept.permit, event.code, event.fault)
         if kept.order.script:
             self._scripts_over[event.job] = gone
         self._say(gone)

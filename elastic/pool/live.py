@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 STOP_RETRY_S = 1.0
 DEVICES = "devices"
 """Under which a keeper's devices are kept with its process."""
+SET_ASIDE = "set_aside"
+"""The journal's note of devices that are set aside, with reasons."""
 KEEPERS, JOBS, PROFILES = "keepers", "jobs", "profiles"
 
 
@@ -125,6 +127,10 @@ class LivePorts:
     def died(self, node: NodeId, job: JobId, what: str) -> None:
         with self._durably():
             self._journal.note_death(NotedDeath(self._now_ns(), node, job, what))
+
+    def note_set_aside(self, devices: Mapping[DeviceName, str]) -> None:
+        with self._durably():
+            self._journal.set_note(SET_ASIDE, msgspec.json.encode(devices).decode())
 
     @contextlib.contextmanager
     def _durably(self) -> Iterator[None]:

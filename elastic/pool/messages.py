@@ -240,7 +240,8 @@ class ResidentUp(_PoolMessage, frozen=True):
 class ResidentGone(_PoolMessage, frozen=True):
     """All processes of the resident are gone. If it had the device, the device is free.
 
-    `code` is a script's exit status, if known.
+    `code` is its exit status, if known. `fault`: of a resident that has not come up, what the vendor's tool says is
+    wrong with the node's devices.
     """
 
     job: Text
@@ -248,6 +249,7 @@ class ResidentGone(_PoolMessage, frozen=True):
     cause: Text
     permit: Count = 0
     code: int | None = None
+    fault: Text = ""
 
 
 class KeeperHello(_PoolMessage, frozen=True):

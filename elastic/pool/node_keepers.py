@@ -8,11 +8,13 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.core.types import Offer
 from elastic.pool import messages as w
+from elastic.pool.devices import unfit
 from elastic.pool.holdings import NS_PER_S, PoolHoldings, PoolNode, PoolRoom, Resident
 from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
+from elastic.system.devices import DeviceName
 
 
 class LostInstance(Protocol):
@@ -210,6 +212,43 @@ class NodeKeepers(PoolRoom):
         if not self._pool.stopping and self._placed(name, phase):
             self._pool.joining[name] = phase
             self._start(name, phase)
+
+    def fill(self) -> None:
+        """Start as many nodes as are missing, as far as there are devices and instances for them."""
+        spec = self._cluster.spec
+        for phase, count in ((PhaseKind.TRAIN, spec.train_nodes), (PhaseKind.ROLLOUT, spec.rollout_nodes)):
+            there = sum(node.phase is phase for node in self._nodes.values())
+            there += sum(kind is phase for kind in self._pool.joining.values())
+            there += sum(
+                wait.what == "new keeper" and wait.key.startswith(f"{phase}/") for wait in self._timers.waits()
+            )
+            for _ in range(count - there):
+                self.start_anew(phase.value)
+
+    def judge(self, name: NodeId) -> None:
+        """Set the node's devices aside if its residents die as they start, and it is not their jobs' fault."""
+        node, devices = self._nodes[name], self._pool.devices
+        if not devices.of(name) or any(resident.up for resident in node.residents.values()):
+            return
+        elsewhere = {
+            job
+            for other in self._nodes.values()
+            for job, resident in other.residents.items()
+            if other is not node and other.phase is node.phase and resident.up
+        }
+        if reason := unfit(node.start_deaths, elsewhere):
+            devices.put_aside(name, reason)
+            self._ports.note_set_aside(devices.set_aside)
+            self.lose(name, f"its devices are set aside, as {reason}")
+
+    def put_back(self, device: DeviceName) -> bool:
+        devices = self._pool.devices
+        found = devices.put_back(device)
+        if found:
+            self._ports.note_set_aside(devices.set_aside)
+            if not self._pool.stopping:
+                self.fill()
+        return found
 
     def take_instances(self) -> None:
         """Place the rollout nodes of an earlier process on the instances of now; those too many are lost."""

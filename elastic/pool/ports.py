@@ -1,6 +1,6 @@
 """What the pool's shell needs of its surroundings. Live pools, worlds of faults and simulations use the same shell."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -123,6 +123,10 @@ class PoolPorts(Protocol):
 
     def start_keeper(self, node: NodeId, phase: PhaseKind, devices: Sequence[DeviceName]) -> None:
         """Starts the node's keeper, whose residents see these devices alone, or all if there are none."""
+        ...
+
+    def note_set_aside(self, devices: Mapping[DeviceName, str]) -> None:
+        """Makes durable which devices are set aside, and why."""
         ...
 
     def end_keeper(self, node: NodeId) -> None:

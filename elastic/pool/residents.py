@@ -8,6 +8,7 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, NodeId, PhaseKind
 from elastic.pool import messages as w
+from elastic.pool.devices import KILLED, StartDeath
 from elastic.pool.holdings import HOLDING, PoolHoldings, PoolNode, PoolRoom, Resident, nanoseconds
 from elastic.pool.job_lives import JobLives
 from elastic.pool.ports import HowEnded, JobEnding
@@ -139,10 +140,20 @@ class NodeResidents(PoolRoom):
             resident.ending = True
             self._ports.tell_keeper(name, w.EndResident(job, reason))
 
-    def gone(self, name: NodeId, job: JobId, resident: Resident, cause: str, code: int | None) -> None:
-        """Note that a resident's processes have ended, wanted or not."""
+    def came_up(self, name: NodeId, job: JobId, placement: int) -> None:
+        node = self._nodes[name]
+        resident = node.residents.get(job)
+        if resident is not None and resident.placement == placement:
+            resident.up = True
+            node.start_deaths.clear()
+
+    def gone(self, name: NodeId, job: JobId, resident: Resident, cause: str, code: int | None, fault: str = "") -> None:
+        """Note that a resident's processes have ended, wanted or not. `fault` is what is wrong with the devices."""
         record, node = self._cluster.jobs.get(job), self._nodes[name]
         permit = record.permit if record is not None else None
+        if not resident.up and not resident.ending and code is not None and code not in KILLED:
+            fault = fault or (cause if code == w.UNFIT_STATUS else "")
+            node.start_deaths.append(StartDeath(job, cause, fault))
         if self._pool.is_script(job) and node.phase is _TRAIN:
             self._scripts.gone(job)
             self._lives.ended(job, resident.placement, JobEnding(SCRIPT_ENDS.get(code, "died"), cause))

@@ -31,7 +31,7 @@ from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
 from elastic.system.devices import DeviceName
 
-_ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+_TRAIN = PhaseKind.TRAIN
 OVER_KEPT = 100
 """Jobs that are over and stay in the cluster's state; older ones are in the journal alone."""
 
@@ -116,12 +116,7 @@ class PoolShell(PoolRoom):
                 died = "its keeper died while the pool's process was away; another node takes its place"
                 self._keepers.lose(name, died, renewed=False)
         self._keepers.take_instances()
-        wanted = self._cluster.spec
-        for phase, count in ((_ROLLOUT, wanted.rollout_nodes), (_TRAIN, wanted.train_nodes)):
-            there = sum(node.phase is phase for node in self._nodes.values())
-            there += sum(kind is phase for kind in self._pool.joining.values())
-            for _ in range(count - there):
-                self._keepers.start_anew(phase.value)
+        self._keepers.fill()
         self._slices.begin()
         self._drain()
 
@@ -222,6 +217,12 @@ class PoolShell(PoolRoom):
         self._pool.feed(event, entry, command)
         self._drain()
 
+    def put_back(self, device: DeviceName) -> bool:
+        """Let nodes have a device again that was set aside; returns whether it was."""
+        found = self._keepers.put_back(device)
+        self._drain()
+        return found
+
     def keeper_joined(self, hello: w.KeeperHello) -> str:
         """Take in a keeper and what it reports to hold; returns why it is refused, or an empty string."""
         refused = self._keepers.joined(hello)
@@ -245,14 +246,13 @@ class PoolShell(PoolRoom):
             return
         match message:
             case w.ResidentUp(job=job, placement=placement):
-                resident = node.residents.get(job)
-                if resident is not None and resident.placement == placement:
-                    resident.up = True
+                self._residents.came_up(name, job, placement)
             case w.ResidentGone(job=job, cause=cause):
                 resident = node.residents.get(job)
                 if resident is not None and resident.placement == message.placement:
                     del node.residents[job]
-                    self._residents.gone(name, job, resident, cause, message.code)
+                    self._residents.gone(name, job, resident, cause, message.code, message.fault)
+                    self._keepers.judge(name)
             case w.DeviceFreed(job=job):
                 self._residents.freed(name, node.residents.get(job), message)
             case w.WorkerLeft():

@@ -127,6 +127,7 @@ class PoolStatus(msgspec.Struct, kw_only=True):
 
     - `jobs`: the first of them. `jobs_over` counts all that are over, `jobs_left_out` those that go on and are not
       among `jobs`.
+    - `set_aside`: devices that no node gets, each with the reason.
     - `events`, `digest`: how many events the journal has, and the digest of the cluster after them.
     """
 
@@ -142,6 +143,7 @@ class PoolStatus(msgspec.Struct, kw_only=True):
     events: int = 0
     digest: str = ""
     stopping: bool = False
+    set_aside: dict[DeviceName, str] = {}
     jobs_over: int = 0
     jobs_left_out: int = 0
 

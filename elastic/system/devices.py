@@ -73,6 +73,22 @@ def machine_gpus(environment: Mapping[str, str] = os.environ) -> tuple[DeviceNam
     return _cuda(environment) or _rocm(environment)
 
 
+def faults(devices: Sequence[DeviceName]) -> str:
+    """Return what NVIDIA's tool says is wrong with these devices; empty where nothing is, or nobody says. Blocks."""
+    if not devices or kind_of(devices) is not DeviceKind.CUDA:
+        return ""
+    query = "--query-gpu=index,ecc.errors.uncorrected.volatile.total"
+    told = dict(line.split(", ", 1) for line in _asked("nvidia-smi", query, "--format=csv,noheader") if ", " in line)
+    found: list[str] = []
+    for name in devices:
+        errors = told.get(name.partition(":")[2])
+        if errors is None:
+            found.append(f"nvidia-smi does not list {name} any more")
+        elif errors.isdecimal() and int(errors):
+            found.append(f"{name} has had {errors} uncorrected ECC errors")
+    return "; ".join(found)
+
+
 def _cuda(environment: Mapping[str, str]) -> tuple[DeviceName, ...]:
     rows = [line.split(", ") for line in _asked("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")]
     found = [(row[0], row[1]) for row in rows if len(row) == 2 and row[0].isdecimal()]

@@ -56,6 +56,8 @@ class Device:
 async def be_resident(directory: Path) -> None:
     behaviour = json.loads((directory / "script.json").read_text())
     link = await over_socket(socket.socket(fileno=int(os.environ["ELASTIC_KEEPER_FD"])), TO_RESIDENT, "the keeper")
+    if os.environ.get("ELASTIC_DEVICES", "") in behaviour.get("dies_on", ()) and not (directory / "mended").exists():
+        raise SystemExit(9)
     device, worker, permit = Device(), "", 0
     device.note("started quietly" if w.QUIET_VARIABLE in os.environ else "started alone")
     link.send(w.Warm())

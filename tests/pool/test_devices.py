@@ -14,8 +14,8 @@ from elastic.compose.pool_config import PoolConfig, pool_devices
 from elastic.config import ConfigError
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.devices import DeviceAllotment
-from elastic.system.devices import DEVICES_VARIABLE, kind_of, machine_gpus, mismatch, visible
+from elastic.pool.devices import DeviceAllotment, StartDeath, unfit
+from elastic.system.devices import DEVICES_VARIABLE, faults, kind_of, machine_gpus, mismatch, visible
 from tests.pool.test_keeper import kept
 
 NVIDIA = """#!/bin/sh
@@ -106,6 +106,42 @@ def test_a_process_sees_its_node_s_devices_alone_and_knows_if_it_sees_others(
     assert f"it sees {gpus + 1} GPUs; allowed: {gpus}" in mismatch(visible(devices), gpus + 1)
     for variable in told:
         assert f"{variable}: found '0,9'" in mismatch({**visible(devices), variable: "0,9"}, gpus)
+
+
+def test_a_device_is_unfit_if_residents_die_there_alone_or_its_fault_is_known() -> None:
+    once, again, other = StartDeath("a", "it died"), StartDeath("a", "it died again"), StartDeath("b", "it died, too")
+    ill = StartDeath("a", "it died", "cuda:1 has had 3 uncorrected ECC errors")
+    assert not unfit([], {"a", "b"})
+    assert not unfit([once], {"a"})
+    assert not unfit([ill], ())
+    assert not unfit([once, again], ())
+    assert not unfit([once, again], {"c"}), "one job that dies is at fault itself"
+    assert not unfit([once, other], ()), "if all of them die everywhere, no device is at fault"
+    two = "2 residents in a row have died there as they started"
+    assert unfit([once, again], {"a"}) == f"{two}, and not elsewhere: it died again"
+    assert unfit([once, other], {"c"}) == f"{two}, and not elsewhere: it died, too"
+    assert unfit([once, ill], ()) == f"{two}: {ill.fault}"
+
+
+def test_what_the_vendor_s_tool_says_is_wrong_with_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in(tmp_path, "nvidia-smi", "#!/bin/sh\nprintf '0, 0\\n1, 3\\n2, [N/A]\\n'\n")
+    assert not faults(("cuda:0", "cuda:2"))
+    assert not faults(("cpu:1",))
+    assert faults(("cuda:0", "cuda:1")) == "cuda:1 has had 3 uncorrected ECC errors"
+    assert faults(("cuda:3",)) == "nvidia-smi does not list cuda:3 any more"
+
+
+async def test_the_keeper_of_a_resident_that_dies_as_it_starts_says_what_is_wrong_with_its_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in(tmp_path, "nvidia-smi", "#!/bin/sh\nprintf '0, 3\\n'\n")
+    async with kept(tmp_path, ("cuda:0",)) as node:
+        _, gone = await node.resident(PhaseKind.ROLLOUT, status=1)
+        assert (gone.code, gone.fault) == (1, "cuda:0 has had 3 uncorrected ECC errors")
+        _, script = await node.resident(PhaseKind.TRAIN, script=True, status=1)
+        assert not script.fault
 
 
 def test_devices_of_two_kinds_or_of_none_are_not_a_node_s() -> None:

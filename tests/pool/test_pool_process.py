@@ -29,7 +29,7 @@ from elastic.pool.journal import JOURNAL, pool_secret, read_deaths, read_records
 from elastic.pool.keeper import Keeper, KeeperTicket
 from elastic.pool.ports import JobEntry
 from elastic.protocol.endpoint import Endpoint
-from elastic.protocol.run_control import ControlError
+from elastic.protocol.run_control import CommandRefused, ControlError
 from elastic.protocol.tls import run_certificate
 from elastic.report.jobs import as_text
 from policies.clusters import CLUSTER_POLICIES
@@ -307,6 +307,30 @@ async def test_rollout_nodes_come_and_go_with_the_instances_of_a_spot_market(tmp
 
 
 @pytest.mark.nightly
+async def test_a_device_whose_residents_die_as_they_start_is_set_aside_until_it_is_put_back(tmp_path: Path):
+    async with running(tmp_path) as pool:
+        await pool.begin("a", rollout_nodes=2, dies_on=["cpu:0"])
+        await pool.until(lambda status: status["set_aside"], "no device is set aside")
+        status = await pool.status()
+        assert "and not elsewhere: it exited with status 9" in status["set_aside"]["cpu:0"]
+        await pool.until(lambda status: status["jobs"][0]["state"] == "queued", "a node goes on")
+        devices = {device for node in (await pool.status())["nodes"] for device in node["devices"]}
+        assert devices == {"cpu:1", "cpu:2"}
+        assert pool.process is not None
+        pool.process.kill()
+        pool.process.wait()
+        pool.start()
+        await pool.standing()
+        with pytest.raises(CommandRefused, match="device 'cpu:1' is not set aside; those that are: cpu:0"):
+            await pool.control.put_back("cpu:1")
+        (pool.jobs["a"] / "mended").touch()
+        await pool.control.put_back("cpu:0", "once")
+        assert (await pool.control.put_back("cpu:0", "once")).repeated
+        await pool.until_over("a")
+        assert (await pool.job("a"))["state"] == "finished"
+        assert not (await pool.status())["set_aside"]
+
+
 async def test_who_does_not_give_way_or_park_is_killed_and_the_cycle_goes_on(tmp_path: Path):
     async with running(tmp_path) as pool:
         await pool.begin("hangs", steps=2, plan_s=5, hangs_at=0)

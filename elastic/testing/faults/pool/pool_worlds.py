@@ -14,7 +14,7 @@ cluster are checked, and at every device that one job has it, under a permit tha
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from random import Random
 
@@ -235,6 +235,7 @@ class PoolWorld:
         self.forgotten: dict[JobId, JobRecord] = {}
         """Jobs that have left the cluster."""
         self.keepers: dict[NodeId, ModelKeeper] = {}
+        self._set_aside: dict[DeviceName, str] = {}
         self.jobs = {shape.request.id: ModelJob(self, shape) for shape in plan.jobs}
         self.ended: list[tuple[JobId, int, JobEnding]] = []
         """Of processes that ended while there was nobody to hear of it."""
@@ -298,7 +299,7 @@ class PoolWorld:
         entries = [entry for job, entry in self.entries.items() if job not in self.forgotten]
         spec, living = cluster.spec, {name: one.devices for name, one in self.keepers.items() if one.alive}
         needed = spec.rollout_nodes * spec.rollout.gpus + spec.train_nodes * spec.train.gpus
-        devices = DeviceAllotment([f"cpu:{number}" for number in range(needed)])
+        devices = DeviceAllotment([f"cpu:{number}" for number in range(needed)], self._set_aside)
         over_kept = self.plan.seed % 3
         shell = PoolShell(cluster, self, self._times, entries, self._check, self._market, over_kept, devices)
         self.shell = shell
@@ -456,6 +457,9 @@ class PoolWorld:
             self.fail(f"a second keeper for {node}")
         keeper = self.keepers[node] = ModelKeeper(self, node, phase, devices)
         self.soon(5 * S, keeper.dial)
+
+    def note_set_aside(self, devices: Mapping[DeviceName, str]) -> None:
+        self._set_aside = dict(devices)
 
     def end_keeper(self, node: NodeId) -> None:
         if node in self.keepers:
