@@ -30,6 +30,7 @@ from elastic.compose.incarnations import (
 )
 from elastic.compose.plan import resolve
 from elastic.compose.runs import claimed, load_run_config
+from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config, ConfigError, load_config, validate
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -47,14 +48,18 @@ from elastic.runtime.journal import (
     JournalRecord,
     NullJournal,
     RunDirectory,
+    StateRow,
     event_row,
+    forget_former,
 )
 from elastic.runtime.journal.records import TABLES
 from elastic.runtime.ports import Ports
-from elastic.runtime.recollection import gone_on
+from elastic.runtime.recollection import Recollection, gone_on
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
+from elastic.runtime.trainer import kept_steps
 from elastic.simulation import run as simulation
+from elastic.system.host import Host, on
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 EXAMPLE = BENCHMARKS.parent / "examples" / "frozenlake.toml"
@@ -143,6 +148,102 @@ def test_a_run_is_taken_up_where_its_journal_leads(run: RunDirectory, config: Co
         assert former.digest == whole
         assert digest(replay(run)) == whole
     assert former.journal == "journal.4.sqlite"
+
+
+def saved_by(recollection: Recollection, journal: str, events: int) -> StateRow:
+    scheduler = recollection.scheduler
+    saved = states.SavedRun(
+        journal=journal,
+        events=events,
+        t_ns=scheduler.now_ns,
+        digest=digest(scheduler),
+        state=recollection.saved(),
+    )
+    return StateRow(events=events, saved=states.encoded(saved))
+
+
+def recollecting(config: Config, state: bytes | None = None) -> Recollection:
+    plan = resolve(config, PROVIDERS, "test")
+    scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
+    return Recollection(scheduler, kept_steps(config), state)
+
+
+@pytest.fixture(scope="session")
+def forgetting(died: Path, tmp_path_factory: pytest.TempPathFactory, config: Config) -> tuple[Path, dict[Path, str]]:
+    """The same run, whose journal has forgotten twice what led to its state; and the journal's files as they were
+    at each statement of that, with the digest of then."""
+    old, new, seen = RunDirectory(died), RunDirectory(tmp_path_factory.mktemp("forgetting") / "run"), dict[Path, str]()
+    (new.path / states.CHECKPOINTS).mkdir(parents=True)
+    stands = ""
+
+    def statement(sql: str) -> None:
+        if stands:
+            seen[new.path.parent / f"seen {len(seen)}" / "run"] = stands
+            shutil.copytree(new.path, list(seen)[-1])
+
+    def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection = sqlite3.connect(*arguments, **options)
+        connection.set_trace_callback(statement)
+        return connection
+
+    with old.newest_journal() as journal, on(Host(connect=connect)):
+        rows, entries = journal.rows(EventRow), journal.entries()
+        written = new.begin_journal(config.journal, waits=True, notes=journal.meta())
+        recollection = recollecting(config)
+        for number, row in enumerate(rows, 1):
+            written.append(row)
+            recollection.hear(itertools.islice(entries, 1))
+            if number in (len(rows) // 3, 2 * len(rows) // 3):
+                written.durable().result()
+                stands = digest(recollection.scheduler)
+                written.forget(saved_by(recollection, written.path.name, number), 0)
+                written.durable().result()
+                stands = ""
+        written.close()
+    return new.path, seen
+
+
+def test_a_journal_that_forgets_leads_where_it_led(
+    forgetting: tuple[Path, dict[Path, str]], config: Config, whole: str, died: Path
+) -> None:
+    run = RunDirectory(forgetting[0])
+    assert previous_incarnation(run, config).digest == whole
+    assert digest(replay(run)) == whole
+    with run.newest_journal() as kept, RunDirectory(died).newest_journal() as all_of_it:
+        assert len(kept.rows(EventRow)) < len(all_of_it.rows(EventRow)) / 2
+        assert kept.last_event() == all_of_it.last_event()
+        assert list(kept.events_of("LeaseEnded")) == list(all_of_it.events_of("LeaseEnded"))
+
+
+def test_who_is_killed_while_a_journal_forgets_has_lost_nothing(forgetting: tuple[Path, dict[Path, str]]) -> None:
+    _, seen = forgetting
+    assert len(seen) > 10
+    assert [path for path, stands in seen.items() if digest(replay(RunDirectory(path))) != stands] == []
+
+
+def test_a_run_whose_state_another_program_wrote_begins_at_its_checkpoint(
+    forgetting: tuple[Path, dict[Path, str]], config: Config, tmp_path: Path
+) -> None:
+    run = RunDirectory(Path(shutil.copytree(forgetting[0], tmp_path / "run")))
+    with closing(sqlite3.connect(run.path / "journal.sqlite")) as journal:
+        journal.execute("UPDATE states SET saved = x'00'")
+        journal.commit()
+    assert previous_incarnation(run, config).state is None
+
+
+def test_former_journals_are_forgotten_once_a_later_one_has_a_state(run: RunDirectory, config: Config) -> None:
+    former = previous_incarnation(run, config)
+    journal = run.begin_journal(config.journal, notes=_notes(run, config) | former.notes_to_keep())
+    recollection = recollecting(config, former.state)
+    journal.append(event_row(e.Resumed(), former.last_ns))
+    recollection.hear([(former.last_ns, e.Resumed(), None)])
+    journal.forget(saved_by(recollection, journal.path.name, 1), 0)
+    journal.close()
+    size_bytes, stands = (run.path / "journal.sqlite").stat().st_size, digest(recollection.scheduler)
+    for _ in range(2):
+        forget_former([run.path / "journal.sqlite"])
+        assert (run.path / "journal.sqlite").stat().st_size < size_bytes / 2
+        assert previous_incarnation(run, config).digest == digest(replay(run)) == stands
 
 
 @pytest.mark.parametrize("short_of_all", [0, 1])
@@ -506,14 +607,17 @@ class TestCommands:
         assert former.state is not None
         with run.newest_journal() as journal:
             scheduler = scheduler_of(journal)[1]
-        Run(scheduler, lambda _: Ports(**dict.fromkeys(Ports.__slots__, Anything()))).restore(former.state)
+        anything: dict[str, Any] = {}
+        for name in Ports.__slots__:
+            anything[name] = Anything()
+        Run(scheduler, lambda _: Ports(**anything)).restore(former.state)
         return scheduler
 
     def test_a_run_that_was_stopped_before_it_had_a_trainer_goes_on(self) -> None:
         """That its request was withdrawn then is no reason to give up."""
         lease = "trainer-1"
         said = [e.StopRequested(reason="Ctrl-C"), e.LeaseRefused(lease=lease, reason="withdrawn")]
-        left = [event for _, event, _ in gone_on([(0, event, {}) for event in said])]
+        left = [event for _, event, _ in gone_on([(0, event, None) for event in said])]
         assert left == [e.Resumed(), e.LeaseRefused(lease=lease, reason="withdrawn", withdrawn=True)]
 
     def test_of_a_stop_only_its_id_is_left(self, run: RunDirectory, config: Config) -> None:

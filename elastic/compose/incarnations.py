@@ -44,6 +44,7 @@ from elastic.runtime.journal import (
     JournalReader,
     RunDirectory,
     SqliteJournal,
+    StateRow,
     StepRow,
     StoredRun,
 )
@@ -197,6 +198,9 @@ def previous_incarnation(run: RunDirectory, config: Config) -> PreviousIncarnati
             former = validate(Config, json.loads(notes["config"]), str(chain[-1].path))
             check_same(config, former)
             found = _recollect(run, chain)
+            if found is None:
+                log.warning("what the journal keeps leads nowhere; the run goes on from the trainer's checkpoint")
+                return anew
             last_ns = chain[-1].last_ns()
             functions_usd = sum(call.usd for journal in chain for call in journal.rows(CallRow))
     except JournalError as error:
@@ -372,9 +376,36 @@ def _chain(journals: Sequence[JournalReader]) -> list[JournalReader]:
     return chain[::-1] if BEGAN in chain[-1].meta() else []
 
 
-def _recollect(run: RunDirectory, chain: Sequence[JournalReader]) -> Recollection:
+def _kept_states(run: RunDirectory, chain: Sequence[JournalReader]) -> Iterator[states.SavedRun]:
+    """The states that are kept beside checkpoints, and in the journal whose events from there on are all that is
+    kept: then no earlier ones."""
+    number, in_journal = _forgotten(chain)
     names = [journal.path.name for journal in chain]
     for found in states.newest_first(run.path / states.CHECKPOINTS):
+        if found.journal in names and (names.index(found.journal), found.events) >= (
+            number,
+            in_journal.events if in_journal is not None else 0,
+        ):
+            yield found
+    if in_journal is not None:
+        try:
+            yield states.decoded(in_journal.saved)
+        except ValueError as error:
+            log.warning("the journal's state not used", reason=str(error))
+
+
+def _forgotten(chain: Sequence[JournalReader]) -> tuple[int, StateRow | None]:
+    """The newest state in a journal of the chain, with the journal's place in it. None where all is kept."""
+    for number in reversed(range(len(chain))):
+        if (state := chain[number].last(StateRow)) is not None:
+            return number, state
+    return 0, None
+
+
+def _recollect(run: RunDirectory, chain: Sequence[JournalReader]) -> Recollection | None:
+    """The run as its journals have it; None where they do not keep what led there, nor a state that can be used."""
+    names = [journal.path.name for journal in chain]
+    for found in _kept_states(run, chain):
         if found.journal in names:
             number = names.index(found.journal)
             if found.events > chain[number].last_event():
@@ -389,6 +420,8 @@ def _recollect(run: RunDirectory, chain: Sequence[JournalReader]) -> Recollectio
                 _hear(recollection, chain[number], found.events)
                 return _go_on(recollection, chain[number + 1 :])
             log.warning("saved state not used", reason="it leads to another digest")
+    if _forgotten(chain)[1] is not None:
+        return None
     recollection = _begin(chain[0])
     _hear(recollection, chain[0])
     return _go_on(recollection, chain[1:])
@@ -508,16 +541,22 @@ Tell: TypeAlias = Callable[[Nanoseconds, e.Event, wire.Tokens | None, Sequence[c
 
 
 def replay(run: StoredRun, tell: Tell = lambda *_: None) -> Scheduler:
-    """The scheduler in the state to which the run's journals lead, where one goes on from another (invariant 13)."""
+    """The scheduler in the state to which the run's journals lead, where one goes on from another (invariant 13).
+
+    Where a journal keeps a state for what led to it, it begins there. Raises `ValueError` for one that cannot be used.
+    """
     with run.journals() as journals:
         chain = _chain(journals) or journals[-1:]
-        scheduler = scheduler_of(chain[0])[1]
-        for number, journal in enumerate(chain):
+        first, kept = _forgotten(chain)
+        state = None if kept is None else states.decoded(kept.saved).state
+        scheduler = scheduler_of(chain[first])[1]
+        for number, journal in enumerate(chain[first:]):
             if number:
                 state = saved_state.save(scheduler)
                 scheduler = scheduler_of(journal)[1]
+            if state is not None:
                 saved_state.restore(scheduler, state)
-            entries = journal.entries()
+            entries = journal.entries(0 if number or kept is None else kept.events)
             for t_ns, event, tokens in entries if journal is chain[-1] else gone_on(entries):
                 tell(t_ns, event, tokens, scheduler.handle(event, t_ns))
     return scheduler

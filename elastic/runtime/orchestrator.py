@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import sqlite3
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from elastic.config import Config, EnvironmentConfig
 from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.core.scheduler import Scheduler
+from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.spare import SpareCredit
 from elastic.core.types import INTEGER_MAX, NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId
 from elastic.environments.base import Environment
@@ -46,7 +47,17 @@ from elastic.runtime.episodes import RolloutLimits, ScoringSettings
 from elastic.runtime.flushing import SATURATED_SHARE, CoreLoad, FlushControl, follow_load, thread_busy_s
 from elastic.runtime.gateway import Gateway, GatewayError
 from elastic.runtime.hosted import EpisodeHosts, FailRun
-from elastic.runtime.journal import AGENTS, JOIN, PUBLISHER, TRACEBACK, RunDirectory, SqliteJournal, TrajectoryRow
+from elastic.runtime.journal import (
+    AGENTS,
+    JOIN,
+    PUBLISHER,
+    TRACEBACK,
+    RunDirectory,
+    SqliteJournal,
+    StateRow,
+    TrajectoryRow,
+    forget_former,
+)
 from elastic.runtime.left_behind import write_down
 from elastic.runtime.listener import Listener
 from elastic.runtime.live import GatewayWorkers, LoopClock, ProviderLeases
@@ -122,6 +133,13 @@ class Wiring:
     """Between two samples of the machine and the run."""
 
 
+FORGOTTEN_BYTES = 16 * 2**20
+"""A journal that forgets does so after so much at least, and after its state's size so many times."""
+STATE_SHARE = 4
+FIGURES_KEPT_S = 3600
+"""How far back samples and pulls are kept in a journal that forgets."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
     """The point from which a new incarnation continues the run: its `state` and time, the address at which workers dial
@@ -170,6 +188,7 @@ class Orchestrator:
         self._wiring = wiring
         self._former = former
         self._told = told
+        self._forgets_at_bytes, self._forgot = FORGOTTEN_BYTES, False
         self._warned = self._traced = self._saturated = False
         self._stopped = dict[str, str]()
         self._chatted = ChatTotals()
@@ -426,14 +445,43 @@ class Orchestrator:
         """
         taken = self.scheduler.version == version
         if taken and version % self._config.trainer.checkpoint_every_steps == 0 and not self._run.closed:
-            saved = states.SavedRun(
-                journal=self._journal.path.name,
-                events=self._journal.events,
-                t_ns=self.scheduler.now_ns,
-                digest=digest(self.scheduler),
-                state=self._run.saved(),
-            )
+            saved = self._saved()
             self._scribe.durable(lambda: self._save(version, saved))
+
+    def _saved(self) -> states.SavedRun:
+        return states.SavedRun(
+            journal=self._journal.path.name,
+            events=self._journal.events,
+            t_ns=self.scheduler.now_ns,
+            digest=digest(self.scheduler),
+            state=self._run.saved(),
+        )
+
+    def _forget_if_due(self) -> None:
+        """Have the journal of a run that serves requests keep its state in place of what led there, whenever so much
+        has come that the state is little beside it."""
+        journal, core = self._journal, self.scheduler
+        if core.serving is None or core.phase is not Phase.RUNNING or self._run.closed or journal.behind:
+            return
+        if journal.appended_bytes < self._forgets_at_bytes:
+            return
+        content = states.encoded(saved := self._saved())
+        journal.forget(StateRow(events=saved.events, saved=content), self.now_ns() - FIGURES_KEPT_S * NS_PER_S)
+        self._forgets_at_bytes = journal.appended_bytes + max(FORGOTTEN_BYTES, STATE_SHARE * len(content))
+        if not self._forgot:
+            self._forgot = True
+            self._scribe.durable(self._forget_former)
+
+    def _forget_former(self) -> None:
+        async def forget() -> None:
+            former = [path for path in self._wiring.kept.journal_paths() if path != self._journal.path]
+            try:
+                await asyncio.to_thread(forget_former, former)
+            except sqlite3.Error as error:
+                log.warning("former journals are kept whole", error=repr(error))
+
+        if not self._run.closed:
+            self._spawn(forget(), "forget what former processes wrote")
 
     def _save(self, version: int, saved: states.SavedRun) -> None:
         async def write() -> None:
@@ -615,6 +663,7 @@ class Orchestrator:
             self._chatted = msgspec.structs.replace(self._chats.totals)
             self._journal.meta(CHATS_NOTE, msgspec.json.encode(self._chatted).decode())
         self._sampler.sample(self.now_ns())
+        self._forget_if_due()
         self._warn()
 
     def _warn(self) -> None:

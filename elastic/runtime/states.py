@@ -55,10 +55,24 @@ def _digest(saved: bytes) -> bytes:
     return hashlib.blake2b(saved, digest_size=16).digest()
 
 
+def encoded(saved: SavedRun) -> bytes:
+    body = msgspec.msgpack.encode(saved)
+    return msgspec.msgpack.encode(_File(_program(), _digest(body), body))
+
+
+def decoded(content: bytes) -> SavedRun:
+    """Raises `ValueError` for what is damaged, or of another version of this program."""
+    file = msgspec.msgpack.decode(content, type=_File)
+    if file.program != _program():
+        raise ValueError("another version of this program wrote it")
+    if file.digest != _digest(file.saved):
+        raise ValueError("it is damaged")
+    return msgspec.msgpack.decode(file.saved, type=SavedRun)
+
+
 def write(directory: Path, version: int, saved: SavedRun) -> None:
     """Keep the state of when `version` was published, and no more than `KEEP` of them."""
-    body = msgspec.msgpack.encode(saved)
-    write_whole(directory / f"{version:08d}{_SUFFIX}", msgspec.msgpack.encode(_File(_program(), _digest(body), body)))
+    write_whole(directory / f"{version:08d}{_SUFFIX}", encoded(saved))
     for old in sorted(directory.glob(f"*{_SUFFIX}"))[:-KEEP]:
         old.unlink(missing_ok=True)
 
@@ -67,11 +81,6 @@ def newest_first(directory: Path) -> Iterator[SavedRun]:
     """Return the states that can be read and that this version of the program wrote."""
     for path in sorted(directory.glob(f"*{_SUFFIX}"), reverse=True):
         try:
-            file = msgspec.msgpack.decode(path.read_bytes(), type=_File)
-            if file.program != _program():
-                raise ValueError("another version of this program wrote it")
-            if file.digest != _digest(file.saved):
-                raise ValueError("it is damaged")
-            yield msgspec.msgpack.decode(file.saved, type=SavedRun)
+            yield decoded(path.read_bytes())
         except (OSError, ValueError) as error:
             log.warning("saved state not used", path=str(path), reason=str(error))

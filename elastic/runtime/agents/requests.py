@@ -9,6 +9,8 @@ delivered, with a key a while after that.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import group_of, parse_trajectory, parse_turn, trajectory_id, turn_id
@@ -323,6 +325,7 @@ class RequestRollouts(AgentRollouts):
             case notes.AnswerSettled():
                 turn = self._turns.pop(note.turn)
                 turn.kept = note.kept
+                turn.asked, turn.generated.prompt = msgspec.structs.replace(turn.asked, ids=b""), bytearray()
             case notes.AnswerGiven():
                 if (given := self._requests.get(note.turn)) is None:
                     return

@@ -1,5 +1,6 @@
 """The run's journal: every event, every token and every outcome, in one SQLite file for each incarnation of the run."""
 
+from elastic.runtime.journal.forgetting import forget_former
 from elastic.runtime.journal.frames import event_row, frame_row
 from elastic.runtime.journal.reader import JournalReader, open_journal, why_unreadable
 from elastic.runtime.journal.records import (
@@ -23,6 +24,7 @@ from elastic.runtime.journal.records import (
     NoteRow,
     PullRow,
     SampleRow,
+    StateRow,
     StepRow,
     StepWeights,
     TrajectoryFilter,

@@ -320,6 +320,19 @@ class CallRow(JournalRecord, frozen=True, gc=False):
         return cls(t_ns=t_ns, **fields)
 
 
+class StateRow(JournalRecord, frozen=True, gc=False):
+    """The run after the journal's first `events` events, `saved` as in `elastic.runtime.states`: whoever takes the run
+    up begins there, for what led there is not kept. There is one such row, the last."""
+
+    TABLE: ClassVar[str] = "states"
+    KEY: ClassVar[str] = "place"
+    LATER: ClassVar[bool] = True
+
+    events: int
+    saved: bytes
+    place: int = 0
+
+
 class BookRow(JournalRecord, frozen=True):
     """A worker's book in the ledger, as it was written last; the final one once it is closed."""
 
@@ -344,5 +357,6 @@ KINDS: tuple[type[JournalRecord], ...] = (
     BookRow,
     EvaluatedRow,
     EvaluationRow,
+    StateRow,
 )
 TABLES: dict[type[JournalRecord], JournalTable] = {kind: JournalTable(kind) for kind in KINDS}

@@ -18,8 +18,9 @@ from shutil import disk_usage
 from typing import Protocol
 
 from elastic.core.ledger import DeviceBook
-from elastic.core.types import Account, WorkerId
-from elastic.runtime.journal.records import TABLES, BookRow, EventRow, NoteRow
+from elastic.core.types import Account, Nanoseconds, WorkerId
+from elastic.runtime.journal.forgetting import forget
+from elastic.runtime.journal.records import TABLES, BookRow, EventRow, NoteRow, StateRow
 from elastic.runtime.journal.tables import JournalRecord, JournalTable, Row
 from elastic.system.files import StandingFiles
 from elastic.system.host import here
@@ -79,6 +80,8 @@ class _Batch:
         self.rows: dict[JournalTable, list[JournalRecord | Row]] = {table: [] for table in TABLES.values()}
         self.bytes = 0
         self.waiting: list[Future[None]] = []
+        self.forgotten: tuple[int, int, Nanoseconds] | None = None
+        """What need not be kept, as `forget` has it."""
 
 
 class SqliteJournal:
@@ -107,6 +110,8 @@ class SqliteJournal:
         self.behind = False
         self.events = 0
         """That were appended: the last one has this sequence number."""
+        self.appended_bytes = 0
+        """About the size of all that was."""
         self.on_change: Callable[[], None] = lambda: None
         self._interval_s = commit_interval_s
         self._lock_timeout_s = lock_timeout_s
@@ -118,6 +123,8 @@ class SqliteJournal:
         self._committing_bytes = 0
         self._hurry = False
         self._closed = False
+        self._forgotten = 0
+        """What led to the last state that was kept are so many events."""
         self._books: dict[WorkerId, tuple[int, int]] = {}
         """The closed books that are written, as far as they can still change."""
         self._connection = self._open(durable_against, notes or {})
@@ -135,6 +142,13 @@ class SqliteJournal:
             put.append((table, kept))
             size_bytes += table.size_bytes(kept)
         self._put(put, size_bytes)
+
+    def forget(self, state: StateRow, before_ns: Nanoseconds) -> None:
+        """Keep the state in place of what led to it, at once or not at all, and no figures of before a moment."""
+        table = TABLES[StateRow]
+        kept = table.kept(state)
+        self._put([(table, kept)], table.size_bytes(kept), (self._forgotten, state.events, before_ns))
+        self._forgotten = state.events - 1
 
     def meta(self, key: str, value: str) -> None:
         """A text under a key; the last one stands."""
@@ -185,7 +199,12 @@ class SqliteJournal:
         """The size of what was appended and is not committed yet."""
         return self._committing_bytes + self._batch.bytes
 
-    def _put(self, put: Sequence[tuple[JournalTable, JournalRecord | Row]], size_bytes: int) -> None:
+    def _put(
+        self,
+        put: Sequence[tuple[JournalTable, JournalRecord | Row]],
+        size_bytes: int,
+        forgotten: tuple[int, int, Nanoseconds] | None = None,
+    ) -> None:
         with self._lock:
             if self._closed:
                 raise JournalError(f"{self.path}: closed")
@@ -194,6 +213,10 @@ class SqliteJournal:
             batch = self._batch
             for table, kept in put:
                 batch.rows[table].append(kept)
+            if forgotten is not None:
+                since = forgotten if batch.forgotten is None else batch.forgotten
+                batch.forgotten = (since[0], *forgotten[1:])
+            self.appended_bytes += size_bytes
             self.events += sum(table is _EVENTS for table, _ in put)
             batch.bytes += size_bytes
             if self.waiting_bytes <= self._bound_bytes:
@@ -248,6 +271,8 @@ class SqliteJournal:
             for table, rows in batch.rows.items():
                 if rows:
                     table.insert(connection, rows)
+            if batch.forgotten is not None:
+                forget(connection, *batch.forgotten)
             connection.execute("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
