@@ -231,7 +231,7 @@ test-vllm: $(VLLM)/installed
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	NODE_OPTIONS=--max-semi-space-size=128 $(BIN)/pyright
 	$(BIN)/lint-imports
 
 bench: setup
