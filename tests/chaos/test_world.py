@@ -15,9 +15,9 @@ from elastic.testing.faults.shell.plan import draw_plan
 from elastic.testing.faults.shell.shrink import shrunk
 from elastic.testing.faults.shell.simulate import simulate
 
-BATCH = 4
+BATCH = 3
 """Seeds, from 0 on, that every change is tried with."""
-FRESH = 2
+FRESH = 1
 LASTING_SEEDS = {"hold": 5, "trickle": 5, "badstart": 4, "spam": 3, "flap": 3}
 """Seeds of worlds with one worker that lies for as long as it lives."""
 PLANTED = "every_heartbeat_heard", "outbox_not_emptied", "pool_yields_before_devices_are_free"

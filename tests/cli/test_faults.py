@@ -56,7 +56,7 @@ def test_a_world_says_what_it_takes(elastic, options: tuple[str, ...], told: str
     assert told in ended.err
 
 
-@pytest.mark.parametrize("world", ["run", "pool", "pool-shell"])
+@pytest.mark.parametrize("world", ["pool", pytest.param("run", marks=pytest.mark.nightly), "pool-shell"])
 def test_the_world_of_a_seed_is_lived_through_again(elastic, world: str) -> None:
     keep = () if world == "pool-shell" else ("--keep", "none")
     ended = elastic("simulate", "--faults", "--world", world, "--seed", "4", *keep)

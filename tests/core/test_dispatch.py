@@ -10,6 +10,7 @@ from elastic.core.types import NS_PER_S, FinishReason
 from elastic.testing.faults.core.incarnation import fresh_core
 from elastic.testing.faults.core.world import simulate
 from policies.routing import TurnWiseRouting
+from tests.seeds import seeds
 
 GROUP = 40
 
@@ -22,7 +23,7 @@ class CountedRouting(TurnWiseRouting):
         return super().route(turn, fleet)
 
 
-@pytest.mark.parametrize("seed", [*range(12), 99])
+@pytest.mark.parametrize("seed", [*seeds(4, 12), pytest.param(99, marks=pytest.mark.nightly)])
 def test_who_looks_at_everything_with_every_event_decides_the_same(seed: int) -> None:
     outcome = simulate(seed)
     core, thorough = fresh_core(outcome.settings), fresh_core(outcome.settings)

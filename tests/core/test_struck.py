@@ -129,15 +129,17 @@ def ends_every(number: int):
     return lie
 
 
+TURNS = 100
+
 LIES = [holds, says_nothing, one_token, trickles, begins_elsewhere, is_too_old, flaps]
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_liar_holds_a_run_up_once_and_then_loses_its_lease(make_core, lie) -> None:
-    pair = Pair(make_core(group_size=200))
-    took_s = pair.play(200, lie)
-    assert pair.done == 200
-    assert took_s < 200 * STEP_S + (8 if lie is trickles else 2) * TOKEN_S
+    pair = Pair(make_core(group_size=TURNS))
+    took_s = pair.play(TURNS, lie)
+    assert pair.done == TURNS
+    assert took_s < TURNS * STEP_S + (8 if lie is trickles else 2) * TOKEN_S
     assert len(pair.sent) < 12
     blamed = [k.worker for k in pair.out if isinstance(k, c.BlameWorker)]
     assert set(blamed) == {pair.liar}
@@ -152,10 +154,10 @@ def test_a_liar_holds_a_run_up_once_and_then_loses_its_lease(make_core, lie) -> 
 
 @pytest.mark.parametrize("number", [3, 5])
 def test_a_liar_that_ends_some_turns_loses_its_lease_too(make_core, number: int) -> None:
-    pair = Pair(make_core(group_size=200))
-    took_s = pair.play(200, ends_every(number))
-    assert pair.done == 200
-    assert took_s < 200 * STEP_S + STRUCK_OUT * TOKEN_S
+    pair = Pair(make_core(group_size=TURNS))
+    took_s = pair.play(TURNS, ends_every(number))
+    assert pair.done == TURNS
+    assert took_s < TURNS * STEP_S + STRUCK_OUT * TOKEN_S
     fenced = [(k.worker, k.reason) for k in pair.out if isinstance(k, c.FenceWorker)]
     assert fenced[0] == (pair.liar, EndCause.STRUCK_OUT)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.config import LossConfig
@@ -65,6 +65,7 @@ def test_modes_are_means_over_tokens_or_sequences(mode: str, expected: float):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo"])
+@settings(max_examples=10)
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5), data=st.data())
 def test_how_sequences_are_batched_changes_no_sum(mode: str, loss: str, lengths: list[int], data):
     objective = Objective(settings_of(mode, loss=loss))

@@ -44,7 +44,7 @@ def environments(draw):
     companions=st.lists(st.tuples(st.integers(1, 230), st.integers(1, 60)), max_size=8),
     found=st.integers(0, 150),
 )
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_cut_turn_continues_bit_for_bit(make_engine, turn, environment, cut, companions, found):
     whole = turn("whole", prompt=40, max_new_tokens=200, temperature=1.3)
     reference = make_engine()
