@@ -19,7 +19,7 @@ from elastic.runtime.journal import RunDirectory
 from tests.front.live import Agent, agents_run, bearer
 from tests.front.upstream_server import Exchange, upstream_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 KEY, VARIABLE = "sk-the-upstreams-own-key", "TESTS_UPSTREAM_KEY"
 JUDGED = {"choices": [{"message": {"content": "7"}}], "usage": {"prompt_tokens": 1000, "completion_tokens": 100}}

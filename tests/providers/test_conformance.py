@@ -24,7 +24,16 @@ MakeProvider = Callable[[ProviderContext], Any]
 pytestmark = pytest.mark.usefixtures("stub_pool")
 
 
-@pytest.fixture(params=["memory", "reserved", "trainer", "serverless", "spot", "serving", "pool"])
+KINDS = ["memory", "reserved", "trainer", "serverless", "spot", "serving", "pool"]
+single = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.nightly] if kind == "serving" else []) for kind in KINDS],
+    indirect=True,
+)
+"""One promise alone. Hosts, which take seconds to start, show it with every change by any interleaving."""
+
+
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -55,6 +64,7 @@ def recorded(context: ProviderContext) -> list[Path]:
     return list((context.run_dir / "leases").glob("*.json"))
 
 
+@single
 async def test_offers_what_is_left(provider: Provider, recorder: Recorder) -> None:
     lease = await grant(provider, recorder)
     await recorder.until(lambda r: r.available == CAPACITY - 1)
@@ -64,6 +74,7 @@ async def test_offers_what_is_left(provider: Provider, recorder: Recorder) -> No
     assert (offer.provider, offer.workers_per_lease) == ("provider", 1)
 
 
+@single
 async def test_refuses_what_it_does_not_have(provider: Provider, recorder: Recorder) -> None:
     for number in range(CAPACITY):
         await grant(provider, recorder, number)
@@ -74,6 +85,7 @@ async def test_refuses_what_it_does_not_have(provider: Provider, recorder: Recor
     assert recorder.available == 0
 
 
+@single
 async def test_a_released_lease_ends_once_however_often_it_is_released(provider: Provider, recorder: Recorder) -> None:
     lease = await grant(provider, recorder)
     for _ in range(3):
@@ -85,6 +97,7 @@ async def test_a_released_lease_ends_once_however_often_it_is_released(provider:
     assert len(recorder.of(LeaseEnded, lease)) == 1
 
 
+@single
 async def test_a_release_before_the_grant_is_not_forgotten(provider: Provider, recorder: Recorder) -> None:
     await provider.acquire(lease_request())
     await provider.release("lease-1")
