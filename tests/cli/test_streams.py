@@ -73,10 +73,12 @@ def test_closed_streams_lead_nowhere(closed: tuple[int, ...]) -> None:
         for number in closed:
             os.close(number)
 
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    nothing = subprocess.DEVNULL
     command = [sys.executable, "-c", NULL, str(write)]
     with open(read) as report:
-        process = subprocess.Popen(command, pass_fds=[write], preexec_fn=close, **pipes)
+        process = subprocess.Popen(
+            command, pass_fds=[write], preexec_fn=close, stdin=nothing, stdout=nothing, stderr=nothing
+        )
         os.close(write)
         assert report.read().splitlines() == ["/dev/null True"] * 3
         assert process.wait(20) == 0
