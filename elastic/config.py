@@ -575,6 +575,7 @@ class DoorsConfig(_Section):
     plain: tuple[str, ...] = Field(
         (), description="networks, such as 10.0.0.0/8, whose peers need neither TLS nor a key, for control too"
     )
+    adapts: bool = Field(False, description="adapters to the base are offered, else whole models")
     idle_s: float = Field(600.0, gt=0, description="leases are given back after so long without a request")
 
 

@@ -104,13 +104,18 @@ def _served(path: Path, overrides: list[str], listen: str, model_name: str, door
     except ValueError as error:
         raise ConfigError(f"--listen: {error}, such as 0.0.0.0:8000 or [::]:8000") from None
     roots = [str(read_root(root).ours) for root in doors["roots"]]
+    adapts = _adapts(raw)
     front = {"host": host, "port": port, "chats_max": 0} | ({"model_name": model_name} if model_name else {})
     given: dict[str, dict[str, Any]] = {
         "environment": {"kind": OUTSIDE, "name": OUTSIDE},
         "seeding": {"policy": "none"},
-        "doors": dict(doors),
+        "doors": {**doors, "adapts": adapts},
         "rollout": {"groups": 0},
-        "trainer": {"kind": IMPORTED, IMPORTED: {"roots": roots}, "checkpoint_every_steps": 1},
+        "trainer": {
+            "kind": IMPORTED,
+            IMPORTED: {"roots": roots, "adapters": adapts},
+            "checkpoint_every_steps": 1,
+        },
         "front": front,
     }
     unless_said: dict[str, dict[str, Any]] = {
@@ -129,6 +134,13 @@ def _served(path: Path, overrides: list[str], listen: str, model_name: str, door
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     return validate(Config, raw, str(path))
+
+
+def _adapts(raw: Mapping[str, Any]) -> bool:
+    """Whether adapters are offered, since vLLM has a base."""
+    engine = raw.get("engine", {})
+    own = engine.get("vllm", {}) if isinstance(engine, Mapping) else {}
+    return isinstance(own, Mapping) and own.get("base") is not None
 
 
 def _check_doors(doors: Mapping[str, Any]) -> None:

@@ -132,6 +132,7 @@ def open_doors(config: Config, doors: DoorsConfig, front: AgentFront, turns_max:
         dtype=str(described.get("dtype") or described.get("torch_dtype") or "bfloat16"),
         created_s=model.created_s,
         turns_max=turns_max,
+        adapts=doors.adapts,
         config=described,
     )
     return TrainerDoors(

@@ -16,6 +16,7 @@ from elastic.protocol import wire
 from elastic.protocol.offers import OfferedWeights, look_of, source_of_offer
 from elastic.system.parking import Parkable
 from elastic.worker.trainer.base import OfferRefused, saved
+from elastic.worker.trainer.imported.forms import WholeModels
 from elastic.worker.trainer.imported.trainer import ImportedTrainer
 from tests.worker.conftest import MODEL, policy
 from tests.worker.trainer_house import TrainerHouse
@@ -54,7 +55,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def importer(base: Path, root: Path) -> ImportedTrainer:
-    return ImportedTrainer(base, [root])
+    return ImportedTrainer(WholeModels(base), [root])
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -91,7 +92,7 @@ def test_a_successor_begins_at_what_was_kept(
     assert all((kept / file.name).samefile(file) is lasting for file in files)
     for file in files:
         file.unlink()
-    successor = ImportedTrainer(base, [root])
+    successor = ImportedTrainer(WholeModels(base), [root])
     successor.load(kept)
     assert (successor.version, successor.metrics) == (1, importer.metrics)
     assert equal(successor.tensors(), policy(1))
@@ -108,7 +109,7 @@ def test_what_is_not_as_it_was_kept_is_refused(
     with (root / "1" / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x55")
-    successor = ImportedTrainer(base, [root])
+    successor = ImportedTrainer(WholeModels(base), [root])
     with pytest.raises(CheckpointError, match="not as it was written"):
         successor.load(kept)
     assert (successor.version, equal(successor.tensors(), policy())) == (0, True)

@@ -181,6 +181,11 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def file_headers(path: Path) -> dict[str, StoredTensor]:
+    """Return what the header of one file says. Raises `CheckpointError`."""
+    return dict(_headers(path))
+
+
 def float32_names(stored: Mapping[str, StoredTensor]) -> frozenset[str]:
     """The tensors that a policy's versions have in float32, as its files do; all others are rounded to bfloat16."""
     return frozenset(name for name, tensor in stored.items() if tensor.type == "F32")

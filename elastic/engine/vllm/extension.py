@@ -120,7 +120,8 @@ class RankWeights:
         self._verify(tensors, shapes)
         if self._worker.vllm_config.lora_config is not None:
             self._write_adapter(tensors)
-            self._shapes = shapes
+            if any(bool(tensor.any()) for name, tensor in tensors.items() if name.endswith("lora_B.weight")):
+                self._shapes = shapes  # One of no effect stands for the base, until there is one that has some.
             return
         runner = self._worker.model_runner
         model = runner.get_model()

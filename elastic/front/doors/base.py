@@ -153,6 +153,8 @@ class ServedModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int = 1
     config: Mapping[str, object] = {}
     """The policy's `config.json`."""
+    adapts: bool = False
+    """Whether versions are adapters to it, else they are whole models."""
 
 
 class ServedRun(Protocol):

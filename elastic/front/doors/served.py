@@ -48,6 +48,9 @@ from elastic.protocol.offers import OfferedWeights, look_of, source_of_offer
 from elastic.protocol.sampled import ids_of, logprobs_of, pack_ids
 
 ROUTE = "request"
+NAMES_KEPT = 4096
+"""Of adapters, of which each version may have a name of its own."""
+NAMES_SAID = 3
 NOBODY = AgentCaller()
 """Whoever asks through a door is let in there: the run does not ask again."""
 
@@ -101,13 +104,15 @@ class LinkedRun:
         self._facts = facts
         self._silent = silent
         self._hold_s = hold_s
+        self._adapters: dict[str, None] = {}
+        """The names of adapters that were heard of, the newest last."""
 
     @property
     def model(self) -> ServedModelFacts:
         return self._facts
 
     async def generate(self, request: TokenRequest) -> TokenAnswer:
-        self._check(request)
+        await self._check(request)
         body = msgspec.structs.replace(request, key="", session="")
         digest = hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=DIGEST_BYTES).digest()
         asked = _OpenRequest(request, AgentCall(ROUTE, digest, request.key))
@@ -122,10 +127,13 @@ class LinkedRun:
         except TimeoutError:
             raise self._nothing_came() from None
 
-    def _check(self, request: TokenRequest) -> None:
-        if request.model not in ("", self._facts.name):
-            said = f"model: found {request.model!r:.200}; allowed: {self._facts.name!r}"
-            raise DoorRefused(said, param="model", missing=True)
+    async def _check(self, request: TokenRequest) -> None:
+        if request.model not in ("", self._facts.name, *self._adapters):
+            known = (self._facts.name, *(await self.standing()).adapters)
+            if request.model not in known:
+                allowed = ", ".join(map(repr, known[:1] + known[1:][-NAMES_SAID:]))
+                said = f"model: found {request.model!r:.200}; allowed: {allowed}"
+                raise DoorRefused(said, param="model", missing=True)
         if not 1 <= request.choices <= CHOICES_MAX:
             raise DoorRefused(f"n: found {request.choices}; allowed: from 1 to {CHOICES_MAX}", param="n")
 
@@ -212,9 +220,13 @@ class LinkedRun:
         )
 
     async def offer(self, offer: WeightsOffer) -> VersionRun:
-        if offer.adapter:
-            said = f"found the adapter {offer.adapter!r:.200}; allowed: whole models, which is what this run serves"
+        if offer.adapter and not self._facts.adapts:
+            said = f"lora_name: found {offer.adapter!r:.200}; allowed: whole models, without engine.vllm.base"
             raise DoorRefused(said, param="lora_name")
+        if not offer.adapter and self._facts.adapts:
+            raise DoorRefused("found a whole model; allowed: adapters to the base, by /load_lora_adapter")
+        if offer.adapter == self._facts.name:
+            raise DoorRefused(f"lora_name: found the base's name, {offer.adapter!r:.200}", param="lora_name")
         try:
             look = await asyncio.to_thread(look_of, offer.directory)
         except OSError as error:
@@ -237,8 +249,23 @@ class LinkedRun:
     async def standing(self) -> ServingState:
         told = await self._ask(AskServing(0), ServingTold)
         return ServingState(
-            now=_now(told), paused=told.held, workers=told.workers, running=told.running, waiting=told.waiting
+            now=_now(told),
+            paused=told.held,
+            workers=told.workers,
+            running=told.running,
+            waiting=told.waiting,
+            adapters=self._named(told),
         )
+
+    def _named(self, told: ServingTold) -> tuple[str, ...]:
+        """The names under which adapters were offered, as far as this front has heard."""
+        if self._facts.adapts:
+            for _, label in sorted(told.labels.items()):
+                self._adapters.pop(label, None)
+                self._adapters[label] = None
+            while len(self._adapters) > NAMES_KEPT:
+                del self._adapters[next(iter(self._adapters))]
+        return tuple(self._adapters)
 
     async def _ask(self, message: Any, kind: type[AnswerT], answer_s: float = 0.0) -> AnswerT:
         """The run's answer, which is asked for again if the run is started again meanwhile. The run is waited for as

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from elastic.config import Config, ConfigError, EngineConfig, GivenPath
+from elastic.engine import resolve_engine
 from elastic.worker.trainer.base import StoredPolicy, TrainerKind, TrainerSettings
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class ImportedSettings(TrainerSettings):
     roots: tuple[GivenPath, ...] = Field(
         (), description="directories below which offered weights are; nothing else is read"
     )
+    adapters: bool = Field(False, description="adapters to model.checkpoint are offered, else whole models")
 
 
 class Imported(TrainerKind):
@@ -31,13 +33,16 @@ class Imported(TrainerKind):
     in_directories: ClassVar = True
 
     @staticmethod
-    def unserved(config: Config, settings: TrainerSettings, engine: EngineConfig, own: Any) -> str:
-        if (base := getattr(own, "base", None)) is None:
-            return ""
-        return f"base = '{base}': trainer.kind = 'imported' takes whole models; allowed: no base"
+    def unserved(config: Config, settings: ImportedSettings, engine: EngineConfig, own: Any) -> str:
+        base, policy = getattr(own, "base", None), config.model.checkpoint
+        if not settings.adapters:
+            return "" if base is None else f"base = '{base}': without trainer.imported.adapters none are taken"
+        if base is None or base.resolve() != policy.resolve():
+            return f"trainer.imported.adapters takes adapters alone; allowed: 'vllm' with base = '{policy}'"
+        return ""
 
     @staticmethod
-    def examine(config: Config, settings: TrainerSettings) -> StoredPolicy:
+    def examine(config: Config, settings: ImportedSettings) -> StoredPolicy:
         from elastic.engine.model.stored import CheckpointError
         from elastic.worker.trainer.imported.offered import examined
 
@@ -54,12 +59,36 @@ class Imported(TrainerKind):
     @staticmethod
     def create(config: Config, settings: ImportedSettings, device: str) -> "ImportedTrainer":
         """Raises `CheckpointError` for a base policy that cannot be read."""
+        from elastic.worker.trainer.imported.forms import Adapters, WholeModels
         from elastic.worker.trainer.imported.trainer import ImportedTrainer
 
-        return ImportedTrainer(config.model.checkpoint, settings.roots)
+        base = config.model.checkpoint
+        form = Adapters(base, _rank_max(config)) if settings.adapters else WholeModels(base)
+        return ImportedTrainer(form, settings.roots)
 
     @staticmethod
     def exported(config: Config, settings: ImportedSettings, checkpoint: Path) -> "Iterator[tuple[str, Tensor]]":
-        made = Imported.create(config, settings, "cpu")
-        made.load(checkpoint)
-        yield from made.tensors().items()
+        from elastic.worker.trainer.imported.forms import Adapters
+
+        tensors = _loaded(config, settings, checkpoint)
+        if settings.adapters:
+            yield from Adapters(config.model.checkpoint, _rank_max(config)).merged(tensors)
+        else:
+            yield from tensors.items()
+
+    @staticmethod
+    def exported_adapter(config: Config, settings: ImportedSettings, checkpoint: Path) -> "dict[str, Tensor]":
+        return _loaded(config, settings, checkpoint) if settings.adapters else {}
+
+
+def _loaded(config: Config, settings: ImportedSettings, checkpoint: Path) -> "dict[str, Tensor]":
+    """Raises `CheckpointError`."""
+    made = Imported.create(config, settings, "cpu")
+    made.load(checkpoint)
+    return made.tensors()
+
+
+def _rank_max(config: Config) -> int:
+    """The largest rank of an adapter that engines take."""
+    _, own = resolve_engine(config.engine, "the engine's settings")
+    return getattr(own, "adapter_rank", 0)

@@ -89,15 +89,15 @@ def _vocabulary(raw: Mapping[str, Any]) -> int | None:
 
 def look_at(directory: Path, roots: Sequence[Path], expected: Mapping[str, StoredTensor]) -> OfferedFiles:
     """What is in an offered directory, which has the base policy's names, shapes and types. Raises `OfferRefused`."""
-    place = _below(directory, roots)
+    place = below(directory, roots)
     if not place.is_dir():
         raise OfferRefused(f"{directory}: found no directory there; allowed: one with weights")
     try:
         for path in weight_files(place):
-            _below(path, roots)
+            below(path, roots)
         offered = OfferedFiles.of(place)
     except CheckpointError as error:
-        raise OfferRefused(f"{error}{_pickles(place)}") from error
+        raise OfferRefused(f"{error}{pickles_in(place)}") from error
     except OSError as error:
         raise OfferRefused(f"{directory}: cannot be read ({error.strerror or error})", again=True) from error
     if (why := unfit(offered.tensors, expected)) is not None:
@@ -105,7 +105,7 @@ def look_at(directory: Path, roots: Sequence[Path], expected: Mapping[str, Store
     return offered
 
 
-def _below(path: Path, roots: Sequence[Path]) -> Path:
+def below(path: Path, roots: Sequence[Path]) -> Path:
     """Where the path leads, which is below one of the roots. Raises `OfferRefused`."""
     try:
         place = path.resolve(strict=True)
@@ -118,7 +118,7 @@ def _below(path: Path, roots: Sequence[Path]) -> Path:
     return place
 
 
-def _pickles(directory: Path) -> str:
+def pickles_in(directory: Path) -> str:
     found = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLES)
     return f"; found {found[0]}, and pickles are never read: write safetensors" if found else ""
 

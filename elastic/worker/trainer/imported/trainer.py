@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from elastic.core.types import LogprobCheck
-from elastic.engine.model.stored import CheckpointError, StoredTensor, stored_tensors
+from elastic.engine.model.stored import CheckpointError
 from elastic.protocol import wire
 from elastic.protocol.offers import read_source
 from elastic.system.files import sync
@@ -19,10 +18,10 @@ from elastic.system.host import here
 from elastic.system.parking import Switch
 from elastic.worker.trainer import checkpoint
 from elastic.worker.trainer.base import OfferRefused
-from elastic.worker.trainer.imported.offered import OfferedFiles, look_at, unfit
+from elastic.worker.trainer.imported.forms import OfferedForm
+from elastic.worker.trainer.imported.offered import OfferedFiles
 from elastic.worker.trainer.ranks import ALONE
 
-TORCH_TYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
 """Where a file cannot have another name: it is copied then."""
 
@@ -44,14 +43,14 @@ class ImportedTrainer:
     its files by links where they are never written again, else by copies, with a digest of each.
     """
 
-    def __init__(self, base: Path, roots: Sequence[Path]) -> None:
+    def __init__(self, form: OfferedForm, roots: Sequence[Path]) -> None:
         """Raises `CheckpointError`."""
         self.version = 0
         self.metrics: dict[str, float] = {}
         self.unusable: Mapping[str, str] = {}
         self._roots = roots
-        self._expected = stored_tensors(base)
-        self._served = _ReadVersion(_read(self._expected))
+        self._form = form
+        self._served = _ReadVersion(form.first())
         self._taken: _ReadVersion | None = None
         """What the next update steps to."""
 
@@ -66,9 +65,9 @@ class ImportedTrainer:
             offered = read_source(source)
         except ValueError as error:
             raise OfferRefused(f"found no offer of weights, but {source[:200]!r}: {error}") from error
-        files = look_at(Path(offered.directory), self._roots, self._expected)
+        files = self._form.look_at(Path(offered.directory), self._roots, self._served.tensors)
         try:
-            tensors = _read(files.tensors)
+            tensors = self._form.read(files)
         except CheckpointError as error:
             raise OfferRefused(str(error), again=True) from error
         if odd := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), ""):
@@ -125,12 +124,10 @@ class ImportedTrainer:
     def load(self, path: Path) -> None:
         counters = checkpoint.read_directory(path)
         try:
-            kept = OfferedFiles.of(path)
+            kept = self._form.kept(path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
-        if (why := unfit(kept.tensors, self._expected)) is not None:
-            raise CheckpointError(f"{path}: is not of the base policy: {why}")
-        self._served, self._taken = _ReadVersion(_read(kept.tensors), kept, source=counters.source), None
+        self._served, self._taken = _ReadVersion(self._form.read(kept), kept, source=counters.source), None
         self.version, self.metrics = counters.version, counters.metrics
 
     def park(self) -> Switch:
@@ -153,26 +150,3 @@ def _keep(file: Path, at: Path, *, by_link: bool) -> None:
             return
     shutil.copyfile(file, at)
     sync(at)
-
-
-def _read(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """The tensors, in memory of their own: files may be written again. Raises `CheckpointError`."""
-    tensors: dict[str, Tensor] = {}
-    by_file: dict[Path, list[str]] = {}
-    for name, one in stored.items():
-        by_file.setdefault(one.path, []).append(name)
-    for path, names in by_file.items():
-        try:
-            with path.open("rb", buffering=0) as file:
-                for name in sorted(names, key=lambda name: stored[name].begin):
-                    one = stored[name]
-                    tensor = tensors[name] = torch.empty(one.shape, dtype=TORCH_TYPES[one.type])
-                    content = tensor.reshape(-1).view(torch.uint8).numpy().data
-                    file.seek(one.begin)
-                    while content and (count := file.readinto(content)):
-                        content = content[count:]
-                    if content:
-                        raise CheckpointError(f"{path}: ends before {name} does")
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
-    return {name: tensors[name] for name in stored}
