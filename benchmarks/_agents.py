@@ -51,7 +51,7 @@ name = "outside"
 """
 
 
-def write_policy(directory: Path) -> Path:
+def write_policy(directory: Path, head_dim: int = 16) -> Path:
     """A policy as small as can be that can be chatted with, untrained."""
     import torch
 
@@ -68,7 +68,7 @@ def write_policy(directory: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
+        head_dim=head_dim,
     )
     write_checkpoint(directory, tiny, model_tensors(Qwen3(tiny)))
     write_tokenizer(directory)

@@ -5,6 +5,7 @@ A peer offers a directory, and asks for a turn then; what it was told of the tur
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -176,9 +177,9 @@ async def slime(front: FrontSeen, directories: list[Path]) -> tuple[int, list[Pe
         return caller.calls, told
 
 
-async def _sglang_turn(caller: PeerCalls) -> PeerTurn:
+async def _sglang_turn(caller: PeerCalls, **more: Any) -> PeerTurn:
     sampling = {"max_new_tokens": TOKENS, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
-    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, **more}
     meta = (await caller.call("POST", "/generate", json=body))["meta_info"]
     tokens = meta["output_token_logprobs"]
     versions = [meta["weight_version"]] * len(tokens)
@@ -223,5 +224,87 @@ PEERS: Mapping[str, Play] = {
     "areal, sglang": areal_by_sglang,
     "areal, vllm": areal_by_vllm,
 }
-SKIPPED: Mapping[str, str] = {"skyrl": "it offers LoRA adapters alone, which no run takes yet"}
-"""Peers that are not played, and why."""
+
+
+async def prime_rl_adapters(front: FrontSeen, directories: list[Path]) -> tuple[int, list[PeerTurn]]:
+    """One name, whose directory changes."""
+    async with _by_httpx() as client:
+        client.headers["Authorization"] = f"Bearer {front.control_key}"
+        caller = PeerCalls(client, front)
+        await caller.call("GET", "/health")
+        told: list[PeerTurn] = []
+        for directory in directories:
+            body = {"lora_name": "policy-lora", "lora_path": directory.as_posix()}
+            await caller.call("POST", "/load_lora_adapter", json=body)
+            told.append(await _token_turn(caller, "policy-lora"))
+        models = await caller.call("GET", "/v1/models")
+        if not any(model["id"] == "policy-lora" for model in models["data"]):
+            raise CallFailed(f"/v1/models: policy-lora is missing in {models}")
+        return caller.calls, told
+
+
+async def skyrl(front: FrontSeen, directories: list[Path]) -> tuple[int, list[PeerTurn]]:
+    """Its client's calls: one name and one path, whose files are written again each time."""
+    path = directories[0].with_name("skyrl-lora")
+    async with _by_aiohttp() as session:
+        control, data = PeerCalls(session, front, front.control_key), PeerCalls(session, front, front.requests_key)
+        await control.call("GET", "/get_world_size")
+        told: list[PeerTurn] = []
+        for directory in directories:
+            shutil.copytree(directory, path, dirs_exist_ok=True)
+            await control.call("POST", "/pause", params={"mode": "keep", "clear_cache": "false"})
+            body = {"lora_name": "skyrl-lora", "lora_path": path.as_posix()}
+            await control.call("POST", "/skyrl/v1/load_lora_adapter", json=body)
+            await control.call("POST", "/reset_prefix_cache", json={"reset_running_requests": False})
+            await control.call("POST", "/resume")
+            told.append(await _token_turn(data, "skyrl-lora"))
+        return control.calls + data.calls, told
+
+
+async def _token_turn(caller: PeerCalls, model: str) -> PeerTurn:
+    sampling = {"max_tokens": TOKENS, "logprobs": 0, "ignore_eos": True}
+    body = {"model": model, "token_ids": PROMPT, "sampling_params": sampling}
+    headers = {"X-Session-ID": "one"}
+    [choice] = (await caller.call("POST", "/inference/v1/generate", json=body, headers=headers))["choices"]
+    logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
+    return PeerTurn(choice["token_ids"], logprobs, _spans(choice))
+
+
+async def areal_adapters_by_sglang(front: FrontSeen, directories: list[Path]) -> tuple[int, list[PeerTurn]]:
+    """A name for each version, of which an older one is asked for, too."""
+    async with _by_aiohttp() as session:
+        caller = PeerCalls(session, front)
+        told: list[PeerTurn] = []
+        for directory in directories:
+            await caller.call("POST", "/pause_generation", json={})
+            body = {"lora_name": f"lora-{directory.name}", "lora_path": directory.as_posix()}
+            await caller.call("POST", "/load_lora_adapter", json=body)
+            await caller.call("POST", "/continue_generation", json={})
+            told.append(await _sglang_turn(caller, lora_path=f"lora-{directories[0].name}"))
+        return caller.calls, told
+
+
+async def areal_adapters_by_vllm(front: FrontSeen, directories: list[Path]) -> tuple[int, list[PeerTurn]]:
+    async with _by_aiohttp() as session:
+        caller = PeerCalls(session, front)
+        told: list[PeerTurn] = []
+        for directory in directories:
+            await caller.call("POST", "/areal_pause_generation", json={})
+            body = {"lora_name": f"lora-{directory.name}", "lora_path": directory.as_posix()}
+            await caller.call("POST", "/v1/load_lora_adapter", json=body)
+            await caller.call("POST", "/areal_continue_generation", json={})
+            asked = {"model": f"lora-{directory.name}", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
+            asked |= {"return_tokens_as_token_ids": True, "logprobs": 0, "use_beam_search": False, "stream": False}
+            [choice] = (await caller.call("POST", "/v1/completions", json=asked))["choices"]
+            ids = [int(name.split(":")[1]) for name in choice["logprobs"]["tokens"]]
+            told.append(PeerTurn(ids, choice["logprobs"]["token_logprobs"], _spans(choice)))
+        return caller.calls, told
+
+
+WITH_ADAPTERS: Mapping[str, Play] = {
+    "skyrl": skyrl,
+    "prime-rl, adapters": prime_rl_adapters,
+    "areal, sglang, adapters": areal_adapters_by_sglang,
+    "areal, vllm, adapters": areal_adapters_by_vllm,
+}
+"""Peers that offer adapters to the base."""

@@ -2,6 +2,7 @@
 weights."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,33 @@ processes = {fronts}
 [providers.reserved]
 max_workers = {workers}
 """
+ADAPTING = """
+[run]
+name = "adapted"
+[model]
+checkpoint = "{checkpoint}"
+[engine]
+kind = "vllm"
+max_batch = 4
+max_context_tokens = 256
+kv_block_tokens = 32
+kv_blocks = 64
+[engine.vllm]
+base = "{checkpoint}"
+adapter_rank = {rank}
+start_timeout_s = 600.0
+[scheduler]
+boot_timeout_s = 600.0
+queue_timeout_s = 600.0
+stall_timeout_s = 60.0
+heartbeat_timeout_s = 30.0
+[front]
+processes = {fronts}
+[providers.reserved]
+max_workers = {workers}
+"""
+"""Of a run that adapters are offered to."""
+ADAPTER_RANK = 8
 WAIT_S = 120.0
 
 
@@ -52,12 +80,13 @@ class DoorsRun(CrashingRun):
         fronts: int = 2,
         policy: Path | None = None,
         options: Sequence[str] = (),
+        text: str = CONFIG,
     ) -> None:
         self.base = policy or write_policy(directory / MODEL)
         self.root = directory / "weights"
         self.root.mkdir()
         config = directory / "served.toml"
-        config.write_text(CONFIG.format(checkpoint=self.base, workers=workers, fronts=fronts))
+        config.write_text(text.format(checkpoint=self.base, workers=workers, fronts=fronts, rank=ADAPTER_RANK))
         arguments = [str(config), "--providers", "reserved", "--weights-root", str(self.root), *options]
         super().__init__(directory / "runs", [*arguments, *sets(settings)])
 
@@ -104,6 +133,23 @@ def write_version(run: DoorsRun, version: int, share: float = 1.0) -> Path:
     directory = run.root / f"step_{version}"
     directory.mkdir()
     save_file(stepped(run.base, version, share), directory / "model.safetensors")
+    return directory
+
+
+def write_adapter(run: DoorsRun, version: int) -> Path:
+    """A directory of a LoRA adapter as peft writes it, of the rank and the scale that it is served with."""
+    directory = run.root / f"lora_{version}"
+    directory.mkdir()
+    noise = torch.Generator().manual_seed(version)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(run.base / "model.safetensors").items():
+        if name.endswith(("q_proj.weight", "down_proj.weight")):
+            at, (rows, columns) = f"base_model.model.{name.removesuffix('.weight')}", tensor.shape
+            for part, shape in (("A", (ADAPTER_RANK, columns)), ("B", (rows, ADAPTER_RANK))):
+                tensors[f"{at}.lora_{part}.weight"] = (0.1 * torch.randn(shape, generator=noise)).bfloat16()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": ADAPTER_RANK, "lora_alpha": ADAPTER_RANK, "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(about))
     return directory
 
 

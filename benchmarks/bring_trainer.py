@@ -7,14 +7,16 @@
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
+from _agents import write_policy
 from _common import emit, parse_arguments
-from _peers import PEERS, SKIPPED, TIMEOUT_S, TOKENS, CallFailed, FrontSeen, PeerTurn, Play
-from _served import DoorsRun, under_way, write_version
+from _peers import PEERS, TIMEOUT_S, TOKENS, WITH_ADAPTERS, CallFailed, FrontSeen, PeerTurn, Play
+from _served import ADAPTING, DoorsRun, under_way, write_adapter, write_version
 from safetensors.torch import load_file
 
 from elastic.protocol.http_clients import sync_client
@@ -25,6 +27,9 @@ from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust
 
 MODEL = "policy"
+VLLM_START_S = 600.0
+VLLM_HEAD_DIM = 32
+"""The least that vLLM's attention has on a CPU."""
 UPDATES = 3
 
 
@@ -35,8 +40,24 @@ def measured_doors(directory: Path) -> dict[str, Any]:
         secrets = RunSecrets.of(run.run_dir)
         front = FrontSeen(run.url(), MODEL, secrets.control_key(), secrets.requests_key())
         run.until("a turn", lambda: _answers(front))
-        played = {name: _played(run, front, number, play) for number, (name, play) in enumerate(PEERS.items())}
-    return played | {name: {"calls": 0, "passed": None, "skipped_because": why} for name, why in SKIPPED.items()}
+        return {name: _played(run, front, number, play) for number, (name, play) in enumerate(PEERS.items())}
+
+
+def measured_adapters(directory: Path) -> dict[str, Any]:
+    """Every peer that offers adapters, at a run on vLLM, where that is installed."""
+    if find_spec("vllm") is None:
+        why = "vLLM is not installed here; it is in the environment of make test-vllm"
+        return {name: {"calls": 0, "passed": None, "skipped_because": why} for name in WITH_ADAPTERS}
+    base = write_policy(directory / "base", VLLM_HEAD_DIM)
+    options = ("--model-name", MODEL, "--plain", "127.0.0.0/8")
+    with under_way(directory, options=options, text=ADAPTING, policy=base) as run:
+        secrets = RunSecrets.of(run.run_dir)
+        front = FrontSeen(run.url(), MODEL, secrets.control_key(), secrets.requests_key())
+        run.until("a turn of the base", lambda: _answers(front), VLLM_START_S)
+        return {
+            name: _played(run, front, number, play, write_adapter, _with_adapters)
+            for number, (name, play) in enumerate(WITH_ADAPTERS.items())
+        }
 
 
 def _answers(front: FrontSeen) -> bool:
@@ -50,16 +71,24 @@ def _answers(front: FrontSeen) -> bool:
     return answer.status_code == 200
 
 
-def _played(run: DoorsRun, front: FrontSeen, number: int, play: Play) -> dict[str, Any]:
-    offered = [write_version(run, UPDATES * number + update) for update in range(1, UPDATES + 1)]
+def _played(
+    run: DoorsRun,
+    front: FrontSeen,
+    number: int,
+    play: Play,
+    write: Callable[[DoorsRun, int], Path] = write_version,
+    judged: Callable[[Sequence[PeerTurn], Sequence[Path]], bool] = lambda told, offered: _of_last(told, offered),
+) -> dict[str, Any]:
+    offered = [write(run, UPDATES * number + update) for update in range(1, UPDATES + 1)]
     try:
         calls, told = asyncio.run(play(front, offered))
     except CallFailed as failure:
         return {"calls": None, "passed": False, "failed": str(failure)}
-    served = load_file(offered[-1] / "model.safetensors")
+    [file] = offered[-1].glob("*.safetensors")
+    served = load_file(file)
     found = on_the_relay(run, UPDATES * (number + 1))
     same = found.keys() == served.keys() and all(bool((found[name] == served[name]).all()) for name in served)
-    return {"calls": calls, "passed": same and _of_last(told, offered), "skipped_because": ""}
+    return {"calls": calls, "passed": same and judged(told, offered), "skipped_because": ""}
 
 
 def _of_last(told: Sequence[PeerTurn], offered: Sequence[Path]) -> bool:
@@ -73,6 +102,12 @@ def _of_last(told: Sequence[PeerTurn], offered: Sequence[Path]) -> bool:
     return True
 
 
+def _with_adapters(told: Sequence[PeerTurn], offered: Sequence[Path]) -> bool:
+    """Whether each turn is whole, and all of it by one adapter's name."""
+    whole = all(len(turn.ids) == len(turn.logprobs) == TOKENS for turn in told)
+    return whole and len(told) == len(offered) and all(len({*turn.versions}) == 1 for turn in told if turn.versions)
+
+
 def on_the_relay(run: DoorsRun, version: int) -> Mapping[str, Any]:
     """The version's tensors, as workers pull them."""
     with RunDirectory(run.run_dir).newest_journal() as journal:
@@ -83,7 +118,10 @@ def on_the_relay(run: DoorsRun, version: int) -> Mapping[str, Any]:
 def main() -> None:
     arguments = parse_arguments(__doc__)
     with tempfile.TemporaryDirectory() as directory:
-        emit({"doors": measured_doors(Path(directory))}, arguments)
+        doors, adapters = Path(directory) / "doors", Path(directory) / "adapters"
+        doors.mkdir()
+        adapters.mkdir()
+        emit({"doors": measured_doors(doors) | measured_adapters(adapters)}, arguments)
 
 
 if __name__ == "__main__":
