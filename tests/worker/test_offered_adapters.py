@@ -4,7 +4,7 @@ refused."""
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_a_worker_pulls_adapters_also_after_the_first_that_has_no_effect(
         publisher.publish(version, importer.tensors())
         source = RelaySource(run="run", version=version, relay=str(tmp_path / "relay"), publisher=key.public)
         client.stage(source, 30.0)
-        pulled = client.apply(source).tensors
+        pulled = cast("Tensors", client.apply(source).tensors)
         assert pulled.keys() == importer.tensors().keys()
         assert all(torch.equal(pulled[name], tensor) for name, tensor in importer.tensors().items())
     assert torch.equal(importer.tensors()[B], adapter(2)[B])

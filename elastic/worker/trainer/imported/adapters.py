@@ -30,6 +30,8 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
 }
 """Keys of peft's whose other values are no adapter of one rank and one scale to linear layers alone."""
+SCALED_MAX = 2**31
+"""Above any lora_alpha."""
 _NOT_ADAPTED = ("lm_head", "embed_tokens")
 _FIRST = ("q_proj", "qkv_proj", "query_key_value", "c_attn", "o_proj", "down_proj")
 """Ends of names of linear layers, of which every model has one."""
@@ -98,7 +100,9 @@ def unfit_adapter(
 def scale_of(about: Mapping[str, Any]) -> float | None:
     """By how much an adapter counts, by its config; None unless that is a power of two."""
     alpha, rank = about.get("lora_alpha"), about.get("r")
-    if type(alpha) not in (int, float) or type(rank) is not int or rank < 1 or not 0 < alpha < 2**31:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not isinstance(rank, int):
+        return None
+    if rank < 1 or not 0 < alpha < SCALED_MAX:
         return None
     scale = alpha / rank
     return scale if math.frexp(scale)[0] == 0.5 else None
