@@ -107,6 +107,9 @@ class PoolLimits(_PoolPart):
     silence_s: float = Field(10.0, gt=0, description="after which a keeper that says nothing is taken to be gone")
     orphan_s: float = Field(120.0, gt=0, description="after which a keeper without its pool ends, and its residents")
     measure_s: float = Field(5.0, gt=0, description="between two measurements of host memory")
+    stall_s: float = Field(
+        30.0, ge=1, description="in which a resident that is up says nothing; then it hangs, and is killed"
+    )
     park_s: float = Field(10.0, gt=0, description="for a resident that was told to park; then it is killed")
 
 

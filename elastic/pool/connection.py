@@ -3,6 +3,8 @@
 After `Connection.watch` both ends send a message every third of the silence limit.
 """
 
+import os
+from collections.abc import Mapping
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -40,6 +42,12 @@ def _codec(decoder: "msgspec.msgpack.Decoder[M]") -> MessageCodec[msgspec.Struct
         return None if isinstance(message, w.StillHere) else message
 
     return MessageCodec(encoded, decode, FRAME_BYTES_MAX, unread_bytes=4 * FRAME_BYTES_MAX, idle=w.StillHere())
+
+
+def show_life(link: PoolLink[M], environment: Mapping[str, str] = os.environ) -> None:
+    """Say from now on, on a resident's connection, that it lives, if its keeper listens for that."""
+    if stall_s := environment.get(w.STALL_VARIABLE, ""):
+        link.beat(w.StillHere(), float(stall_s) / 3)
 
 
 FROM_DIALLER = _codec(msgspec.msgpack.Decoder(FromDialler))

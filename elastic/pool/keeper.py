@@ -62,13 +62,15 @@ class KeeperTicket(msgspec.Struct, frozen=True, kw_only=True):
 class _OwnResident:
     """The processes of a resident."""
 
-    def __init__(self, launch: BeginResident, recorded: RecordedProcesses) -> None:
-        self.order, self.quietly = launch.order, launch.quietly
+    def __init__(self, launch: BeginResident, recorded: RecordedProcesses, stall_s: float) -> None:
+        self.order, self.quietly, self.stall_s = launch.order, launch.quietly, stall_s
         self.recorded = recorded
         self.process: asyncio.subprocess.Process | None = None
         self.link: PoolLink[w.FromResident] | None = None
         self.began = launch.order.script
         """Whether it has come up."""
+        self.silent = ""
+        """Why its connection is lost."""
         self._told: Signal | None = None
 
     def signal(self, told: Signal | None) -> None:
@@ -100,6 +102,7 @@ class Keeper:
         self._recorded = recorded
         self._token = ticket.token
         self._state = KeeperState()
+        self._stall_s = 0.0
         self._residents: dict[JobId, _OwnResident] = {}
         self._wakeup: asyncio.TimerHandle | None = None
         self._link: PoolLink[w.ToKeeper] | None = None
@@ -126,6 +129,7 @@ class Keeper:
                 return str(end)
             log.info("joined the pool", node=self._ticket.node)
             self._link, self._token, within_s = link, welcome.session, welcome.orphan_s
+            self._stall_s = welcome.stall_s
             link.watch(welcome.silence_s)
             measuring = asyncio.create_task(self._measure(welcome.measure_s), name="memory")
             try:
@@ -170,7 +174,7 @@ class Keeper:
                 name = f"{self._ticket.node}-{order.job}-{order.placement}"
                 owner = f"{RESIDENTS} {self._ticket.node}"
                 recorded = self._recorded(self._ticket.records, self._ticket.pool, owner, name)
-                resident = self._residents[order.job] = _OwnResident(command, recorded)
+                resident = self._residents[order.job] = _OwnResident(command, recorded, self._stall_s)
                 self._spawn(self._attend(resident))
             case Signal(job=job, cause=cause):
                 log.info("resident is ended", job=job, cause=cause, at_once=command.kill)
@@ -212,6 +216,8 @@ class Keeper:
         try:
             environment = self._inherited(order) | resident.recorded.marks | order.environment
             environment |= visible(self._ticket.devices)
+            if resident.stall_s:
+                environment[w.STALL_VARIABLE] = str(resident.stall_s)
             if resident.quietly:
                 environment[w.QUIET_VARIABLE] = "1"
             resident.recorded.write()
@@ -260,20 +266,27 @@ class Keeper:
             for task in (waiting, hearing):
                 task.cancel()
         if status is None:
-            return "it does not speak with its keeper any more", None
+            return f"it does not speak with its keeper any more: {resident.silent}", None
         where = "" if status < 0 else f"; its output is in {resident.order.log}"
         how = "sees other devices than its node has" if status == w.UNFIT_STATUS else how_ended(status)
         return f"it {how}{where}", status
 
     async def _listen(self, resident: _OwnResident) -> None:
-        if resident.link is None:
+        link = resident.link
+        if link is None:
             await asyncio.Event().wait()
-        with contextlib.suppress(ConnectionLost):
-            while resident.link is not None:
-                message = await resident.link.receive()
-                resident.began = resident.began or isinstance(message, w.Warm)
+            return
+        try:
+            while True:
+                message = await link.receive()
+                if isinstance(message, w.Warm) and not resident.began:
+                    resident.began = True
+                    if resident.stall_s:  # It may take long to start, and says nothing meanwhile.
+                        link.watch(resident.stall_s)
                 with self._isolated.attempt(f"message of {resident.order.job}"):
                     self._heed(ResidentSaid(resident.order.job, message))
+        except ConnectionLost as loss:
+            resident.silent = str(loss)
 
     async def _measure(self, every_s: float) -> None:
         while True:

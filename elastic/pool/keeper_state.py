@@ -344,7 +344,7 @@ class KeeperState:
                     self._say(w.WorkerLeft(job, worker, cause))
             case w.Parked():
                 self._parked(job, kept, message)
-            case w.DeviceResumed():
+            case w.DeviceResumed() | w.StillHere():
                 pass
 
     def _parked(self, job: JobId, kept: _KeptResident, message: w.Parked) -> None:

@@ -24,6 +24,8 @@ from elastic.protocol.frames import RefusedFrame, Seconds
 POOL_PROTOCOL_VERSION = 1
 KEEPER_VARIABLE = "ELASTIC_KEEPER_FD"
 """Environment variable with the descriptor of a resident's socket to its keeper."""
+STALL_VARIABLE = "ELASTIC_STALL_S"
+"""Environment variable of a resident whose keeper ends it after so many seconds in which it says nothing."""
 UNFIT_STATUS = 70
 """Exit status of a resident that sees other devices than its node has."""
 QUIET_VARIABLE = "ELASTIC_QUIET_START"
@@ -306,6 +308,8 @@ class KeeperWelcome(_PoolMessage, frozen=True):
     silence_s: Seconds
     orphan_s: Seconds
     measure_s: Seconds
+    stall_s: Seconds = 0.0
+    """After which a resident that says nothing is ended; 0 for never."""
 
 
 class StartResidentFrame(_PoolMessage, frozen=True, tag="StartResident"):
@@ -414,7 +418,7 @@ class Left(_PoolMessage, frozen=True):
 
 
 class StillHere(_PoolMessage, frozen=True):
-    """Sent by both ends of a connection to the pool every third of the silence limit."""
+    """Sent by both ends of a connection every third of its silence limit."""
 
 
 FromJob: TypeAlias = (
@@ -435,5 +439,5 @@ FromKeeper: TypeAlias = KeeperHello | ResidentUp | ResidentGone | DeviceFreed | 
 ToKeeper: TypeAlias = (
     KeeperWelcome | RefusedFrame | StartResidentFrame | GiveDevice | LeaveWorker | TakeDevice | EndResident | StillHere
 )
-ToResident: TypeAlias = Resume | Park | WorkAs | Leave
-FromResident: TypeAlias = Warm | DeviceResumed | Parked | Left
+ToResident: TypeAlias = Resume | Park | WorkAs | Leave | StillHere
+FromResident: TypeAlias = Warm | DeviceResumed | Parked | Left | StillHere

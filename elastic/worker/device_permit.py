@@ -15,7 +15,7 @@ import structlog
 
 from elastic.config import ConfigError
 from elastic.core.types import Account
-from elastic.pool.connection import TO_RESIDENT
+from elastic.pool.connection import TO_RESIDENT, show_life
 from elastic.pool.messages import KEEPER_VARIABLE, DeviceResumed, Leave, Park, Parked, Resume, Warm, WorkAs
 from elastic.protocol.connection import over_socket
 from elastic.system.parking import Parkable, Switch
@@ -59,6 +59,7 @@ class DevicePermit:
         assert self._keeper is not None
         accounts.devote(Account.PARKED)
         link = await over_socket(self._keeper, TO_RESIDENT, "the keeper")
+        show_life(link)
         try:
             link.send(Warm())
             while True:

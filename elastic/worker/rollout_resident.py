@@ -15,7 +15,7 @@ import structlog
 
 from elastic.core.types import Account, Capabilities, WeightMode, WorkerId
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, RolloutEngine, TokenChunk
-from elastic.pool.connection import TO_RESIDENT, PoolLink
+from elastic.pool.connection import TO_RESIDENT, PoolLink, show_life
 from elastic.pool.messages import (
     DeviceResumed,
     Leave,
@@ -241,6 +241,7 @@ class RolloutResident:
     async def run(self, keeper: socket.socket, leave: asyncio.Event | None = None) -> AgentExit:
         """Obey until the keeper is gone, which ends the worker at once, or until `leave`, which drains it."""
         self._link = await over_socket(keeper, TO_RESIDENT, "the keeper")
+        show_life(self._link)
         end = AgentExit(1, "cut short")
         try:
             async with self._tasks:

@@ -18,7 +18,7 @@ from pathlib import Path
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.client import PoolClient, membership_here
-from elastic.pool.connection import TO_RESIDENT
+from elastic.pool.connection import TO_RESIDENT, show_life
 from elastic.protocol.connection import ConnectionLost, over_socket
 from elastic.system.logs import STANDARD_ERROR, log_to
 
@@ -58,6 +58,7 @@ async def be_resident(directory: Path) -> None:
     link = await over_socket(socket.socket(fileno=int(os.environ["ELASTIC_KEEPER_FD"])), TO_RESIDENT, "the keeper")
     if os.environ.get("ELASTIC_DEVICES", "") in behaviour.get("dies_on", ()) and not (directory / "mended").exists():
         raise SystemExit(9)
+    show_life(link)
     device, worker, permit = Device(), "", 0
     device.note("started quietly" if w.QUIET_VARIABLE in os.environ else "started alone")
     link.send(w.Warm())

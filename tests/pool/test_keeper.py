@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from elastic.core.cluster.types import PhaseKind
@@ -17,6 +19,23 @@ from elastic.pool.keeper import Keeper, KeeperTicket
 from tests.pool.test_link import served
 
 TELL = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w')); sys.exit(int(sys.argv[2]))"
+
+STALL_S = 1.5
+LIVES = """
+import asyncio, os, socket, sys
+from elastic.pool.connection import TO_RESIDENT, show_life
+from elastic.pool.messages import Warm
+from elastic.protocol.connection import over_socket
+
+async def live():
+    link = await over_socket(socket.socket(fileno=int(os.environ["ELASTIC_KEEPER_FD"])), TO_RESIDENT, "the keeper")
+    show_life(link)
+    open(sys.argv[1], "w").write(str(os.getpid()))
+    link.send(Warm())
+    await link.receive()
+
+asyncio.run(live())
+"""
 
 
 class KeptNode:
@@ -53,7 +72,7 @@ async def kept(path: Path, devices: tuple[str, ...] = ()) -> AsyncIterator[KeptN
             hello = await link.receive()
             assert isinstance(hello, w.KeeperHello)
             assert hello.devices == devices
-            link.send(w.KeeperWelcome("session", 60.0, 60.0, 60.0))
+            link.send(w.KeeperWelcome("session", 60.0, 60.0, 60.0, STALL_S))
             yield KeptNode(path, link)
             connected.put_nowait(link)
         finally:
@@ -75,3 +94,25 @@ async def test_a_worker_is_told_of_its_node_s_site_and_residents_of_what_their_j
         for phase, script in ((PhaseKind.TRAIN, False), (PhaseKind.TRAIN, True)):
             other, _ = await node.resident(phase, script=script)
             assert not site.keys() & other.keys()
+
+
+async def test_a_resident_that_says_nothing_is_ended_and_one_that_lives_is_not(tmp_path: Path) -> None:
+    async with kept(tmp_path) as node:
+
+        async def begin(job: str) -> psutil.Process:
+            told = tmp_path / job
+            command, log = (sys.executable, "-c", LIVES, str(told)), str(tmp_path / "log")
+            node.link.send(w.StartResidentFrame(job, 1, PhaseKind.ROLLOUT, command, {}, os.getcwd(), log))
+            assert await node.link.receive() == w.ResidentUp(job, 1)
+            return psutil.Process(int(told.read_text()))
+
+        lives, hangs = await begin("lives"), await begin("hangs")
+        hangs.suspend()
+        gone = await node.link.receive()
+        assert isinstance(gone, w.ResidentGone)
+        assert gone.job == "hangs"
+        assert gone.cause.endswith(f"was silent for {STALL_S:g} s")
+        assert not hangs.is_running()
+        assert lives.is_running()
+        node.link.send(w.EndResident("lives", "it has lived"))
+        assert await node.link.receive() == w.ResidentGone("lives", 1, "it has lived", code=-9)
