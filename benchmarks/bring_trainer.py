@@ -3,6 +3,10 @@
 - `doors`: of each peer its calls, in its order, three updates long. It has `passed` if every call was answered as the
   peer needs it, each turn has all of its tokens from the version that was offered last, by the name that the peer gave
   it, and the version that workers pull then has the tensors of the last directory, bit for bit.
+- `churn`: requests of 32 tokens, 16 at a time, while a worker is killed every 5 s, the importer and a front once, and
+  five versions are offered. `repeated_tokens` were accepted and answered to nobody, `older_than_answered` are requests
+  with a token of an older version than had been answered as they were asked first; `p99_over_calm` compares their
+  latency with that of requests before.
 """
 
 import asyncio
@@ -14,6 +18,7 @@ from typing import Any
 
 import httpx
 from _agents import write_policy
+from _churn import WORKERS, measured_churn
 from _common import emit, parse_arguments
 from _peers import PEERS, TIMEOUT_S, TOKENS, WITH_ADAPTERS, CallFailed, FrontSeen, PeerTurn, Play
 from _served import ADAPTING, DoorsRun, under_way, write_adapter, write_version
@@ -27,20 +32,20 @@ from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust
 
 MODEL = "policy"
+OPTIONS = ("--model-name", MODEL, "--plain", "127.0.0.0/8")
 VLLM_START_S = 600.0
 VLLM_HEAD_DIM = 32
 """The least that vLLM's attention has on a CPU."""
 UPDATES = 3
+REQUESTS, QUICK_REQUESTS = 2000, 200
 
 
-def measured_doors(directory: Path) -> dict[str, Any]:
-    """Every peer at one run, one after the other."""
-    options = ("--model-name", MODEL, "--plain", "127.0.0.0/8")
-    with under_way(directory, options=options) as run:
-        secrets = RunSecrets.of(run.run_dir)
-        front = FrontSeen(run.url(), MODEL, secrets.control_key(), secrets.requests_key())
-        run.until("a turn", lambda: _answers(front))
-        return {name: _played(run, front, number, play) for number, (name, play) in enumerate(PEERS.items())}
+def measured_doors(run: DoorsRun) -> dict[str, Any]:
+    """Every peer, one after the other."""
+    secrets = RunSecrets.of(run.run_dir)
+    front = FrontSeen(run.url(), MODEL, secrets.control_key(), secrets.requests_key())
+    run.until("a turn", lambda: _answers(front))
+    return {name: _played(run, front, number, play) for number, (name, play) in enumerate(PEERS.items())}
 
 
 def measured_adapters(directory: Path) -> dict[str, Any]:
@@ -49,8 +54,7 @@ def measured_adapters(directory: Path) -> dict[str, Any]:
         why = "vLLM is not installed here; it is in the environment of make test-vllm"
         return {name: {"calls": 0, "passed": None, "skipped_because": why} for name in WITH_ADAPTERS}
     base = write_policy(directory / "base", VLLM_HEAD_DIM)
-    options = ("--model-name", MODEL, "--plain", "127.0.0.0/8")
-    with under_way(directory, options=options, text=ADAPTING, policy=base) as run:
+    with under_way(directory, options=OPTIONS, text=ADAPTING, policy=base) as run:
         secrets = RunSecrets.of(run.run_dir)
         front = FrontSeen(run.url(), MODEL, secrets.control_key(), secrets.requests_key())
         run.until("a turn of the base", lambda: _answers(front), VLLM_START_S)
@@ -117,11 +121,15 @@ def on_the_relay(run: DoorsRun, version: int) -> Mapping[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
-    with tempfile.TemporaryDirectory() as directory:
-        doors, adapters = Path(directory) / "doors", Path(directory) / "adapters"
-        doors.mkdir()
+    requests = QUICK_REQUESTS if arguments.quick else REQUESTS
+    with tempfile.TemporaryDirectory() as place:
+        whole, adapters = Path(place) / "whole", Path(place) / "adapters"
+        whole.mkdir()
         adapters.mkdir()
-        emit({"doors": measured_doors(doors) | measured_adapters(adapters)}, arguments)
+        with under_way(whole, workers=WORKERS, options=OPTIONS) as run:
+            doors = measured_doors(run)
+            churn = measured_churn(run, UPDATES * len(PEERS), requests)
+        emit({"doors": doors | measured_adapters(adapters), "churn": churn}, arguments)
 
 
 if __name__ == "__main__":

@@ -1095,6 +1095,11 @@ class JournalConfig(_Section):
     )
     lock_timeout_s: float = Field(30.0, gt=0, description="how long another process may hold the journal's lock")
     pending_mb: float = Field(64.0, gt=0, description="what may wait to be written, in MiB; beyond it workers wait")
+    forget_mb: float = Field(
+        16.0,
+        gt=0,
+        description="a run that serves requests keeps its state in place of what led to it after so many MiB at least",
+    )
 
 
 class LoggingConfig(_Section):

@@ -133,9 +133,8 @@ class Wiring:
     """Between two samples of the machine and the run."""
 
 
-FORGOTTEN_BYTES = 16 * 2**20
-"""A journal that forgets does so after so much at least, and after its state's size so many times."""
 STATE_SHARE = 4
+"""A journal that forgets does so after its state's size so many times, at least."""
 FIGURES_KEPT_S = 3600
 """How far back samples and pulls are kept in a journal that forgets."""
 
@@ -188,7 +187,7 @@ class Orchestrator:
         self._wiring = wiring
         self._former = former
         self._told = told
-        self._forgets_at_bytes, self._forgot = FORGOTTEN_BYTES, False
+        self._forgets_at_bytes, self._forgot = config.journal.forget_mb * 2**20, False
         self._warned = self._traced = self._saturated = False
         self._stopped = dict[str, str]()
         self._chatted = ChatTotals()
@@ -467,7 +466,8 @@ class Orchestrator:
             return
         content = states.encoded(saved := self._saved())
         journal.forget(StateRow(events=saved.events, saved=content), self.now_ns() - FIGURES_KEPT_S * NS_PER_S)
-        self._forgets_at_bytes = journal.appended_bytes + max(FORGOTTEN_BYTES, STATE_SHARE * len(content))
+        least_bytes = self._config.journal.forget_mb * 2**20
+        self._forgets_at_bytes = journal.appended_bytes + max(least_bytes, STATE_SHARE * len(content))
         if not self._forgot:
             self._forgot = True
             self._scribe.durable(self._forget_former)
