@@ -77,6 +77,7 @@ COMMANDS = {
         "Check what this machine has, and with CONFIG what the clouds of its providers say: credentials, quotas, "
         "reach.",
     ),
+    "top": ("top", "Watch what goes on: all living runs, one run, or a pool; with --remote those of the server."),
     "runs": ("runs", "List the runs there are, oldest first; with --remote those on the server."),
     "api": ("login", "Log in to a server."),
     "projects": ("projects", "List, make and share projects on a server."),

@@ -4,6 +4,9 @@ import { el, fill } from "./dom.js";
 import { listen, start } from "./live.js";
 import { showCompare } from "./compare.js";
 import { showLogin, showSignIn } from "./login.js";
+import { showPool, showPools } from "./pools.js";
+import { showProjects } from "./projects.js";
+import { showProviders } from "./providers.js";
 import { showRun } from "./run.js";
 import { showRuns } from "./runs.js";
 import { showSubmit } from "./submit.js";
@@ -18,10 +21,14 @@ const VIEWS = [
   [`/runs/(${RUN})(?:/(workers|trajectories|events|logs|configuration))?`, showRun, "Runs"],
   [`/compare/(${RUN}(?:,${RUN})*)`, showCompare, "Runs"],
   [`/submit(?:/(${RUN}))?`, showSubmit, "Submit"],
+  ["/pools/([A-Za-z0-9._-]+)", showPool, "Pools"],
+  ["/pools", showPools, "Pools"],
+  ["/providers", showProviders, "Providers"],
+  ["/projects", showProjects, "Projects"],
   ["/login/([0-9a-f]{64})/([A-Za-z0-9][A-Za-z0-9._-]{0,63})", showLogin, ""],
   [".*", showRuns, "Runs"],
 ].map(([pattern, show, tab]) => [new RegExp(`^${pattern}$`), show, tab]);
-const TABS = [["Runs", "#/", "runs:read"], ["Submit", "#/submit", "runs:write"]];
+const TABS = [["Runs", "#/", "runs:read"], ["Submit", "#/submit", "runs:write"], ["Pools", "#/pools", "runs:read"], ["Providers", "#/providers", "runs:read"], ["Projects", "#/projects", "projects:read"]];
 
 const main = document.getElementById("main");
 const notice = document.getElementById("notice");

@@ -1,7 +1,8 @@
 // A run's workers as lanes, like the report's: booting, ready, on notice, how each ended; and what followed each loss.
+import { accountKeys, accountsBar, workingShare } from "./accounts.js";
 import { providerColours, swatch } from "./charts.js";
 import { Pager, listed } from "./data.js";
-import { el, fill, section, soft, svg } from "./dom.js";
+import { el, fill, section, svg } from "./dom.js";
 import { paged, reading, table } from "./tables.js";
 import { NONE, clock, count, duration, percent, usd } from "./units.js";
 
@@ -9,8 +10,6 @@ const MOST_LANES = 80;
 const ROW = 22;
 const WIDTH = 1000;
 const ENDS = { preempted: "▼", expired: "◷", lost: "✕", failed: "✕", released: "◼" };
-const WORKING = ["decode", "prefill", "training", "serving"];
-const ACCOUNTS = ["decode", "prefill", "training", "serving", "idle", "asleep", "draining", "parked", "booting", "loading", "applying", "recompute", "switching", "lost", "unattributed"];
 
 function laneOf(worker, end, colour) {
   const x = (at) => (WIDTH * at) / Math.max(end, 1e-9);
@@ -50,29 +49,11 @@ const LOSSES = [
   { title: "What followed", wide: true, of: ({ next, foreseen }) => (next ? `${next.id} was asked for ${duration(next.opened_s - foreseen)} later${next.ready_s === null ? ", and is not ready" : `, ready ${duration(next.ready_s - foreseen)} later`}` : "No other worker of this provider has come") },
 ];
 
-const share = (accounts) => {
-  const all = Object.values(accounts).reduce((sum, one) => sum + one, 0);
-  return all ? WORKING.reduce((sum, name) => sum + (accounts[name] ?? 0), 0) / all : null;
-};
-
-function accountsBar(accounts) {
-  const all = Object.values(accounts).reduce((sum, one) => sum + one, 0);
-  let from = 0;
-  const bars = ACCOUNTS.filter((name) => accounts[name] > 0).map((name) => {
-    const width = (100 * accounts[name]) / all;
-    const bar = svg("rect", { x: from.toFixed(2), y: 0, width: width.toFixed(2), height: 10, class: `account-${name}` }, svg("title", {}, `${name} ${percent(accounts[name] / all)}`));
-    from += width;
-    return bar;
-  });
-  const words = ACCOUNTS.filter((name) => accounts[name] / all >= 0.005).map((name) => `${name} ${percent(accounts[name] / all)}`).join(", ");
-  return svg("svg", { viewBox: "0 0 100 10", preserveAspectRatio: "none", class: "accounts", role: "img", "aria-label": words || "no time yet" }, bars);
-}
-
 const WORKERS = [
   { title: "Worker", of: (one) => one.id },
   { title: "Provider", of: (one) => one.provider },
   { title: "GPUs", number: true, of: (one) => count(one.gpus) },
-  { title: "Working", number: true, of: (one) => percent(share(one.accounts_s)) },
+  { title: "Working", number: true, of: (one) => percent(workingShare(one.accounts_s)) },
   { title: "Where its time went", wide: true, of: (one) => accountsBar(one.accounts_s) },
 ];
 
@@ -93,8 +74,7 @@ export function showWorkers(body, { place, signal }) {
   const workers = table(WORKERS, { label: "Workers", empty: "No workers yet.", id: "workers" });
   const leases = paged(LEASES, () => new Pager(`${place}/leases`, {}, 20), { signal, label: "Leases", empty: "No leases yet.", id: "leases" });
   const problem = el("div");
-  const keys = el("ul", { className: "legend" }, ACCOUNTS.map((name) => el("li", {}, el("span", { className: `swatch account-${name}`, ariaHidden: "true" }), name)));
-  fill(body, problem, section("Lanes", legend, lanes), section("Preemptions and deaths, and what followed", losses.node), section("Where time went", keys, workers.node), section("Leases, and what each cost", leases.node));
+  fill(body, problem, section("Lanes", legend, lanes), section("Preemptions and deaths, and what followed", losses.node), section("Where time went", accountKeys(), workers.node), section("Leases, and what each cost", leases.node));
   let begun = false;
   return {
     refresh: () =>

@@ -1,0 +1,99 @@
+"""Pools, providers and projects in Chromium: what a team shares, and what who may changes there."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.protocol.api import AccessRole
+from tests.dashboard.conftest import Served, violations
+from tests.dashboard.test_page import sign_in
+from tests.pool.stand_in import POOL, StandIn
+from tests.server.conftest import Submission
+
+pytestmark = pytest.mark.dashboard
+JOB = {"rollout_memory_gb": 1, "train_memory_gb": 1, "slo": 2.0, "plan": {"rollout_s": 10, "train_s": 10}}
+PLACES = ("/#/pools", "/#/providers", "/#/projects")
+
+
+@pytest.fixture
+def job(served: Served, submission: Submission, tmp_path: Path) -> Iterator[str]:
+    """A job of a pool that the server has."""
+    file = tmp_path / "pool.toml"
+    file.write_text(POOL.format(directory=tmp_path))
+    state = served.site.app.state.server
+    with StandIn(file) as pool:
+        state.settings = replace(state.settings, pools=(pool.directory,))
+        body = submission()
+        asked = {"config": {**body["config"], "job": JOB}, "providers": ["spot"]}
+        yield served.site.member(AccessRole.RUNNER).post("/v1/pools/lab/jobs", json=asked).json()["id"]
+
+
+def settled(tab: Any) -> None:
+    tab.wait_for_selector("main:not([aria-busy]) h1")
+
+
+def test_a_pool_shows_who_computes_and_a_job_is_cancelled(tab: Any, served: Served, job: str) -> None:
+    sign_in(tab, served, at="/#/pools")
+    row = tab.locator("#jobs tbody tr", has_text=job)
+    row.wait_for()
+    tab.wait_for_selector(f"#groups >> text={job}")
+    row.locator("text=Cancel").click()
+    tab.wait_for_selector("dialog >> text=Everything of it ends now.")
+    tab.click("dialog button[type=submit]")
+    tab.wait_for_selector("#jobs >> text=cancelled")
+    sign_out_and_in(tab, served, AccessRole.VIEWER)
+    tab.goto(f"{served.url}/#/pools")
+    row.wait_for()
+    assert tab.locator("main button:visible").count() == 0
+
+
+def sign_out_and_in(tab: Any, served: Served, role: AccessRole) -> None:
+    tab.click("#sign-out")
+    tab.wait_for_selector("#key")
+    sign_in(tab, served, role)
+
+
+def test_a_project_shows_its_own_to_who_may(tab: Any, served: Served) -> None:
+    sign_in(tab, served, AccessRole.ADMIN, at="/#/projects")
+    tab.wait_for_selector("#quota >> text=Runs at once")
+    tab.click("text=Make a key")
+    tab.fill("dialog [name=name]", "nightly")
+    tab.click("dialog button[type=submit]")
+    secret = tab.inner_text("#secret")
+    assert served.site.client(secret).get("/v1/me").json()["name"] == "nightly"
+    tab.click("dialog >> text=Close")
+    row = tab.locator("#keys tbody tr", has_text="nightly")
+    row.locator("text=Revoke").click()
+    tab.click("dialog button[type=submit]")
+    row.get_by_text("revoked").wait_for()
+    assert served.site.client(secret).get("/v1/me").status_code == 401
+    tab.click("text=Set a secret")
+    tab.fill("dialog [name=name]", "HF_TOKEN")
+    tab.fill("dialog [name=value]", "hidden-value")
+    tab.click("dialog button[type=submit]")
+    tab.wait_for_selector("#secrets >> text=HF_TOKEN")
+    assert "hidden-value" not in tab.content()
+    tab.click("text=Add somebody")
+    tab.fill("dialog [name=email]", "ada@example.com")
+    tab.click("dialog button[type=submit]")
+    tab.wait_for_selector("#members >> text=ada@example.com")
+    tab.reload()
+    tab.wait_for_selector("#audit >> text=secrets:write")
+    sign_out_and_in(tab, served, AccessRole.VIEWER)
+    tab.goto(f"{served.url}/#/projects")
+    tab.wait_for_selector("#members")
+    assert tab.locator("#keys, #secrets, #audit, main button:visible").count() == 0
+
+
+def test_they_are_for_all_who_read_them(audited: Any, served: Served, job: str) -> None:
+    sign_in(audited, served, AccessRole.ADMIN)
+    for width in (1200, 400):
+        audited.set_viewport_size({"width": width, "height": 800})
+        for place in PLACES:
+            audited.goto(served.url + place)
+            settled(audited)
+            assert audited.evaluate("document.documentElement.scrollWidth") <= width, place
+            assert violations(audited) == [], place
