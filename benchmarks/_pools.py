@@ -36,6 +36,7 @@ POOL = """
 name = "lab"
 directory = "{directory}"
 policy = "{policy}"
+devices = "cpu"
 [pool.rollout]
 nodes = {rollout}
 usd_per_gpu_hour = 1.85

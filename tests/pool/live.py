@@ -24,6 +24,7 @@ POOL = """
 [pool]
 name = "lab"
 directory = "{directory}"
+devices = "cpu"
 [pool.rollout]
 nodes = 1
 usd_per_gpu_hour = 1.85

@@ -38,6 +38,7 @@ POOL = """
 [pool]
 name = "lab"
 directory = "{directory}/pools"
+devices = "cpu"
 [pool.rollout]
 nodes = 2
 usd_per_gpu_hour = 2.0

@@ -50,6 +50,7 @@ class Pool:
                     "name": "lab",
                     "directory": str(tmp_path),
                     "host": host,
+                    "devices": "cpu",
                     "rollout": {**nodes, "nodes": 2, **market},
                     "train": {**nodes, "nodes": 1},
                 },
