@@ -12,14 +12,13 @@
 import asyncio
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
 from _agents import write_policy
 from _churn import WORKERS, measured_churn
-from _common import emit, parse_arguments
+from _common import emit, parse_arguments, skipped_without_vllm
 from _peers import PEERS, TIMEOUT_S, TOKENS, WITH_ADAPTERS, CallFailed, FrontSeen, PeerTurn, Play
 from _served import ADAPTING, DoorsRun, under_way, write_adapter, write_version
 from safetensors.torch import load_file
@@ -50,8 +49,7 @@ def measured_doors(run: DoorsRun) -> dict[str, Any]:
 
 def measured_adapters(directory: Path) -> dict[str, Any]:
     """Every peer that offers adapters, at a run on vLLM, where that is installed."""
-    if find_spec("vllm") is None:
-        why = "vLLM is not installed here; it is in the environment of make test-vllm"
+    if why := skipped_without_vllm():
         return {name: {"calls": 0, "passed": None, "skipped_because": why} for name in WITH_ADAPTERS}
     base = write_policy(directory / "base", VLLM_HEAD_DIM)
     with under_way(directory, options=OPTIONS, text=ADAPTING, policy=base) as run:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from elastic.cli.output import console, program
 from elastic.core.types import NS_PER_S
-from elastic.runtime.status import PROVIDER_STOPPED, RunStatus, tokens_per_s, total_tokens
+from elastic.runtime.status import PROVIDER_STOPPED, RunStatus, ServingStatus, tokens_per_s, total_tokens
 
 TRAINER = {
     "absent": "trainer starts",
@@ -92,7 +92,7 @@ class ProgressDisplay:
     def _print_stage(self, status: RunStatus) -> None:
         """What happens before the first step is over: a line whenever somebody is further than before."""
         there = tuple((name, p.booting > 0, p.ready > 0) for name, p in status.providers.items())
-        stage = (status.phase, status.trainer, there)
+        stage = (status.phase, status.trainer, there, status.serving and status.serving.version)
         if stage != self._stage:
             self._stage = stage
             self.say(beginning(status))
@@ -116,7 +116,13 @@ def beginning(status: RunStatus) -> str:
     parts = [f"step {status.step + 1}/{status.steps} begins" if status.phase == "running" else status.phase]
     if evaluation := status.evaluation:
         parts = [f"version {evaluation.version} is evaluated: {evaluation.ended} of {evaluation.episodes} episodes"]
-    if status.phase in ("starting", "running"):
+    if serving := status.serving:
+        parts = (
+            [_version(serving), _requests(serving), f"{status.tokens_per_s:,.0f} tokens/s"]
+            if status.phase == "running"
+            else parts
+        )
+    elif status.phase in ("starting", "running"):
         parts.append(TRAINER.get(status.trainer, status.trainer))
     workers = [
         f"{name}:{p.ready}{f' (and {p.booting} on their way)' if p.booting else ''}"
@@ -124,6 +130,14 @@ def beginning(status: RunStatus) -> str:
     ]
     parts += [f"workers {' '.join(workers)}"] if workers else []
     return "  ".join([*parts, f"{status.elapsed_s:.0f} s"])
+
+
+def _version(serving: ServingStatus) -> str:
+    return f"version {serving.version}{f' ({serving.label})' if serving.label else ''}"
+
+
+def _requests(serving: ServingStatus) -> str:
+    return f"requests {serving.running} running, {serving.waiting} {'held' if serving.held else 'waiting'}"
 
 
 def line(status: RunStatus, rate: float, *, learns: bool = True) -> str:
@@ -170,6 +184,9 @@ def _head(status: RunStatus) -> Table:
     head.add_column(width=20)
     head.add_column(no_wrap=True, justify="right", min_width=5)
     head.add_column(no_wrap=True, style="dim")
+    if serving := status.serving:
+        head.add_row(status.run, _version(serving), "", _clock(status.elapsed_s), status.phase)
+        return head
     width = len(str(status.steps))
     head.add_row(
         status.run,
@@ -182,6 +199,8 @@ def _head(status: RunStatus) -> Table:
 
 
 def _facts(status: RunStatus, *, learns: bool) -> Text:
+    if serving := status.serving:
+        return Text(f"{_requests(serving)}  {status.tokens_per_s:>6,.0f} tokens/s", no_wrap=True, overflow="ellipsis")
     success, reward = _percent(status.last_success_rate), _reward(status.last_mean_reward)
     learnt = f"success {success}  mean reward {reward} " if learns else ""
     return Text(

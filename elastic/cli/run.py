@@ -338,6 +338,13 @@ async def _execute(plan: RunPlan, run_dir: Path, *, resume: bool, progress: Prog
         act_on(TERMINATION_OR_HANGUP, act, watch.told_to_end)
 
     def tell_agents(url: str) -> None:
+        if (doors := plan.config.doors) is not None:
+            at, names = url.removesuffix("/v1"), ", ".join(doors.names)
+            keys = f"{program()} agents key --control {run_dir}"
+            progress.say(
+                f"trainers ({names}): {at}, with the key of: {keys}, and weights below {', '.join(doors.roots)}"
+            )
+            return
         progress.say(f"agents: OPENAI_BASE_URL={url}, with the key of: {program()} agents key {run_dir}")
 
     watch = LoopWatch(progress.say)

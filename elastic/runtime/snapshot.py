@@ -21,6 +21,7 @@ from elastic.runtime.status import (
     ProviderStatus,
     RunCondition,
     RunStatus,
+    ServingStatus,
     UpstreamStatus,
     late_share,
     mean_reward,
@@ -78,8 +79,18 @@ def run_status(
         upstream=upstream,
         environments=_environment_statuses(scheduler, lost or {}, cut_tokens or {}),
         evaluation=_evaluation_status(scheduler),
+        serving=_serving_status(scheduler),
         refilled={str(cause): count for cause, count in scheduler.pieces[0].outcomes.refilled.items()},
     )
+
+
+def _serving_status(scheduler: Scheduler) -> ServingStatus | UnsetType:
+    serving, version, live = scheduler.serving, scheduler.version or 0, scheduler.turns.live.values()
+    if serving is None:
+        return UNSET
+    waiting = sum(turn.worker is None for turn in live)
+    label = serving.labels.get(version, "")
+    return ServingStatus(version=version, label=label, running=len(live) - waiting, waiting=waiting, held=serving.held)
 
 
 def _evaluation_status(scheduler: Scheduler) -> EvaluationStatus | UnsetType:

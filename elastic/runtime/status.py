@@ -103,6 +103,17 @@ class UpstreamStatus(msgspec.Struct, kw_only=True):
     models: dict[str, UpstreamModelStatus]
 
 
+class ServingStatus(msgspec.Struct, kw_only=True):
+    """What a run that others train serves: the version, what its trainer calls that, and how many requests' turns are
+    at workers and are not. `held`: those that wait are held there."""
+
+    version: int
+    label: str = ""
+    running: int
+    waiting: int
+    held: bool = False
+
+
 class RunStatus(msgspec.Struct, kw_only=True):
     """The run at one moment. Success rates are shares of scored trajectories with a reward above 0; mean rewards are of
     the same trajectories.
@@ -147,6 +158,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     refilled: dict[str, int] = {}
     """Trajectories in whose place another one came, in the whole run, by what had failed them."""
     evaluation: EvaluationStatus | msgspec.UnsetType = msgspec.UNSET
+    serving: ServingStatus | msgspec.UnsetType = msgspec.UNSET
+    """Of a run that others train."""
 
 
 def tokens_at_risk(tokens_per_s: float, flush_interval_s: float) -> int:

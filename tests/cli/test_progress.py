@@ -11,7 +11,7 @@ from rich.console import Console
 from elastic.cli.output import console, say
 from elastic.cli.progress import ProgressDisplay, line, render
 from elastic.core.types import RunWarning
-from elastic.runtime.status import ProviderStatus, RunStatus
+from elastic.runtime.status import ProviderStatus, RunStatus, ServingStatus
 
 
 def status(**fields: Any) -> RunStatus:
@@ -112,6 +112,27 @@ def test_a_line_a_step_where_there_is_no_terminal() -> None:
     assert "workers serving:2 spot:1 trainer:1" in lines[1]
     assert "preemptions 3  deaths spot:2 (1 replaced)" in lines[1]
     assert "12% of paced iterations took longer" in line(status(**BUSY), 0.0)
+
+
+def test_a_run_that_others_train_says_what_it_serves() -> None:
+    console = Console(width=80, file=io.StringIO())
+    progress = ProgressDisplay(console)
+    for version in (6, 6, 7):
+        serving = ServingStatus(version=version, label=f"step_{version}0", running=5, waiting=2, held=version == 7)
+        serves = status(serving=serving, steps=10**9, last_success_rate=None)
+        progress.observe(serves)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    workers = "812 tokens/s  workers serving:2 spot:1 (and 2 on their way) trainer:1  75 s"
+    assert lines == [
+        f"version 6 (step_60)  requests 5 running, 2 waiting  {workers}",
+        f"version 7 (step_70)  requests 5 running, 2 held  {workers}",
+    ]
+    panel = shown(serves)
+    assert all(len(text) <= 80 for text in panel)
+    assert "version 7 (step_70)" in panel[0]
+    assert "requests 5 running, 2 held     812 tokens/s" in panel[1]
+    assert not any("1000000000" in text or "mean reward" in text for text in [*lines, *panel])
 
 
 def test_what_comes_before_the_first_step_is_said_as_it_comes() -> None:
