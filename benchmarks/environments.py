@@ -47,7 +47,7 @@ from elastic.environments.base import Environment
 from elastic.environments.run_link import KEY_VARIABLE
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import pack_ids, pack_logprobs
-from elastic.runtime.agents import EPISODE_HOSTS, EnvWorkerOrder, EnvWorkersOrder, ServingHosts
+from elastic.runtime.agents import EPISODE_HOSTS, Doorkeeper, EnvWorkerOrder, EnvWorkersOrder, ServingHosts
 from elastic.runtime.episodes import RolloutLimits
 from elastic.runtime.hosted import EpisodeHosts
 from elastic.runtime.rollout import Rollouts
@@ -150,7 +150,8 @@ async def hosted(workers: int) -> AsyncIterator[EnvWorkersThere]:
         def fail(cause: str, *, bad_input: bool = False) -> None:
             failed.append(cause)
 
-        hosts = EpisodeHosts("benchmark", (NAME,), WORDS, secrets, lambda: bool(failed), fail)
+        hosts = EpisodeHosts((NAME,), WORDS, fail)
+        doorkeeper = Doorkeeper("benchmark", secrets, lambda: bool(failed), hosts)
         names = [env_worker_id(NAME, number) for number in range(workers)]
         path = {"PYTHONPATH": os.pathsep.join((folder, str(ROOT)))}
         order = EnvWorkersOrder(
@@ -168,7 +169,7 @@ async def hosted(workers: int) -> AsyncIterator[EnvWorkersThere]:
             secrets=(),
             owner=EPISODE_HOSTS,
         )
-        serving = ServingHosts(order, False, hosts, fail)
+        serving = ServingHosts(order, False, hosts, doorkeeper, fail)
         await serving.start()
         try:
             await until("env workers", lambda: len([h for h in hosts.connected.values() if h.facts]) == workers)

@@ -22,15 +22,12 @@ from elastic.core.types import TrajectoryId
 from elastic.environments.base import StepResult
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection
-from elastic.protocol.frames import RefusedFrame, WireError
-from elastic.protocol.run_secrets import RunSecrets
+from elastic.protocol.frames import WireError
 from elastic.protocol.sampled import ids_of, pack_ids
 from elastic.runtime.blame import NO_DEATHS, Blame, Deaths, Floor
 
 log = structlog.get_logger(__name__)
 
-HELLO_S = 5.0
-"""For an env worker to say hello."""
 ANSWER_SLACK_S = 5.0
 """An env worker ends each call that takes too long. Beyond that, one that answers nothing of what it was asked counts
 as silent, although it gives signs of life."""
@@ -158,23 +155,12 @@ class ConnectedHost:
 class EpisodeHosts:
     """The env workers of a run's token-level `environments`. They are `elastic.runtime.agents.env_workers.Drivers`.
 
-    Token ids are below `vocab_size`. `fail` ends the run for a cause. Once the run is `stopped` nobody is let in.
+    Token ids are below `vocab_size`. `fail` ends the run for a cause.
     """
 
-    def __init__(
-        self,
-        run_name: str,
-        environments: Collection[str],
-        vocab_size: int,
-        secrets: RunSecrets,
-        stopped: Callable[[], bool],
-        fail: FailRun,
-    ) -> None:
+    def __init__(self, environments: Collection[str], vocab_size: int, fail: FailRun) -> None:
         self.environments = environments
-        self._run_name = run_name
         self._vocab_size = vocab_size
-        self._secrets = secrets
-        self._stopped = stopped
         self._fail = fail
         self.connected: dict[str, ConnectedHost] = {}
         """By driver."""
@@ -207,36 +193,19 @@ class EpisodeHosts:
     # Whoever dials in (`elastic.runtime.agents.hub`)
 
     @property
-    def fronts(self) -> int:
+    def connections(self) -> int:
         return len(self.connected)
 
-    async def welcome(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
-        """Serve an env worker that has connected, once it has said hello. Raises `TimeoutError` and
-        `ConnectionLost`."""
-        async with asyncio.timeout(HELLO_S):
-            hello = await connection.receive()
-        caller = self._secrets.caller_of(hello.key) if isinstance(hello, m.DriverHello) else None
-        driver = "" if caller is None else caller.driver
-        if not self.plays(driver) or getattr(hello, "version", 0) != m.FRONT_VERSION:
-            connection.close(RefusedFrame(f"the run speaks version {m.FRONT_VERSION} with env workers", retry=False))
-            return
-        self.take(connection, driver)
-
-    def plays(self, driver: str) -> bool:
-        """Whether this is an env worker of a token-level environment."""
+    def serves(self, driver: str) -> bool:
         return environment_of(driver) in self.environments
 
-    def take(self, connection: Connection[m.FromRun, m.FromFront], driver: str) -> None:
-        """Let an env worker in that has shown its key. Another connection of the same one is over."""
-        if self._stopped():
-            connection.close(RefusedFrame("the run is stopping", retry=True))
-            return
+    def take(self, connection: Connection[m.FromRun, m.FromFront], driver: str, holds: list[TrajectoryId]) -> None:
+        """Another connection of the same env worker is over."""
         if (former := self.connected.get(driver)) is not None:
             self._lost(former, "its env worker has come anew")
             former.connection.abort()
         host = self.connected[driver] = ConnectedHost(driver, connection, self._vocab_size)
         self._heard_s[driver] = asyncio.get_running_loop().time()
-        connection.send(m.FrontWelcome(m.FRONT_VERSION, self._run_name))
         connection.take_over(
             f"env worker {driver}",
             lambda said: self._hear(host, said),

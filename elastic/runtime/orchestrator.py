@@ -36,6 +36,7 @@ from elastic.runtime.agents import (
     AgentsWiring,
     Chats,
     ChatTotals,
+    Doorkeeper,
     HostProcesses,
     LendingWorkers,
     RequestRollouts,
@@ -92,7 +93,7 @@ TRACEBACK_MAX = 8000
 """Characters of a traceback that are kept; the last ones say most."""
 
 
-MakeHosts: TypeAlias = Callable[[EpisodeHosts, FailRun], HostProcesses]
+MakeHosts: TypeAlias = Callable[[EpisodeHosts, Doorkeeper, FailRun], HostProcesses]
 """Makes what starts env workers, which dial these hosts; it may end the run for a cause."""
 
 
@@ -268,7 +269,8 @@ class Orchestrator:
             self._door, self.scheduler, wiring.kept.trajectories, run.stop, kept_steps(config), wiring.discard
         )
         agents = wiring.agents
-        self._hosts, self._host_processes = self._make_hosts(run)
+        doorkeeper = Doorkeeper(wiring.welcome.run, wiring.secrets, self._is_stopped)
+        self._hosts, self._host_processes = self._make_hosts(doorkeeper)
         rollouts = self._driven = self._make_driven(run, scoring)
         self._loops = {
             one.name: self._make_loops(run, scoring, one)
@@ -284,7 +286,7 @@ class Orchestrator:
             self._chats = listener.chats = self._make_chats(agents)
             meters = self._scribe.meters = EngineMeters(self.scheduler)
             self._agents = AgentService(
-                wiring.kept.path.name,
+                doorkeeper,
                 rollouts,
                 self._scribe.durable,
                 self._is_stopped,
@@ -293,7 +295,6 @@ class Orchestrator:
                 self._chats,
                 wiring.secrets,
                 self._fail,
-                self._hosts,
             )
         self._permits = None if wiring.pool is None else PoolPermits(wiring.pool, run.feed, self.now_ns)
         pool = self._pool = make_pool(self._called) if make_pool else None
@@ -329,15 +330,16 @@ class Orchestrator:
         credit = SpareCredit(self.scheduler, round(agents.chat_wait_s * NS_PER_S))
         return Chats(agents.limits, agents.chats, credit, self._workers, self.now_ns)
 
-    def _make_hosts(self, run: Run) -> tuple[EpisodeHosts | None, HostProcesses | None]:
+    def _make_hosts(self, doorkeeper: Doorkeeper) -> tuple[EpisodeHosts | None, HostProcesses | None]:
         """The env workers of environments that speak token ids, if there are any."""
         wiring, make_hosts = self._wiring, self._wiring.make_hosts
         if make_hosts is None:
             return None, None
         remote = [name for name, make in wiring.token_level.items() if make is None]
         words = vocabulary(wiring.welcome.model, INTEGER_MAX)
-        hosts = EpisodeHosts(wiring.welcome.run, remote, words, wiring.secrets, self._is_stopped, self._fail)
-        return hosts, make_hosts(hosts, self._fail)
+        hosts = EpisodeHosts(remote, words, self._fail)
+        doorkeeper.counterparts.append(hosts)
+        return hosts, make_hosts(hosts, doorkeeper, self._fail)
 
     def _make_driven(self, run: Run, scoring: ScoringSettings | None) -> AgentRollouts | None:
         """The trajectories that agents play, if they play any."""

@@ -16,9 +16,10 @@ from elastic.environments.hosting import EpisodeHost
 from elastic.protocol import front_messages as m
 from elastic.protocol import wire
 from elastic.protocol.connection import over_socket
+from elastic.protocol.frames import RefusedFrame
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import pack_ids, pack_logprobs
-from elastic.runtime.agents import notes
+from elastic.runtime.agents import Doorkeeper, notes
 from elastic.runtime.blame import ALONE_MAX, TOGETHER_MAX
 from elastic.runtime.episodes import RolloutLimits, RolloutTrajectory
 from elastic.runtime.hosted import ANSWER_SLACK_S, EpisodeHosts, EpisodeLost
@@ -84,7 +85,8 @@ class Workers:
 
     def __init__(self) -> None:
         self.failed: list[str] = []
-        self.hosts = EpisodeHosts("run", ("theirs",), WORDS, SECRETS, lambda: False, self.fail)
+        self.hosts = EpisodeHosts(("theirs",), WORDS, self.fail)
+        self.doorkeeper = Doorkeeper("run", SECRETS, lambda: False, self.hosts)
         self.ends: list[Any] = []
 
     def fail(self, cause: str, *, bad_input: bool = False) -> None:
@@ -99,7 +101,7 @@ class Workers:
         near = await over_socket(here, m.RUN_SIDE, "an env worker")
         far = await over_socket(there, m.FRONT_SIDE, "the run")
         far.send(m.DriverHello(m.FRONT_VERSION, SECRETS.driver_key(driver)))
-        await self.hosts.welcome(near)
+        await self.doorkeeper.welcome(near)
         assert isinstance(await far.receive(), m.FrontWelcome)
         host = EpisodeHost(lambda: cast(Environment, kind()), 0.2, far.send)
         far.take_over("the run", lambda said: hear_all(host, said))
@@ -134,6 +136,27 @@ async def test_an_episode_goes_on_elsewhere_as_if_nothing_were(workers: Workers)
     last = await environment.step([3])
     assert (last.done, last.reward) == (True, 11.0)
     assert (workers.hosts.done("theirs_0"), workers.hosts.done("theirs_1")) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        m.FrontHello(m.FRONT_VERSION, 1),
+        m.DriverHello(m.FRONT_VERSION - 1, SECRETS.driver_key("theirs_0")),
+        m.DriverHello(m.FRONT_VERSION, SECRETS.driver_key("another_0")),
+        m.DriverHello(m.FRONT_VERSION, SECRETS.viewer_key("judge")),
+        m.DriverHello(m.FRONT_VERSION, "no key"),
+    ],
+    ids=["a front, where none is served", "another version", "another environment", "a viewer", "no key"],
+)
+async def test_who_has_no_business_here_is_not_let_in(hello: m.FromFront, workers: Workers) -> None:
+    here, there = socket.socketpair()
+    near, far = await over_socket(here, m.RUN_SIDE, "it"), await over_socket(there, m.FRONT_SIDE, "the run")
+    far.send(hello)
+    await workers.doorkeeper.welcome(near)
+    assert isinstance(refused := await far.receive(), RefusedFrame)
+    assert (refused.retry, workers.hosts.connections) == (False, 0)
+    far.abort()
 
 
 async def test_an_episode_is_given_to_who_plays_fewest(workers: Workers) -> None:

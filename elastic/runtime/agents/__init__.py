@@ -2,6 +2,7 @@
 
 from elastic.runtime.agents.chats import CHATS_NOTE, ChatLimits, Chats, ChatTotals, LendingWorkers, chats_of
 from elastic.runtime.agents.env_workers import ENV_WORKERS, EPISODE_HOSTS, EnvWorkerOrder, EnvWorkers, EnvWorkersOrder
+from elastic.runtime.agents.hub import Doorkeeper
 from elastic.runtime.agents.limits import AgentLimits, EpisodeTimes, EvaluatedSampling
 from elastic.runtime.agents.metrics import RunMetrics
 from elastic.runtime.agents.requests import RequestRollouts
@@ -14,5 +15,4 @@ from elastic.runtime.agents.service import (
     ServingFronts,
     ServingHosts,
 )
-from elastic.runtime.agents.streams import FrontStreams
 from elastic.runtime.agents.upstream import UpstreamBounds

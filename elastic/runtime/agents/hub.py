@@ -1,4 +1,5 @@
-"""The run's end of connections of fronts and env workers: a Unix socket in its directory that only its user can open.
+"""The run's end of connections of fronts and env workers: a Unix socket in its directory that only its user can open,
+and who lets them in.
 
 A front hands over the socket on which it serves agents as it connects, so that another front can be started on it after
 this process was replaced.
@@ -8,47 +9,101 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
+from elastic.core.types import TrajectoryId
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, ConnectionLost, over_socket
+from elastic.protocol.frames import RefusedFrame
 from elastic.protocol.run_control import private_socket
+from elastic.protocol.run_secrets import RunSecrets
 
 log = structlog.get_logger(__name__)
 
 FRONTS_MAX = 256
 HAND_OVER_S = 5.0
 """For a front that has connected to hand over its socket."""
+HELLO_S = 5.0
+"""For whoever has connected to say hello."""
+STOPPING = RefusedFrame("the run is stopping", retry=True)
+SPEAKS = RefusedFrame(f"the run speaks version {m.FRONT_VERSION} with its fronts and env workers", retry=False)
 
 
-class Doorkeeper(Protocol):
-    """Who serves those that connect."""
+class Counterpart(Protocol):
+    """Who serves those that have been let in."""
 
     @property
-    def fronts(self) -> int:
+    def connections(self) -> int:
         """How many are served."""
         ...
 
-    async def welcome(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
-        """Serve whoever has connected, once it has said hello. Raises `TimeoutError` and `ConnectionLost`."""
+    def serves(self, driver: str) -> bool:
+        """Whether it serves the env worker that is this driver; empty is for fronts."""
+        ...
+
+    def take(self, connection: Connection[m.FromRun, m.FromFront], driver: str, holds: list[TrajectoryId]) -> None:
+        """Serve a front, or the env worker that is this driver and still plays these trajectories."""
         ...
 
     def close(self) -> None: ...
 
 
-class FrontHub:
-    """Takes connections of fronts and env workers to `streams` while it is open."""
+class Doorkeeper:
+    """Lets in fronts and env workers that say hello in the run's version, these with a driver's key, and brings each to
+    the first of the `counterparts` that serves it. Once the run is `stopped` nobody is let in."""
 
-    def __init__(self, run_dir: Path, streams: Doorkeeper) -> None:
+    def __init__(self, run_name: str, secrets: RunSecrets, stopped: Callable[[], bool], *known: Counterpart) -> None:
+        self.counterparts = list(known)
+        self._run_name = run_name
+        self._secrets = secrets
+        self._stopped = stopped
+
+    @property
+    def connections(self) -> int:
+        return sum(one.connections for one in self.counterparts)
+
+    async def welcome(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
+        """Serve whoever has connected, once it has said hello. Raises `TimeoutError` and `ConnectionLost`."""
+        async with asyncio.timeout(HELLO_S):
+            hello = await connection.receive()
+        driver = self._driver(hello)
+        serving = None if driver is None else next((one for one in self.counterparts if one.serves(driver)), None)
+        if driver is None or serving is None:
+            connection.close(SPEAKS)
+        elif self._stopped():
+            connection.close(STOPPING)
+        else:
+            connection.send(m.FrontWelcome(m.FRONT_VERSION, self._run_name))
+            serving.take(connection, driver, hello.holds if isinstance(hello, m.DriverHello) else [])
+
+    def _driver(self, hello: m.FromFront) -> str | None:
+        """The driver whose key an env worker shows; empty for a front, and None for whoever is not let in."""
+        if not isinstance(hello, m.FrontHello | m.DriverHello) or hello.version != m.FRONT_VERSION:
+            return None
+        if isinstance(hello, m.FrontHello):
+            return ""
+        caller = self._secrets.caller_of(hello.key)
+        return None if caller is None else caller.driver or None
+
+    def close(self) -> None:
+        for one in self.counterparts:
+            one.close()
+
+
+class FrontHub:
+    """Takes connections of fronts and env workers to the `doorkeeper` while it is open."""
+
+    def __init__(self, run_dir: Path, doorkeeper: Doorkeeper) -> None:
         self.listening: socket.socket | None = None
         """On which fronts serve agents."""
         self.handed_over = asyncio.Event()
         """Set once a front has handed over that socket."""
         self._run_dir = run_dir
-        self._streams = streams
+        self._doorkeeper = doorkeeper
         self._tasks: set[asyncio.Task[None]] = set()
         self._door: socket.socket | None = None
 
@@ -63,7 +118,7 @@ class FrontHub:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._streams.close()
+        self._doorkeeper.close()
         for held in (self._door, self.listening):
             if held is not None:
                 held.close()
@@ -73,7 +128,7 @@ class FrontHub:
     async def _accept(self, door: socket.socket) -> None:
         while True:
             end, _ = await asyncio.get_running_loop().sock_accept(door)
-            if self._streams.fronts >= FRONTS_MAX:
+            if self._doorkeeper.connections >= FRONTS_MAX:
                 end.close()
                 continue
             self._spawn(self._welcome(end), "front")
@@ -88,7 +143,7 @@ class FrontHub:
             end.close()
             return
         try:
-            await self._streams.welcome(connection)
+            await self._doorkeeper.welcome(connection)
         except (TimeoutError, ConnectionLost) as error:
             log.warning("a front did not say hello", error=str(error))
             connection.abort()

@@ -11,7 +11,7 @@ from elastic.protocol.endpoint import Address
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.agents.chats import ChatLimits, Chats
 from elastic.runtime.agents.env_workers import EnvWorkers, EnvWorkersOrder
-from elastic.runtime.agents.hub import FrontHub
+from elastic.runtime.agents.hub import Doorkeeper, FrontHub
 from elastic.runtime.agents.limits import AgentLimits
 from elastic.runtime.agents.metrics import RunMetrics
 from elastic.runtime.agents.processes import FrontProcesses
@@ -40,7 +40,7 @@ class AgentsWiring:
     nobody elsewhere does."""
 
     limits: AgentLimits
-    make_fronts: Callable[[FrontStreams], Fronts]
+    make_fronts: Callable[[Doorkeeper], Fronts]
     chats: ChatLimits | None = None
     chat_wait_s: float = 60.0
     base_url: Callable[[str], str] = lambda served: served
@@ -51,7 +51,7 @@ class AgentsWiring:
 class AgentService:
     def __init__(
         self,
-        run_name: str,
+        doorkeeper: Doorkeeper,
         rollouts: AgentRollouts,
         durable: Callable[[Callable[[], None]], None],
         stopped: Callable[[], bool],
@@ -60,13 +60,13 @@ class AgentService:
         chats: Chats | None = None,
         secrets: RunSecrets | None = None,
         fail: FailRun | None = None,
-        hosts: EpisodeHosts | None = None,
     ) -> None:
         self._rollouts = rollouts
         self._chats = chats
         self._wiring = wiring
-        self._streams = FrontStreams(run_name, rollouts, durable, stopped, metrics, chats, secrets, hosts)
-        self._fronts = wiring.make_fronts(self._streams)
+        self._streams = FrontStreams(rollouts, durable, stopped, metrics, chats, secrets)
+        doorkeeper.counterparts.append(self._streams)
+        self._fronts = wiring.make_fronts(doorkeeper)
         order = wiring.env_workers
         self._env_workers = None if order is None or fail is None else EnvWorkers(order, self._streams, fail)
 
@@ -108,8 +108,10 @@ class HostProcesses(Protocol):
 class ServingHosts:
     """Those env workers as processes. Where the run has no fronts, whose socket they dial, they have one of theirs."""
 
-    def __init__(self, order: EnvWorkersOrder, has_fronts: bool, hosts: EpisodeHosts, fail: FailRun) -> None:
-        self._hub = None if has_fronts else FrontHub(order.run_dir, hosts)
+    def __init__(
+        self, order: EnvWorkersOrder, has_fronts: bool, hosts: EpisodeHosts, doorkeeper: Doorkeeper, fail: FailRun
+    ) -> None:
+        self._hub = None if has_fronts else FrontHub(order.run_dir, doorkeeper)
         self._workers = EnvWorkers(order, hosts, fail)
 
     async def start(self) -> None:
@@ -139,11 +141,11 @@ class ServingFronts:
         command: Sequence[str],
         environment: Mapping[str, str],
         former: str,
-        streams: FrontStreams,
+        doorkeeper: Doorkeeper,
     ) -> None:
         self._config = config
         self._former = former
-        self._hub = FrontHub(run_dir, streams)
+        self._hub = FrontHub(run_dir, doorkeeper)
         self._processes = FrontProcesses(self._hub, run_dir, command, environment, config.processes)
 
     async def start(self) -> str:

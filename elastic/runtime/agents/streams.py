@@ -15,23 +15,20 @@ from elastic.core.ids import environment_of, parse_turn
 from elastic.core.types import TrajectoryId, TurnId
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection
-from elastic.protocol.frames import RefusedFrame, WireError
+from elastic.protocol.frames import WireError
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import TOKEN_BYTES, last_of
 from elastic.runtime.agents.chats import CHATS, Chats
+from elastic.runtime.agents.hub import STOPPING
 from elastic.runtime.agents.metrics import RunMetrics
 from elastic.runtime.agents.refusals import TOO_MANY_TURNS, CallRefused, refused_turn
 from elastic.runtime.agents.requests import RequestRollouts
 from elastic.runtime.agents.rollouts import AgentRollouts
 from elastic.runtime.agents.trajectory import AgentTurn
 from elastic.runtime.blame import Blame
-from elastic.runtime.hosted import EpisodeHosts
 
-HELLO_S = 5.0
-"""For a front to say hello."""
 LOOK_S = 0.5
 """How often it is looked whether turns have ended that somebody waits for; most of them say so themselves."""
-STOPPING = RefusedFrame("the run is stopping", retry=True)
 
 
 class _Front:
@@ -52,25 +49,21 @@ class _Front:
 
 
 class FrontStreams:
-    """`durable` is the journal's; `run_name` is said to fronts. With `secrets` env workers are let in; `base_url` is
-    where their calls go. Those of `hosts` play episodes in token ids.
+    """`durable` is the journal's. With `secrets` env workers are given trajectories, whose calls go to `base_url`.
 
     Once the run is `stopped` nothing is heard any more: whoever resumes it takes up from before the stop.
     """
 
     def __init__(
         self,
-        run_name: str,
         rollouts: AgentRollouts,
         durable: Callable[[Callable[[], None]], None],
         stopped: Callable[[], bool],
         metrics: RunMetrics | None = None,
         chats: Chats | None = None,
         secrets: RunSecrets | None = None,
-        hosts: EpisodeHosts | None = None,
     ) -> None:
         self.base_url = ""
-        self._hosts = hosts
         self._secrets = secrets
         self._begins: dict[str, deque[tuple[_Front, m.BeginTrajectory]]] = {}
         """Env workers that wait for a trajectory, by environment, the longest waiting first."""
@@ -80,7 +73,6 @@ class FrontStreams:
         self._finished = Counter[str]()
         self._unusable: dict[str, str] = {}
         """Why env workers cannot play, by driver."""
-        self._run_name = run_name
         self._metrics = metrics
         self._rejections = 0
         self._stopped = stopped
@@ -103,45 +95,24 @@ class FrontStreams:
             chats.watcher = self
 
     @property
-    def fronts(self) -> int:
+    def connections(self) -> int:
         return len(self._fronts)
 
-    async def welcome(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
-        """Serve a front that has connected, once it has said hello. Raises `TimeoutError` and `ConnectionLost`."""
-        async with asyncio.timeout(HELLO_S):
-            hello = await connection.receive()
-        driver = self._driver(hello)
-        known = isinstance(hello, m.FrontHello) or (isinstance(hello, m.DriverHello) and bool(driver))
-        if not known or getattr(hello, "version", 0) != m.FRONT_VERSION:
-            connection.close(RefusedFrame(f"the run speaks version {m.FRONT_VERSION} with its fronts", retry=False))
-            return
-        if self._stopped():
-            connection.close(STOPPING)
-            return
-        if self._hosts is not None and self._hosts.plays(driver):
-            self._hosts.take(connection, driver)
-            return
+    def serves(self, driver: str) -> bool:
+        return not driver or self._secrets is not None
+
+    def take(self, connection: Connection[m.FromRun, m.FromFront], driver: str, holds: list[TrajectoryId]) -> None:
         front = _Front(connection, driver)
         self._fronts.add(front)
-        if isinstance(hello, m.DriverHello):
+        if driver:
             self._note_heard(driver)
-            self._rollouts.hold(driver, hello.holds, "its env worker is another one")
-        connection.send(m.FrontWelcome(m.FRONT_VERSION, self._run_name))
+            self._rollouts.hold(driver, holds, "its env worker is another one")
         who = f"env worker {driver}" if driver else "front"
         connection.take_over(who, lambda said: self._hear(front, said), lambda _: self._lost(front))
-
-    def _driver(self, hello: m.FromFront) -> str:
-        """The driver whose key an env worker shows; empty for whoever shows none."""
-        if not isinstance(hello, m.DriverHello) or self._secrets is None:
-            return ""
-        caller = self._secrets.caller_of(hello.key)
-        return "" if caller is None else caller.driver
 
     def close(self) -> None:
         for front in list(self._fronts):
             front.connection.close()
-        if self._hosts is not None:
-            self._hosts.close()
 
     def _lost(self, front: _Front) -> None:
         self._fronts.discard(front)

@@ -15,8 +15,10 @@ from elastic.core.types import NS_PER_S, Chunk, FinishReason
 from elastic.protocol import front_messages as m
 from elastic.protocol import wire
 from elastic.protocol.connection import Connection, over_socket
+from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import ids_of, pack_ids
-from elastic.runtime.agents import AgentRollouts, ChatLimits, Chats, FrontStreams, LendingWorkers
+from elastic.runtime.agents import AgentRollouts, ChatLimits, Chats, Doorkeeper, LendingWorkers
+from elastic.runtime.agents.streams import FrontStreams
 from elastic.runtime.episodes import OpenTurn
 from tests.core.conftest import CoreHarness
 from tests.runtime.agents.test_streams import LIMITS, heard
@@ -60,7 +62,7 @@ class Chatted:
         credit = SpareCredit(self.core.scheduler, 20 * NS_PER_S)
         self.chats = Chats(LIMITS, ChatLimits(chats_max, 6), credit, self.told, self.now_ns)
         rollouts = AgentRollouts(7, LIMITS, lambda event, payload=None: None, self.now_ns)
-        self.streams = FrontStreams("run", rollouts, lambda then: then(), lambda: False, None, self.chats)
+        self.streams = FrontStreams(rollouts, lambda then: then(), lambda: False, None, self.chats)
         self.far: Connection[m.FromFront, m.FromRun]
         self.requests = 1
 
@@ -90,7 +92,7 @@ async def chatted(places: int = 2, chats_max: int = 3) -> AsyncIterator[Chatted]
     ours, theirs = socket.socketpair()
     near, run.far = await over_socket(ours, m.RUN_SIDE, "a front"), await over_socket(theirs, m.FRONT_SIDE, "the run")
     run.far.send(m.FrontHello(m.FRONT_VERSION, 1))
-    await run.streams.welcome(near)
+    await Doorkeeper("run", RunSecrets(b"x" * 32), lambda: False, run.streams).welcome(near)
     assert isinstance(await heard(run.far), m.FrontWelcome)
     try:
         yield run

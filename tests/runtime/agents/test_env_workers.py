@@ -18,6 +18,7 @@ from elastic.protocol.frames import RefusedFrame
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import pack_ids
 from elastic.runtime.agents import AgentRollouts
+from elastic.runtime.agents.hub import Doorkeeper
 from elastic.runtime.agents.refusals import CallRefused
 from elastic.runtime.agents.streams import FrontStreams
 from elastic.runtime.blame import ALONE_MAX, TOGETHER_MAX
@@ -104,7 +105,7 @@ class Run:
     def __init__(self, rollouts: AgentRollouts | None = None) -> None:
         self.ended: list[e.Event] = []
         self.rollouts = rollouts or AgentRollouts(7, LIMITS, self._feed, lambda: 0)
-        self.streams = FrontStreams("run", self.rollouts, lambda then: then(), lambda: False, secrets=SECRETS)
+        self.streams = FrontStreams(self.rollouts, lambda then: then(), lambda: False, secrets=SECRETS)
         self.streams.base_url = "http://here/v1"
 
     def _feed(self, event: e.Event, payload: Any = None) -> None:
@@ -120,7 +121,7 @@ class Run:
         ours, theirs = socket.socketpair()
         near, far = await over_socket(ours, m.RUN_SIDE, "it"), await over_socket(theirs, m.FRONT_SIDE, "the run")
         far.send(m.DriverHello(m.FRONT_VERSION, key, list(holds)))
-        await self.streams.welcome(near)
+        await Doorkeeper("run", SECRETS, lambda: False, self.streams).welcome(near)
         try:
             yield far
         finally:

@@ -12,8 +12,10 @@ from elastic.core.types import SamplingParameters
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, over_socket
 from elastic.protocol.frames import RefusedFrame
+from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import pack_ids
 from elastic.runtime.agents import AgentLimits, AgentRollouts
+from elastic.runtime.agents.hub import Doorkeeper
 from elastic.runtime.agents.streams import FrontStreams
 
 LIMITS = AgentLimits(
@@ -36,11 +38,11 @@ async def front(
     """A front that has an open turn."""
     rollouts = AgentRollouts(7, LIMITS, lambda event, payload=None: None, lambda: 0)
     rollouts.start(c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0", "0/0/1")))
-    streams = FrontStreams("run", rollouts, lambda then: then(), stopped)
+    streams = FrontStreams(rollouts, lambda then: then(), stopped)
     ours, theirs = socket.socketpair()
     near, far = await over_socket(ours, m.RUN_SIDE, "a front"), await over_socket(theirs, m.FRONT_SIDE, "the run")
     far.send(m.FrontHello(m.FRONT_VERSION, 1))
-    await streams.welcome(near)
+    await Doorkeeper("run", RunSecrets(b"x" * 32), stopped, streams).welcome(near)
     rollouts.begin(m.BeginTrajectory(1, m.AgentCaller(driver="main"), b"{}", "g"))
     far.send(m.OpenTurns(2, AGENT, m.AgentCall("chat", b"1"), None, 0, pack_ids([1, 2])))
     assert isinstance(await heard(far), m.FrontWelcome)

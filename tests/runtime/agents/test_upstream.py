@@ -5,7 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +17,9 @@ from elastic.core import saved_state
 from elastic.core.types import SamplingParameters
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, over_socket
+from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.agents import AgentLimits, AgentRollouts, UpstreamBounds
+from elastic.runtime.agents.hub import Doorkeeper
 from elastic.runtime.agents.refusals import CallRefused
 from elastic.runtime.agents.streams import FrontStreams
 from elastic.testing.faults.core.incarnation import fresh_core
@@ -154,7 +156,7 @@ def test_bounds_hold_and_nothing_is_lost_whoever_dies(data: st.DataObject) -> No
             case "time":
                 bench.now_ns += int(data.draw(st.sampled_from((10, 100))) * 1e9)
                 bench.rollouts.look_after()
-                open_calls = [call for call in open_calls if call in bench.rollouts.saved()[2].open]
+                open_calls = [call for call in open_calls if call in cast(Any, bench.rollouts.saved())[2].open]
             case _:
                 pass
         status = bench.status
@@ -258,7 +260,8 @@ def test_an_account_is_saved_with_the_run() -> None:
 
 @asynccontextmanager
 async def fronts(bench: Ledgered, count: int) -> AsyncIterator[list[Connection[m.FromFront, m.FromRun]]]:
-    streams = FrontStreams("run", bench.rollouts, lambda then: then(), lambda: False)
+    streams = FrontStreams(bench.rollouts, lambda then: then(), lambda: False)
+    doorkeeper = Doorkeeper("run", RunSecrets(b"x" * 32), lambda: False, streams)
     ends: list[tuple[Any, Any]] = []
     try:
         for number in range(count):
@@ -266,7 +269,7 @@ async def fronts(bench: Ledgered, count: int) -> AsyncIterator[list[Connection[m
             near, far = await over_socket(ours, m.RUN_SIDE, "a front"), await over_socket(theirs, m.FRONT_SIDE, "run")
             ends.append((near, far))
             far.send(m.FrontHello(m.FRONT_VERSION, number))
-            await streams.welcome(near)
+            await doorkeeper.welcome(near)
             assert isinstance(await heard(far), m.FrontWelcome)
         yield [far for _, far in ends]
     finally:

@@ -16,7 +16,7 @@ from elastic.environments.run_link import EnvRunLink, RunGone
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, ConnectionLost
 from elastic.protocol.run_secrets import RunSecrets
-from elastic.runtime.agents import EPISODE_HOSTS, EnvWorkerOrder, EnvWorkers, EnvWorkersOrder
+from elastic.runtime.agents import EPISODE_HOSTS, Doorkeeper, EnvWorkerOrder, EnvWorkers, EnvWorkersOrder
 from elastic.runtime.hosted import EpisodeHosts, FailRun
 from elastic.testing.faults.shell.models import ModelEnvironment
 from elastic.testing.faults.shell.process import Process
@@ -34,8 +34,10 @@ DEATHS_MAX = 1_000_000
 class WorldHosts:
     """`elastic.runtime.agents.HostProcesses` in a world."""
 
-    def __init__(self, world: "World", environment: str, hosts: EpisodeHosts, fail: FailRun) -> None:
-        self._hosts = hosts
+    def __init__(
+        self, world: "World", environment: str, hosts: EpisodeHosts, doorkeeper: Doorkeeper, fail: FailRun
+    ) -> None:
+        self._doorkeeper = doorkeeper
         kept = EnvWorkerOrder(
             command=(),
             variables={},
@@ -63,7 +65,7 @@ class WorldHosts:
 
     async def _welcome(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
         try:
-            await self._hosts.welcome(connection)
+            await self._doorkeeper.welcome(connection)
         except (TimeoutError, ConnectionLost):
             connection.abort()
 
@@ -72,7 +74,7 @@ class WorldHosts:
         self._server.close()
         for task in list(self._welcoming):
             task.cancel()
-        self._hosts.close()
+        self._doorkeeper.close()
 
 
 class WorldProcesses:

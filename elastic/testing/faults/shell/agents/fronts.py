@@ -14,7 +14,7 @@ from elastic.front.link import ChoiceOver, ChoiceSettled, LinkLost, RunLink, Tok
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, ConnectionLost
 from elastic.protocol.sampled import ids_of, pack_ids
-from elastic.runtime.agents import FrontStreams
+from elastic.runtime.agents import Doorkeeper
 from elastic.testing.faults.shell.agents.record import AgentAnswer, AgentRecord, CallAttempt
 from elastic.testing.faults.shell.network import WorldTransport
 
@@ -29,10 +29,10 @@ Message = tuple[int, ...]
 
 
 class WorldFronts:
-    """`elastic.runtime.agents.Fronts` on the world's network: takes fronts' connections to the run's streams."""
+    """`elastic.runtime.agents.Fronts` on the world's network: takes fronts' connections to the run."""
 
-    def __init__(self, streams: FrontStreams) -> None:
-        self._streams = streams
+    def __init__(self, doorkeeper: Doorkeeper) -> None:
+        self._doorkeeper = doorkeeper
         self._welcoming: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
@@ -47,7 +47,7 @@ class WorldFronts:
 
     async def _welcome(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
         try:
-            await self._streams.welcome(connection)
+            await self._doorkeeper.welcome(connection)
         except (TimeoutError, ConnectionLost):
             connection.abort()
 
@@ -55,7 +55,7 @@ class WorldFronts:
         self._server.close()
         for task in list(self._welcoming):
             task.cancel()
-        self._streams.close()
+        self._doorkeeper.close()
 
 
 class FrontGone(Exception):
