@@ -74,8 +74,9 @@ class AgentService:
         """Start the fronts, and env workers; returns where agents are served. Raises `GatewayError`, if that is not to
         be had."""
         served = await self._fronts.start()
-        self._streams.base_url = self._wiring.base_url(served)
-        self._wiring.ready(self._streams.base_url)
+        base_url = self._wiring.base_url(served)
+        self._streams.served_at(base_url)
+        self._wiring.ready(base_url)
         if self._env_workers is not None:
             await self._env_workers.start()
         return served

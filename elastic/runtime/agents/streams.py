@@ -49,7 +49,7 @@ class _Front:
 
 
 class FrontStreams:
-    """`durable` is the journal's. With `secrets` env workers are given trajectories, whose calls go to `base_url`.
+    """`durable` is the journal's. With `secrets` env workers are given trajectories, once fronts serve their calls.
 
     Once the run is `stopped` nothing is heard any more: whoever resumes it takes up from before the stop.
     """
@@ -63,7 +63,7 @@ class FrontStreams:
         chats: Chats | None = None,
         secrets: RunSecrets | None = None,
     ) -> None:
-        self.base_url = ""
+        self._base_url = ""
         self._secrets = secrets
         self._begins: dict[str, deque[tuple[_Front, m.BeginTrajectory]]] = {}
         """Env workers that wait for a trajectory, by environment, the longest waiting first."""
@@ -97,6 +97,11 @@ class FrontStreams:
     @property
     def connections(self) -> int:
         return len(self._fronts)
+
+    def served_at(self, base_url: str) -> None:
+        """Calls of env workers go there; who has come before waits until then."""
+        self._base_url = base_url
+        self.offered()
 
     def serves(self, driver: str) -> bool:
         return not driver or self._secrets is not None
@@ -309,7 +314,7 @@ class FrontStreams:
     def _give_out(self) -> None:
         """Give out trajectories that are due to the env workers that have waited for longest."""
         self._gives_out = False
-        if self._stopped():
+        if self._stopped() or not self._base_url:
             return
         for waiting in self._begins.values():
             has_none, waits_on = set[str](), deque[tuple[_Front, m.BeginTrajectory]]()
@@ -322,7 +327,7 @@ class FrontStreams:
                     continue
                 assert self._secrets is not None
                 key = self._secrets.agent_key(begun.trajectory, begun.restart)
-                answer = msgspec.structs.replace(begun, request=ask.request, key=key, base_url=self.base_url)
+                answer = msgspec.structs.replace(begun, request=ask.request, key=key, base_url=self._base_url)
                 self._reply(front, answer)
             waiting.extend(waits_on)
 

@@ -102,11 +102,12 @@ def test_a_reward_of_who_is_gone_counts_for_nothing() -> None:
 class Run:
     """A run's end of its socket, to which env workers connect."""
 
-    def __init__(self, rollouts: AgentRollouts | None = None) -> None:
+    def __init__(self, rollouts: AgentRollouts | None = None, *, served: bool = True) -> None:
         self.ended: list[e.Event] = []
         self.rollouts = rollouts or AgentRollouts(7, LIMITS, self._feed, lambda: 0)
         self.streams = FrontStreams(self.rollouts, lambda then: then(), lambda: False, secrets=SECRETS)
-        self.streams.base_url = "http://here/v1"
+        if served:
+            self.streams.served_at("http://here/v1")
 
     def _feed(self, event: e.Event, payload: Any = None) -> None:
         if isinstance(event, e.TrajectoryFinished | e.TrajectoryFailed):
@@ -132,6 +133,20 @@ class Run:
 async def heard(far: Connection[m.FromFront, m.FromRun]) -> m.FromRun:
     async with asyncio.timeout(5):
         return await far.receive()
+
+
+async def test_who_dials_before_the_fronts_are_there_is_given_nothing_until_then() -> None:
+    run = Run(served=False)
+    async with run.worker(SECRETS.driver_key("one")) as far:
+        assert isinstance(await heard(far), m.FrontWelcome)
+        far.send(m.BeginTrajectory(1, m.AgentCaller(), b"null", ""))
+        run.start(0, "0/0/0")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        run.streams.served_at("http://here/v1")
+        begun = await heard(far)
+        assert isinstance(begun, m.TrajectoryBegun)
+        assert begun.base_url == "http://here/v1"
 
 
 async def test_an_env_worker_waits_for_what_is_due_and_says_what_came_of_it() -> None:
