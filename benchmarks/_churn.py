@@ -30,8 +30,6 @@ TIMEOUT_S = 120.0
 GIVEN_UP_S = 180.0
 """How long a client asks again, as peers do."""
 P = 0.99
-SAMPLED_S = 1.5
-"""Within which a run journals how it stands."""
 
 
 @dataclass
@@ -171,10 +169,16 @@ def _churned(run: DoorsRun, offered: int, requests: int, seen: SeenRequests) -> 
 
 def _accepted(run: DoorsRun) -> int:
     """How many tokens the run has accepted, now that nobody asks for any."""
-    since_s = time.monotonic() + SAMPLED_S
 
-    def found() -> SampleRow | None:
+    def newest() -> SampleRow | None:
         with RunDirectory(run.run_dir).newest_journal() as journal:
-            return journal.last(SampleRow) if time.monotonic() > since_s else None
+            return journal.last(SampleRow)
 
-    return sum(one.tokens for one in run.until("a sample", found).status.providers.values())
+    def later(than: SampleRow) -> SampleRow | None:
+        found = newest()
+        return found if found is not None and found.t_ns > than.t_ns else None
+
+    sample = run.until("a sample", newest)
+    for _ in range(2):  # The first of these may have been taken before the last answer.
+        sample = run.until("a later sample", lambda sample=sample: later(sample))
+    return sum(one.tokens for one in sample.status.providers.values())
