@@ -34,6 +34,13 @@ from tests.providers.first_incarnation import DEATHS, forks, main
 
 WITH_PROCESSES = ["reserved", "trainer", "serverless", "spot"]
 KINDS = [*WITH_PROCESSES, "serving", "pool"]
+without_hosts = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.nightly] if kind == "serving" else []) for kind in KINDS],
+    indirect=True,
+)
+"""Hosts, which take seconds to start, are tried nightly: what becomes of them with every change is shown by those that
+live on, that died, that nobody knows, and that were killed anywhere."""
 
 pytestmark = pytest.mark.usefixtures("stub_pool")
 
@@ -155,6 +162,7 @@ async def test_what_the_run_does_not_know_is_ended_and_named(incarnations: Incar
     assert recorder.of(LeaseEnded) == []
 
 
+@without_hosts
 async def test_another_run_and_another_provider_touch_nothing(incarnations: Incarnations, recorder: Recorder) -> None:
     await incarnations.first()
     before = incarnations.pids()
@@ -178,6 +186,7 @@ async def test_what_died_meanwhile_ends_with_its_cause(incarnations: Incarnation
     await recorder.until(lambda r: r.available == CAPACITY)
 
 
+@without_hosts
 async def test_what_dies_later_is_noticed(incarnations: Incarnations, recorder: Recorder) -> None:
     await incarnations.first()
     provider = incarnations.next()
@@ -190,6 +199,7 @@ async def test_what_dies_later_is_noticed(incarnations: Incarnations, recorder: 
     assert incarnations.pids(1) == []
 
 
+@without_hosts
 async def test_what_nothing_is_left_of_is_over_or_may_be_asked_for_again(
     incarnations: Incarnations, recorder: Recorder
 ) -> None:
@@ -230,6 +240,7 @@ async def test_wherever_it_is_killed_a_lease_is_had_once_or_not_at_all(
 
 
 @pytest.mark.parametrize("ended_before", [False, True])
+@without_hosts
 async def test_what_a_liar_stood_on_stays_out_for_the_next(
     incarnations: Incarnations, recorder: Recorder, *, ended_before: bool
 ) -> None:
