@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import psutil
 from _crashes import CrashingRun
 from _proof import trajectories
 from _runs import sets
@@ -107,15 +106,6 @@ class AgentsRun(CrashingRun):
     def fronts(self) -> list[int]:
         """The ids of its fronts' processes."""
         return self.recorded("front-*.json")
-
-    def front_of(self, port: int) -> int | None:
-        """The front that serves the client's connection from this port."""
-        for pid in self.fronts():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for connection in psutil.Process(pid).net_connections("tcp"):
-                    if connection.raddr and connection.raddr.port == port:
-                        return pid
-        return None
 
     def workers(self) -> list[int]:
         """The ids of its dedicated workers' processes."""
