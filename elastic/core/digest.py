@@ -40,6 +40,7 @@ LEFT_OUT: Mapping[str, str] = {
     "Fleet._loads": "an index of `workers`, brought up to date when it is asked for",
     "Fleet._indexed": "as `_loads`",
     "Fleet._opened": "whether dispatch has seen what `_loads` has: it would decide the same once more",
+    "Scheduler._followed": "whether the step was told of what waits, as `Fleet.help_changed`",
     "Fleet.help_changed": "whether the trainer's device was told of `_helping`: it would do the same once more",
     "Fleet._places": "an index of `workers`, as `_loads`",
     "Fleet.places": "as `_places`",

@@ -93,6 +93,8 @@ class Scheduler:
             e.StopRequested: lambda event: run.fail(event.reason),
             e.Resumed: run.take_up,
         }
+        self._followed: int | None = None
+        """The oldest version that the turn allows which waits first, as the step has seen it; None where none waits."""
         self._due: dict[str, Callable[[str], None]] = {
             "start": lambda _: run.fail("the trainer's device did not come in time"),
             "stop": lambda _: self._end(),
@@ -123,7 +125,8 @@ class Scheduler:
         """Draw the conclusions from what has changed, from the parts below to those above.
 
         Where that is at most who has room and which turns wait, turns are dispatched. Something else follows only if
-        turns waited before that, or do now, or if other workers are of help.
+        turns wait now and did not before, or the other way round, or for another version, or if other workers are of
+        help.
         """
         run = self._run
         if run.phase is Phase.ENDED:
@@ -132,13 +135,16 @@ class Scheduler:
         if all_else:
             self._settle_leases()
         if run.active:
-            all_else |= run.timers.waiting("place", "queue") or (run.serving is not None and not run.turns.live)
+            all_else |= run.serving is not None and not run.turns.live
             if run.phase is Phase.RUNNING:
                 self._turn_manager.dispatch()
                 self._balancer.watch()
-            if not (all_else or run.turns.queue.heads or run.fleet.help_changed):
+            head = run.turns.head()
+            waits = None if head is None else head.oldest_version
+            all_else |= waits is not None and run.evaluation is not None  # As there is room, more of it may begin.
+            if not (all_else or waits != self._followed or run.fleet.help_changed):
                 return
-            run.fleet.help_changed = False
+            run.fleet.help_changed, self._followed = False, waits
             self._driver.advance()
             if self._lease_manager.follow_rollouts(to_do=self._rollouts_to_do()):
                 run.fleet.help_changed = True

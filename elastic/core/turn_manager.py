@@ -275,7 +275,7 @@ class TurnManager:
                     longest_ns, limit_ns = took_ns, run.patience.limit_ns("token", now_ns)
                 due_ns = now_ns + limit_ns
                 if turn.ends_ns < due_ns:
-                    due_ns = max(now_ns, turn.ends_ns)
+                    due_ns = turn.ends_ns if turn.ends_ns > now_ns else now_ns
                 turn.heard_ns, turn.due_ns = now_ns, due_ns
                 if due_ns < watched_ns:
                     run.wait("token", worker.id, due_ns - now_ns)
