@@ -29,8 +29,10 @@ from elastic.system.named_code import placed
 
 STEPS = 10**9
 """A step is a version: as good as any number of them."""
-OF_TRAINING = ("environment", "environments", "rewards", "evaluation", "seeding", "doors")
-"""Sections that such a run does not have, or that this command makes."""
+OF_TRAINING = ("environment", "environments", "rewards", "evaluation", "seeding")
+"""Sections that such a run does not have."""
+OPTION_OF = {"names": "--doors", "roots": "--weights-root", "plain": "--plain"}
+"""Keys of the section `doors` that options say."""
 
 
 @private()
@@ -93,6 +95,10 @@ def _served(path: Path, overrides: list[str], listen: str, model_name: str, door
         apply_override(raw, override)
     if said := next((section for section in OF_TRAINING if section in raw), ""):
         raise ConfigError(f"{path}: {said}: found a section of a run that trains; allowed: none, since others train")
+    if isinstance(own := raw.get("doors"), Mapping) and (said := next((key for key in own if key in OPTION_OF), "")):
+        raise ConfigError(
+            f"{path}: doors.{said}: found {own[said]!r}; allowed: nothing, since {OPTION_OF[said]} says it"
+        )
     for section, key, allowed in (("rollout", "groups", 0), ("trainer", "kind", IMPORTED)):
         own = raw.get(section, {})
         if isinstance(own, Mapping) and own.get(key, allowed) != allowed:

@@ -103,7 +103,13 @@ def test_a_link_beside_the_weights_that_leads_nowhere(refused, elastic, config: 
 
 
 @pytest.mark.parametrize(
-    ("override", "allowed"), [("rollout.groups=4", "allowed: 0"), ("trainer.kind=embedded", "'imported'")]
+    ("override", "allowed"),
+    [
+        ("rollout.groups=4", "allowed: 0 or nothing, since others train"),
+        ("trainer.kind=embedded", "'imported' or nothing, since others train"),
+        ("doors.plain=['10.0.0.0/8']", "--plain says it"),
+        ("doors.idle_s=0", "greater than 0"),
+    ],
 )
 def test_what_others_decide_of_a_run_that_others_train(
     refused, elastic, tmp_path: Path, override: str, allowed: str
@@ -111,7 +117,7 @@ def test_what_others_decide_of_a_run_that_others_train(
     config = tmp_path / "rollouts.toml"
     config.write_text("[model]\ncheckpoint = 'policy'\n[providers.spot]\nkind = 'spot-replay'\n")
     served = elastic("serve-rollouts", config, "--providers", "spot", "--weights-root", tmp_path, "--set", override)
-    refused(served, override.partition("=")[0], allowed, "since others train")
+    refused(served, override.partition("=")[0], allowed)
 
 
 def test_a_model_of_another_kind_names_its_config_and_the_trainer_for_it(refused, elastic, config: Path) -> None:
