@@ -147,7 +147,7 @@ def _on_disk(directory: Path) -> RenderableType:
         if sample is not None:
             found.append((run.name, sample.status))
     if not found:
-        return Text(f"no run goes on in {directory}")
+        return Text(f"no run goes on in {directory}", no_wrap=True, overflow="ignore")
     return listing(_COLUMNS, [_row(name, status.phase, status) for name, status in found], right=_RIGHT)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic.server.history.apart import PER_OWNER, CannotBeRead, ReadingProcesses
-from elastic.server.history.journals import figures_of, metrics_of
+from elastic.server.history.journals import Wanted, figures_of, metrics_of
 
 LIMIT_S = 20.0
 WRITER = """
@@ -103,7 +103,7 @@ def test_one_users_slow_files_delay_that_user_alone(processes: ReadingProcesses,
         begun_s = time.monotonic()
         with pytest.raises(CannotBeRead, match="other files of its owner"):
             processes.read(LIMIT_S, runpy.run_path, slow)
-        assert processes.read(LIMIT_S, metrics_of, tmp_path, "run", 10).steps == []
+        assert processes.read(LIMIT_S, metrics_of, tmp_path, "run", Wanted(10)).steps == []
         assert time.monotonic() - begun_s < LIMIT_S
     finally:
         for one in reading:

@@ -70,7 +70,7 @@ def test_the_page_tells_nothing_by_itself(shared_site: Site) -> None:
     assert page.status_code == 200
     assert "unsafe" not in page.headers["content-security-policy"]
     assert shared_site.projects["ours"] not in page.text
-    for name in ("page.js", "page.css", "icon.svg"):
+    for name in ("main.js", "page.css", "icon.svg"):
         assert f"/page/{name}" in page.text
         assert stranger.get(f"/page/{name}").status_code == 200
     for name in ("index.html", "..%2fauth.py", "../auth.py", "nothing"):
