@@ -6,6 +6,7 @@ The containers are namespaces of the kernel (`docker_stand_in.py`): no engine an
 
 import contextlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 from elastic.environments.container import FOLDER
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
+from elastic.system.last_words import RUN_KEY
 from tests.front.live import agents_run
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
@@ -24,6 +26,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
 FUNCTION = '''
 import os
 import socket
+import subprocess
 
 import httpx
 
@@ -51,6 +54,9 @@ async def play(task, client, trajectory):
                 if answer.status_code not in (429, 503):
                     break
             messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "More."}]
+    # Its key, by Python and by a child, with the key the wrong way round, by which the test knows it.
+    print("Printed:", trajectory.key, trajectory.key[::-1], flush=True)
+    subprocess.run(["sh", "-c", 'echo "Of a child: $0" >&2', trajectory.key], check=True)
     inside = sorted(os.listdir("/elastic"))
     return Outcome(reward=float(task.number), metrics={"reached": reached, "files": len(inside)})
 '''
@@ -80,7 +86,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         shutil.rmtree(FOLDER, ignore_errors=True)
 
 
-def test_who_is_in_a_container_reaches_the_model_alone(run: Any) -> None:
+def test_who_is_in_a_container_reaches_the_model_alone_and_leaves_no_key_in_logs(run: Any) -> None:
     run.url()
     run.until("a token, or the end", lambda: run.has_gone_on() or run.ended())
     with contextlib.suppress(IndexError):  # What starts the container: it ends with that.
@@ -92,3 +98,9 @@ def test_who_is_in_a_container_reaches_the_model_alone(run: Any) -> None:
     for step in summary.steps:
         assert step.metrics["reached"] == 0.0
         assert step.metrics["files"] == 3.0, "two sockets, and the environment's configuration"
+    printed = "".join(log.read_text() for log in sorted((run.run_dir / "logs").glob("agent_*.log")))
+    keys = [key[::-1] for key in re.findall(r"^Printed: \[key\] (\S+)$", printed, re.MULTILINE)]
+    assert len(keys) >= 12, "three steps of two groups of two"
+    assert all(RUN_KEY.fullmatch(key) for key in keys)
+    assert printed.count("Of a child: [key]\n") >= 12
+    assert RUN_KEY.search(printed) is None
