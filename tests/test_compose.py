@@ -330,6 +330,10 @@ def test_the_environments_of_a_mix_are_resolved_each_by_its_kind() -> None:
             "environments.1.data: found for kind 'frozenlake'; allowed for kinds 'agent' and 'chat'",
         ),
         ({"name": "a", "kind": "chess", "data": {"source": "r.jsonl"}}, "environments.1.kind: unknown environment"),
+        (
+            {"name": "a", "kind": "openenv", "start_timeout_s": 60, "settings": {"image": "a:1"}},
+            "environments.1.settings.start_s: found 90, and its env workers have 60 s to start in; allowed: up to that",
+        ),
     ):
         with pytest.raises(ConfigError) as refused:
             resolve(validate(Config, raw | {"environments": [entries[0], wrong]}, "test"), [], "test")

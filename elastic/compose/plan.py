@@ -265,6 +265,12 @@ def _chosen(config: Config, number: int, where: str) -> ChosenEnvironment:
         raise ConfigError(ConfigProblem(problem, (*section, "name"), where))
     checked = GivenSettings if kind is None else kind.Settings
     settings = validate(checked, environment.settings, where, *section, "settings")
+    if (load_s := getattr(settings, "load_s", 0.0)) > environment.start_timeout_s:
+        problem = (
+            f"found {load_s:g}, and its env workers have {environment.start_timeout_s:g} s to start in; allowed: up to "
+            "that, or a longer start_timeout_s of the environment"
+        )
+        raise ConfigError(ConfigProblem(problem, (*section, "settings", "start_s"), where))
     return ChosenEnvironment(config=environment, kind=kind, settings=settings)
 
 

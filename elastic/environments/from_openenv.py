@@ -71,6 +71,11 @@ class OpenEnvSettings(KindSettings):
         return not self.field
 
     @property
+    def load_s(self) -> float:
+        """How long an env worker may take to load: a server of its own is started by then if its tools are asked for."""
+        return self.start_s if self.offers_tools and not self.url else 0.0
+
+    @property
     def server(self) -> tuple[str, str]:
         """The key that says which server it is, and what it says."""
         return next((name, getattr(self, name)) for name in ("url", "image", "project") if getattr(self, name))
@@ -236,8 +241,9 @@ class Server:
         if settings.image:
             engine = find_engine()
             self._stop = partial(remove, engine, self._container)
+            until_s = here().monotonic() + settings.start_s
             url = f"http://{start_server(engine, self._container, settings.image, settings.start_s)}"
-            _wait_until_ready(url, settings.start_s)
+            _wait_until_ready(url, settings.start_s, until_s)
             return url
         runtime: Any = package("openenv.core.containers.runtime", "openenv", INSTALL)
         project = runtime.UVProvider(project_path=settings.project, app=settings.app, host="127.0.0.1")
@@ -252,9 +258,8 @@ class Server:
             stop()
 
 
-def _wait_until_ready(url: str, limit_s: float) -> None:
-    """Raises `TimeoutError` where a server does not say in time that it is well."""
-    until_s = here().monotonic() + limit_s
+def _wait_until_ready(url: str, limit_s: float, until_s: float) -> None:
+    """Raises `TimeoutError` where a server does not say in time that it is well, which is until then."""
     with sync_client(url, by_proxy=False, timeout=LOOK_TIMEOUT_S) as client:
         while here().monotonic() < until_s:
             with contextlib.suppress(httpx.HTTPError):

@@ -132,3 +132,9 @@ async def test_an_episode_that_is_over_has_no_more_steps(stand_in: Callable[[str
         play = await load_openenv(OpenEnvSettings.model_validate({"url": "http://127.0.0.1:9"}), means)
         where = PlayedTrajectory(id="0-0-0", base_url="http://here/v1", key="", model="tiny", member=0)
         assert await play(EpisodeTask(number=0, seed=0), None, where) == Outcome(reward=1.0)
+
+
+def test_a_server_is_started_within_an_env_workers_start_only_if_its_tools_are_asked_for() -> None:
+    own = {"image": "mine:1", "start_s": 30.0}
+    given = (own, own | {"field": "message"}, {"url": "http://127.0.0.1:9", "start_s": 30.0})
+    assert [OpenEnvSettings.model_validate(one).load_s for one in given] == [30.0, 0.0, 0.0]
