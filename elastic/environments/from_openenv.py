@@ -72,7 +72,7 @@ class OpenEnvSettings(KindSettings):
 
     @property
     def load_s(self) -> float:
-        """How long an env worker may take to load: a server of its own is started by then if its tools are asked for."""
+        """How long loading may take: a server that is to be started is started as its tools are asked for."""
         return self.start_s if self.offers_tools and not self.url else 0.0
 
     @property
