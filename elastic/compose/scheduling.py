@@ -117,7 +117,7 @@ def policies(config: Config) -> Policies:
         routing=_routing(config),
         seeding=_seeding(config),
         provisioning=_provisioning(config),
-        holding=HoldForRollouts() if config.provisioning.hold == "rollouts" else None,
+        holding=_holding(config),
         selection=_selection(config),
         balancing=_balancing(config),
         replacement=_replacement(config),
@@ -125,6 +125,13 @@ def policies(config: Config) -> Policies:
         curricula=curricula(config),
         sampling=DynamicSampling(rollout.dynamic_sampling_most) if rollout.dynamic_sampling else FixedBatch(),
     )
+
+
+def _holding(config: Config) -> HoldForRollouts | None:
+    """How long nobody asks of a run that serves others cannot be foreseen: nothing is kept for its return."""
+    if config.doors is not None:
+        return HoldForRollouts(foreseen=False)
+    return HoldForRollouts() if config.provisioning.hold == "rollouts" else None
 
 
 def _selection(config: Config) -> SelectionPolicy:
