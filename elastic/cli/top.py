@@ -71,7 +71,7 @@ def bars(values: Sequence[float]) -> str:
 
 def _watch(look: Callable[[], RenderableType], every_s: float, *, once: bool) -> int:
     if once or not console().is_terminal:
-        console().print(look(), crop=False)
+        console().print(Group(look()), crop=False)  # A text by itself would be wrapped, whatever it says.
         return 0
     try:
         with Live(look(), console=console(), auto_refresh=False, screen=True) as live:
