@@ -376,16 +376,15 @@ def _chain(journals: Sequence[JournalReader]) -> list[JournalReader]:
     return chain[::-1] if BEGAN in chain[-1].meta() else []
 
 
-def _kept_states(run: RunDirectory, chain: Sequence[JournalReader]) -> Iterator[states.SavedRun]:
+def _kept_states(
+    run: RunDirectory, chain: Sequence[JournalReader], number: int, in_journal: StateRow | None
+) -> Iterator[states.SavedRun]:
     """The states that are kept beside checkpoints, and in the journal whose events from there on are all that is
-    kept: then no earlier ones."""
-    number, in_journal = _forgotten(chain)
+    kept: then no earlier ones. That is the journal with this `number` in the chain."""
+    first = (number, 0 if in_journal is None else in_journal.events)
     names = [journal.path.name for journal in chain]
     for found in states.newest_first(run.path / states.CHECKPOINTS):
-        if found.journal in names and (names.index(found.journal), found.events) >= (
-            number,
-            in_journal.events if in_journal is not None else 0,
-        ):
+        if found.journal in names and (names.index(found.journal), found.events) >= first:
             yield found
     if in_journal is not None:
         try:
@@ -405,7 +404,8 @@ def _forgotten(chain: Sequence[JournalReader]) -> tuple[int, StateRow | None]:
 def _recollect(run: RunDirectory, chain: Sequence[JournalReader]) -> Recollection | None:
     """The run as its journals have it; None where they do not keep what led there, nor a state that can be used."""
     names = [journal.path.name for journal in chain]
-    for found in _kept_states(run, chain):
+    kept_from, in_journal = _forgotten(chain)
+    for found in _kept_states(run, chain, kept_from, in_journal):
         if found.journal in names:
             number = names.index(found.journal)
             if found.events > chain[number].last_event():
@@ -420,7 +420,7 @@ def _recollect(run: RunDirectory, chain: Sequence[JournalReader]) -> Recollectio
                 _hear(recollection, chain[number], found.events)
                 return _go_on(recollection, chain[number + 1 :])
             log.warning("saved state not used", reason="it leads to another digest")
-    if _forgotten(chain)[1] is not None:
+    if in_journal is not None:
         return None
     recollection = _begin(chain[0])
     _hear(recollection, chain[0])
