@@ -209,12 +209,16 @@ async def areal_by_vllm(front: FrontSeen, directories: list[Path]) -> tuple[int,
             await caller.call("POST", "/areal_pause_generation", json={})
             await caller.call("POST", "/areal_update_weights", json={"model_path": directory.as_posix()})
             await caller.call("POST", "/areal_continue_generation", json={})
-            body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.0, "top_p": 1.0, "top_k": 100_000_000}
-            body |= {"return_tokens_as_token_ids": True, "logprobs": 0, "use_beam_search": False, "ignore_eos": True}
-            [choice] = (await caller.call("POST", "/v1/completions", json={**body, "stream": False}))["choices"]
-            ids = [int(name.split(":")[1]) for name in choice["logprobs"]["tokens"]]
-            told.append(PeerTurn(ids, choice["logprobs"]["token_logprobs"], _spans(choice)))
+            told.append(await _areal_turn(caller, temperature=1.0, top_p=1.0, top_k=100_000_000))
         return caller.calls, told
+
+
+async def _areal_turn(caller: PeerCalls, **more: Any) -> PeerTurn:
+    body = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "return_tokens_as_token_ids": True}
+    body |= {"logprobs": 0, "use_beam_search": False, "stream": False, **more}
+    [choice] = (await caller.call("POST", "/v1/completions", json=body))["choices"]
+    ids = [int(name.split(":")[1]) for name in choice["logprobs"]["tokens"]]
+    return PeerTurn(ids, choice["logprobs"]["token_logprobs"], _spans(choice))
 
 
 PEERS: Mapping[str, Play] = {
@@ -293,11 +297,7 @@ async def areal_adapters_by_vllm(front: FrontSeen, directories: list[Path]) -> t
             body = {"lora_name": f"lora-{directory.name}", "lora_path": directory.as_posix()}
             await caller.call("POST", "/v1/load_lora_adapter", json=body)
             await caller.call("POST", "/areal_continue_generation", json={})
-            asked = {"model": f"lora-{directory.name}", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
-            asked |= {"return_tokens_as_token_ids": True, "logprobs": 0, "use_beam_search": False, "stream": False}
-            [choice] = (await caller.call("POST", "/v1/completions", json=asked))["choices"]
-            ids = [int(name.split(":")[1]) for name in choice["logprobs"]["tokens"]]
-            told.append(PeerTurn(ids, choice["logprobs"]["token_logprobs"], _spans(choice)))
+            told.append(await _areal_turn(caller, model=f"lora-{directory.name}"))
         return caller.calls, told
 
 
