@@ -33,11 +33,11 @@ keys = group(
 )
 secrets = group(
     "secrets",
-    "Variables that a project's runs have, whose values nobody reads again.\n\nExample: elastic secrets set HF_TOKEN",
+    "Set the variables of a project's runs whose values nobody reads again.\n\nExample: elastic secrets set HF_TOKEN",
 )
 webhooks = group(
     "webhooks",
-    "URLs that are told what becomes of a project's runs.\n\n"
+    "Name the URLs that are told what becomes of a project's runs.\n\n"
     "Example: elastic webhooks add https://example.com/elastic --event run.failed",
 )
 Mine = Annotated[bool, typer.Option("--mine", help="One's own, as a person: it ends with the membership.")]
@@ -287,7 +287,7 @@ def audit(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, at most.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """List who did what on a server, and who was not let, the newest first.
+    """List who did what on a server, and whom it refused, the newest first.
 
     Example: elastic audit -n 20 --json
     """

@@ -19,7 +19,7 @@ from elastic.runtime.journal import AGENTS, RunDirectory
 
 agents = group(
     "agents",
-    "Where agents reach a run that they drive, and the keys that they show.\n\nExample: elastic agents url latest",
+    "Show where agents reach a run, and the keys that they need.\n\nExample: elastic agents url latest",
 )
 
 MAIN = "main"

@@ -20,79 +20,98 @@ from elastic.cli.whole_help import WholeHelp
 from elastic.system.logs import STANDARD_ERROR, log_to
 
 OURS = ("elastic.", "functions.", "policies.", "providers.", "traces.")
-COMMANDS = {
-    "audit": ("access", "List who did what on a server, and who was not let, the newest first."),
-    "logs": ("logs", "Print a run's log."),
-    "stop": ("control", "Stop a run: it makes a checkpoint, gives everything back and ends; it can be resumed."),
-    "serve": ("serve", "Serve the control API: many runs, many people."),
-    "serve-rollouts": (
-        "serve_rollouts",
-        "Generate for other people's trainers on borrowed and preemptible capacity; their weights come by directories.",
-    ),
-    "runner": ("serve", "Look after a server's runs in a process of its own, beside `elastic serve --no-runner`."),
-    "support-bundle": (
-        "serve",
-        "Gather what somebody needs who is to help with a server: versions, health, runs' conditions, logs; no "
-        "secrets.",
-    ),
+PANELS = {
+    "Run": {
+        "prepare": ("run", "Make an example's base policy by a short supervised warm-up, once."),
+        "run": ("run", "Train a policy, with rollouts on borrowed and preemptible capacity."),
+        "serve-rollouts": (
+            "serve_rollouts",
+            "Generate rollouts for other people's trainers, whose weights come as directories.",
+        ),
+        "evaluate": (
+            "evaluate",
+            "Evaluate a policy on the tasks of [evaluation], with the providers of a run and without training.",
+        ),
+        "stop": ("control", "Stop a run: it makes a checkpoint, gives everything back and ends; it can be resumed."),
+        "cap": (
+            "control",
+            "Limit how many GPUs of a provider a run holds from now on: what exceeds that drains, and no token is "
+            "lost.",
+        ),
+        "budget": ("control", "Set what a run may cost in all: it stops in time, and can be resumed with more."),
+        "agents": ("agents", "Show where agents reach a run, and the keys that they need."),
+        "environments": ("environments", "Write what the environments of a run need, such as a Dockerfile."),
+        "export": ("export", "Write a run's policy as a Hugging Face directory, with its tokenizer and a model card."),
+    },
+    "Look": {
+        "runs": ("runs", "List the runs there are, oldest first; with --remote those on the server."),
+        "top": ("top", "Watch what goes on: all living runs, one run, or a pool; with --remote those of the server."),
+        "logs": ("logs", "Print a run's log."),
+        "report": (
+            "report",
+            "Write a run's report: what went wrong, what it cost and gained, where every GPU-second went.",
+        ),
+        "track": ("track", "Send each step of a run's journal to loggers, while the run goes on or afterwards."),
+        "chat": (
+            "chat",
+            "Talk with a run's policy: while the run goes on by its spare credit, later by an engine here.",
+        ),
+    },
+    "Simulate and plan": {
+        "simulate": (
+            "simulate",
+            "Simulate a run: what it would cost and how fast it would be, by the same scheduler on virtual time.",
+        ),
+        "profile": (
+            "profile",
+            "Measure a machine, as a profile to simulate runs with: its engine, everything around it in a live run, "
+            "or both.",
+        ),
+        "config": ("configuration", "Say what the keys of a configuration mean."),
+        "doctor": (
+            "doctor",
+            "Check what this machine has, and with CONFIG what the clouds of its providers say: credentials, quotas, "
+            "reach.",
+        ),
+    },
+    "Serve": {
+        "serve": ("serve", "Serve the control API: many runs, many people."),
+        "runner": ("serve", "Look after a server's runs in a process of its own, beside `elastic serve --no-runner`."),
+        "support-bundle": (
+            "serve",
+            "Collect what helps to find a server's fault: versions, health, states of runs and logs, without secrets.",
+        ),
+        "api": ("login", "Log in to a server."),
+        "projects": ("projects", "List, make and share projects on a server."),
+        "keys": ("access", "Make, list and revoke keys of a server."),
+        "secrets": ("access", "Set the variables of a project's runs whose values nobody reads again."),
+        "webhooks": ("access", "Name the URLs that are told what becomes of a project's runs."),
+        "uploads": ("uploads", "Keep checkpoints and data in a project's storage on a server."),
+        "audit": ("access", "List who did what on a server, and whom it refused, the newest first."),
+    },
+    "Pool": {
+        "pool": ("pool", "Have devices that many jobs share, phase by phase: see docs/jobs.md."),
+        "jobs": ("jobs", "Submit jobs to a pool and look after them."),
+    },
+    "Capacity": {
+        "providers": ("providers", "List the kinds of providers on the server, and what its runs have of each."),
+        "ticket": ("ticket", "Mint a ticket with which one worker joins a run that goes on, from any machine."),
+        "worker": ("worker", "Serve rollout turns to a run: dial its orchestrator and generate until the lease ends."),
+        "modal": ("modal", "Deploy what runs call on Modal."),
+    },
+}
+"""The commands by panel. Of each: its module in this package, which has a function or a group by the command's name,
+and the first sentence of its help."""
+FOR_PROGRAMS = {
     "pool-run": ("pool_process", ""),
     "pool-host": ("pool_process", ""),
-    "run": ("run", "Train a policy, with rollouts on borrowed and preemptible capacity."),
-    "simulate": (
-        "simulate",
-        "What a run would cost and how fast it would be: the same scheduler on virtual time, with modelled devices.",
-    ),
-    "profile": (
-        "profile",
-        "Measure a machine, as a profile to simulate runs with: its engine, everything around it in a live run, or "
-        "both.",
-    ),
-    "prepare": ("run", "Make an example's base policy by a short supervised warm-up, once."),
-    "report": (
-        "report",
-        "Write a run's report: what went wrong, what it cost and gained, where every GPU-second went.",
-    ),
-    "track": ("track", "Bring what a run's journal says of each step to loggers: while it goes on, or afterwards."),
-    "evaluate": (
-        "evaluate",
-        "Evaluate a policy on the tasks of [evaluation], with the providers of a run and without training.",
-    ),
-    "export": ("export", "Write a run's policy as a Hugging Face directory, with its tokenizer and a model card."),
-    "cap": (
-        "control",
-        "Limit how many GPUs of a provider a run holds from now on: what exceeds that drains, and no token is lost.",
-    ),
-    "budget": ("control", "Set what a run may cost in all: it stops in time, and can be resumed with more."),
-    "worker": ("worker", "Serve rollout turns to a run: dial its orchestrator and generate until the lease ends."),
-    "ticket": ("ticket", "Mint a ticket with which one worker joins a run that goes on, from any machine."),
     "serving-host": ("worker", ""),
     "pool-resident": ("worker", ""),
     "front": ("worker", ""),
     "env-worker": ("worker", ""),
-    "environments": ("environments", "What environments of a run need."),
-    "agents": ("agents", "Where agents reach a run that they drive, and the keys that they show."),
-    "chat": ("chat", "Talk with a run's policy: while the run goes on by its spare credit, later by an engine here."),
-    "doctor": (
-        "doctor",
-        "Check what this machine has, and with CONFIG what the clouds of its providers say: credentials, quotas, "
-        "reach.",
-    ),
-    "top": ("top", "Watch what goes on: all living runs, one run, or a pool; with --remote those of the server."),
-    "runs": ("runs", "List the runs there are, oldest first; with --remote those on the server."),
-    "api": ("login", "Log in to a server."),
-    "projects": ("projects", "List, make and share projects on a server."),
-    "uploads": ("uploads", "Checkpoints and data in a project's storage on a server."),
-    "providers": ("providers", "List the kinds of providers on the server, and what its runs have of each."),
-    "keys": ("access", "Make, list and revoke keys of a server."),
-    "secrets": ("access", "Variables that a project's runs have, whose values nobody reads again."),
-    "webhooks": ("access", "URLs that are told what becomes of a project's runs."),
-    "config": ("configuration", "Say what the keys of a configuration mean."),
-    "modal": ("modal", "Deploy what runs call on Modal."),
-    "pool": ("pool", "Have devices that many jobs share, phase by phase: see docs/jobs.md."),
-    "jobs": ("jobs", "Submit jobs to a pool and look after them."),
 }
-"""Each command's module in this package, which has a function or a group by the command's name, and the first sentence
-of its help; without one it is a command for programs, which no list shows."""
+"""Commands that no list shows."""
+COMMANDS = {name: command for commands in (*PANELS.values(), FOR_PROGRAMS) for name, command in commands.items()}
 
 
 class Commands(Mapping[str, Any]):
@@ -133,8 +152,8 @@ class Elastic(WholeHelp):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
-    def listed(self, ctx: Any) -> list[tuple[str, str]]:
-        return [(name, words) for name, (_, words) in COMMANDS.items() if words]
+    def panels(self, ctx: Any) -> Mapping[str, Sequence[tuple[str, str]]]:
+        return {title: [(name, words) for name, (_, words) in panel.items()] for title, panel in PANELS.items()}
 
 
 app = typer.Typer(

@@ -8,7 +8,9 @@ from elastic.cli.options import group
 from elastic.compose.containers import dockerfile_lines
 
 environments = group(
-    "environments", "What environments of a run need.\n\nExample: elastic environments dockerfile calculator"
+    "environments",
+    "Write what the environments of a run need, such as a Dockerfile.\n\n"
+    "Example: elastic environments dockerfile calculator",
 )
 
 

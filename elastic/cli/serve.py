@@ -222,7 +222,7 @@ def support_bundle(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to; a new file here unless given.")
     ] = None,
 ) -> None:
-    """Gather what somebody needs who is to help with a server: versions, health, runs' conditions, logs; no secrets.
+    """Collect what helps to find a server's fault: versions, health, states of runs and logs, without secrets.
 
     Example: elastic support-bundle --home /var/lib/elastic --log /var/log/elastic.log
     """

@@ -65,7 +65,7 @@ def serve_rollouts(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be served and acquired.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Generate for other people's trainers on borrowed and preemptible capacity; their weights come by directories.
+    """Generate rollouts for other people's trainers, whose weights come as directories.
 
     Example: elastic serve-rollouts examples/rollouts.toml --providers spot --weights-root /shared/weights
     """

@@ -81,7 +81,7 @@ def simulate(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """What a run would cost and how fast it would be: the same scheduler on virtual time, with modelled devices.
+    """Simulate a run: what it would cost and how fast it would be, by the same scheduler on virtual time.
 
     Example: elastic simulate examples/frozenlake.toml --providers serving,spot
     Example: elastic simulate --jobs examples/jobs.toml --policy ours

@@ -46,7 +46,7 @@ def track(
     ] = False,
     directory: RunsDirectory = Path("runs"),
 ) -> int:
-    """Bring what a run's journal says of each step to loggers: while it goes on, or afterwards.
+    """Send each step of a run's journal to loggers, while the run goes on or afterwards.
 
     Each step is one row, and no row comes twice, however often this is begun and killed. The run notices nothing.
 

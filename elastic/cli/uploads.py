@@ -13,7 +13,8 @@ from elastic.protocol.api import NAME
 
 uploads = group(
     "uploads",
-    "Checkpoints and data in a project's storage on a server.\n\nExample: elastic uploads put .cache/frozenlake-base",
+    "Keep checkpoints and data in a project's storage on a server.\n\n"
+    "Example: elastic uploads put .cache/frozenlake-base",
 )
 UploadName = Annotated[str, typer.Argument(metavar="UPLOAD", help="An upload's id.")]
 
