@@ -250,7 +250,8 @@ class StreamedRun:
 def streaming_config(workers: int, streams: int, **sections: Mapping[str, Any]) -> Config:
     """The defaults, but that there are as many trajectories as streams, and that no step ends; `sections` besides.
 
-    Workers may be silent for longer: what a machine is too slow for shows in what it carries, and not in lost workers.
+    Workers may be silent for longer: what a machine is too slow for shows in what it carries, and not in lost workers
+    or in tokens that come after their turn was taken away.
     """
     return Config.model_validate(
         {
@@ -265,7 +266,11 @@ def streaming_config(workers: int, streams: int, **sections: Mapping[str, Any]) 
             "trainer": {"updates_per_step": 1},
             "engine": {"max_pending": streams, "max_context_tokens": 1 << 22, "kv_blocks": 1 << 18},
             "seeding": {"window_s": 3600, "reserved_engines": max(1, workers - 1)},
-            "scheduler": {"heartbeat_timeout_s": SILENCE_S, "stall_timeout_s": SILENCE_S},
+            "scheduler": {
+                "heartbeat_timeout_s": SILENCE_S,
+                "stall_timeout_s": SILENCE_S,
+                "handover_timeout_s": SILENCE_S,
+            },
             **sections,
         }
     )

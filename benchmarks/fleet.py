@@ -7,6 +7,8 @@ many workers dial in. With `--quick` there are 128; `--workers N` says how many,
 all of them.
 
 - workers, gpus_modelled: what was connected, and how many H100 produce as many tokens (3,000 a second each);
+- streams_in, carried: streams that got in, and whether those were nearly all. A machine that does not carry them says
+  what it was busy with (core_share, generator_core_share), and nobody is killed there;
 - turns_per_s, tokens_per_s, core_share: what the orchestrator brought to an end and accepted, and took of its core, in
   the time before the kill;
 - decision_us_p99: of the core, from an event to its commands, by the CPU time of its thread; over the whole run;
@@ -28,8 +30,8 @@ from typing import Any
 
 import psutil
 from _common import emit, parser
-from _stand_ins import Look
-from _streaming import STREAMS_PER_WORKER, StandInFleet, StreamedRun, live_run, streaming_config, until, used
+from _stand_ins import PATIENCE_S, Look
+from _streaming import STREAMS_PER_WORKER, StandInFleet, StreamedRun, comes_to, live_run, streaming_config, until, used
 
 from elastic.compose.processes import run_loop
 from elastic.core import commands as c
@@ -85,9 +87,16 @@ async def _measure(workers: int, run_s: float, drift_s: tuple[float, float]) -> 
         decided=trouble.note,
         make_scheduler=TimedScheduler,
     ) as run:
-        await until("most streams", lambda: run.streaming() >= STARTED_SHARE * streams)
+        carried = await comes_to(run.streaming, STARTED_SHARE * streams, PATIENCE_S)
         await asyncio.sleep(SETTLE_S)
-        figures = await _usual(run, run_s)
+        figures = {
+            "workers": workers,
+            "streams_in": run.streaming(),
+            "carried": carried,
+            **await _usual(run, run_s if carried else SETTLE_S),
+        }
+        if not carried:
+            return figures
         fleet.add(PROCESSES // 2)
         await fleet.ask(Look())  # Once it answers, a process is there.
         kills, again_s = await _kill_half(run)
@@ -97,9 +106,8 @@ async def _measure(workers: int, run_s: float, drift_s: tuple[float, float]) -> 
         assert isinstance(run.scheduler, TimedScheduler)
         decisions_ns = sorted(run.scheduler.decisions_ns)
     return {
-        "workers": workers,
-        "gpus_modelled": round(figures["tokens_per_s"] / H100_TOKENS_PER_S),
         **figures,
+        "gpus_modelled": round(figures["tokens_per_s"] / H100_TOKENS_PER_S),
         "rss_mb": rss_bytes / 2**20,
         "rss_drift": (rests_bytes[1] - rests_bytes[0]) / rests_bytes[0],
         "decision_us_p99": decisions_ns[len(decisions_ns) * 99 // 100] / 1e3,
