@@ -118,8 +118,8 @@ def _candidates(turn: TurnView, fleet: FleetView) -> Sequence[WorkerView]:
     waiting: Sequence[WorkerView] = ()
     for role in FALL_BACK:
         workers = fleet.least_loaded(role, turn.oldest_version)
-        if workers and workers[0].has_place:
-            return [worker for worker in workers if worker.has_place]
+        if begin := [worker for worker in workers if worker.has_place]:
+            return begin
         waiting = waiting or workers
     return waiting
 

@@ -316,6 +316,8 @@ def _check_queue(s: Scheduler) -> None:
         return
     if s.serving is not None and s.serving.held:
         return
+    if s.timers.waiting("dispatch", "queue"):
+        return
     for turn in s.turns.heads():
         others = (w for w in s.fleet.workers.values() if w.id not in turn.avoided)
         room = next((w for w in others if s.fleet.with_room(w.id, turn.oldest_version)), None)

@@ -3,7 +3,6 @@
 import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from statistics import fmean
 
 import msgspec
 
@@ -123,7 +122,7 @@ class LeaseTable:
     def mean_ready_ns(self, provider: str) -> float | None:
         """Return the mean time until the provider's last workers were ready; None before the first."""
         times_ns = self._ready_ns.get(provider)
-        return fmean(times_ns) if times_ns else None
+        return sum(times_ns) / len(times_ns) if times_ns else None
 
     @property
     def grant_within_ns(self) -> Nanoseconds:

@@ -27,8 +27,9 @@ class LeaseMarket:
         self._timers = timers
         self._room = room
         self._ending = ending
-        over = table.replaced() | {ending.id} if ending is not None else set[str]()
-        self._over = Counter(table.leases[lease].provider for lease in over)
+        self._over = Counter[str]()
+        if ending is not None:
+            self._over.update(table.leases[lease].provider for lease in table.replaced() | {ending.id})
 
     @property
     def worker_bound(self) -> int | None:

@@ -80,12 +80,19 @@ class Changed(Enum):
     """Which turns wait, and what room workers have."""
 
 
+def most(one: Changed | None, other: Changed | None) -> Changed | None:
+    """What two events have changed at most, one after the other."""
+    return other if one is Changed.PROGRESS else one if other is not None else None
+
+
 class SchedulerPart(Protocol):
-    """A part of the scheduler: the events that it handles, and the callbacks of its waits. A handler that returns None
-    may have changed anything."""
+    """A part of the scheduler: the events that it handles, and the callbacks of its waits. One that returns None may
+    have changed anything."""
 
     handlers: Mapping[type[Event], Callable[[Any], Changed | None]]
-    due: Mapping[str, Callable[[str], None]]
+
+    @property
+    def due(self) -> Mapping[str, Callable[[str], Changed | None]]: ...
 
 
 class RunState:

@@ -27,7 +27,7 @@ from elastic.core.patience import Patience
 from elastic.core.policy import Policies, SeedingPlan, StepRecord
 from elastic.core.profiles import BatchProfile
 from elastic.core.reward_manager import RewardManager, Scoring
-from elastic.core.run_state import Changed, Phase, RunState, SchedulerPart
+from elastic.core.run_state import Changed, Phase, RunState, SchedulerPart, most
 from elastic.core.serving import Serving
 from elastic.core.serving_manager import ServingManager
 from elastic.core.step_controller import StepController
@@ -87,7 +87,7 @@ class Scheduler:
             self._driver,
         )
         self._handlers: dict[type[e.Event], Callable[[Any], Changed | None]] = {
-            e.Tick: lambda _: None,
+            e.Tick: lambda _: Changed.PROGRESS,
             e.AgentNoted: lambda _: Changed.PROGRESS,
             e.Suspended: run.sleep_through,
             e.StopRequested: lambda event: run.fail(event.reason),
@@ -95,7 +95,7 @@ class Scheduler:
         }
         self._followed: int | None = None
         """The oldest version that the turn allows which waits first, as the step has seen it; None where none waits."""
-        self._due: dict[str, Callable[[str], None]] = {
+        self._due: dict[str, Callable[[str], Changed | None]] = {
             "start": lambda _: run.fail("the trainer's device did not come in time"),
             "stop": lambda _: self._end(),
         }
@@ -113,9 +113,8 @@ class Scheduler:
             run.now_ns = now_ns
         changed = self._handlers[type(event)](event)
         if run.timers.due(run.now_ns):
-            changed = None
             for what, key in run.timers.pop_due(run.now_ns):
-                self._due[what](key)
+                changed = most(changed, self._due[what](key))
         if changed is not Changed.PROGRESS or run.fleet.struck:  # What strikes lead to depends on the time, too.
             self._settle(changed)
         out, run.out = run.out, []
@@ -135,7 +134,8 @@ class Scheduler:
         if all_else:
             self._settle_leases()
         if run.active:
-            all_else |= run.serving is not None and not run.turns.live
+            if run.serving is not None:  # Leases go back once no turn has been requested for so long.
+                all_else |= not run.turns.live or run.timers.waiting("idle", "run")
             if run.phase is Phase.RUNNING:
                 self._turn_manager.dispatch()
                 self._balancer.watch()

@@ -29,8 +29,13 @@ from elastic.core.types import (
     WorkerRole,
 )
 
-QUEUE_WAITS = ("capacity", "place")
-"""Waits of the queue: for a worker that could ever take a turn (capacity), and for room on one (place)."""
+QUEUE_WAITS = ("capacity", "place", "dispatch")
+"""Waits of the queue: for a worker that could ever take a turn (capacity), for room on one (place), and for the next
+pass, which the next event makes (dispatch)."""
+SENT_AT_ONCE = 2
+"""Turns that one pass over the queue sends: a worker that is lost leaves many, and other events wait meanwhile."""
+NEXT_NS = 1
+"""What is due then is for the next event, and not for the one that is being handled."""
 STRUCK_LOOK_NS = NS_PER_S // 20
 """Pause after a look at the turns of workers with strikes that has led to nothing: these may be many, and events come
 by thousands a second."""
@@ -46,11 +51,12 @@ class TurnManager:
             e.TokensReceived: self._on_tokens,
             e.TurnCut: self._on_cut,
         }
-        self.due: Mapping[str, Callable[[str], None]] = {
+        self.due: Mapping[str, Callable[[str], Changed | None]] = {
             "token": self._token_due,
             "handover": self._handover_due,
             "capacity": self._capacity_due,
             "place": self._place_due,
+            "dispatch": lambda _: Changed.ROOM,
             "retry": lambda turn: self._avoid(self._run.turns.live[turn]),
             "rest": lambda worker: self._run.fleet.rested(self._run.fleet.workers[worker]),
         }
@@ -67,25 +73,31 @@ class TurnManager:
     def dispatch(self) -> None:
         """Send queued turns to workers while any worker has room (invariant 9).
 
-        Who has found nobody for the queue looks again once a worker has opened, or a line has another head.
+        Who has found nobody for the queue looks again once a worker has opened, or a line has another head. Of many
+        turns each pass sends a few, the next with the next event.
         """
         run = self._run
         if run.serving is not None and run.serving.held:
             self._clear_queue_waits()
             return
+        queue, timers = run.turns.queue, run.timers
+        if queue.heads and timers.waiting("dispatch", "queue"):
+            return
         if run.fleet.struck:
             self._take_from_struck()
-        queue, opened = run.turns.queue, run.fleet.take_opened()
-        started = False
+        opened, sent, goes_on = run.fleet.take_opened(), 0, False
         if queue.heads and (opened or queue.changed):
-            while queue.heads and (match := self._match()) is not None:
+            while sent < SENT_AT_ONCE and queue.heads and (match := self._match()) is not None:
                 self._start(*match)
-                started = True
-            queue.changed = False
-        if started or not queue.heads:
+                sent += 1
+            queue.changed = goes_on = sent == SENT_AT_ONCE
+        # Whoever waits for anything else waits for a place, too.
+        if (sent or not queue.heads) and timers.waiting("place", "queue"):
             self._clear_queue_waits()
         if queue.heads:
             self._expect_place()
+            if goes_on:
+                run.wait("dispatch", "queue", NEXT_NS)
 
     def _take_from_struck(self) -> None:
         """Route a turn again, as soon as another worker has a place, of which one with strikes has brought nothing, or
@@ -134,10 +146,8 @@ class TurnManager:
         return limits.queue_timeout_ns + max(coming_ns, limits.train_timeout_ns + slice_ns)
 
     def _clear_queue_waits(self) -> None:
-        timers = self._run.timers
-        if timers.waiting("place", "queue"):  # Whoever waits for capacity waits for a place, too.
-            for what in QUEUE_WAITS:
-                timers.clear(what, "queue")
+        for what in QUEUE_WAITS:
+            self._run.timers.clear(what, "queue")
 
     def _match(self) -> tuple[Turn, Worker] | None:
         """The first queued turn that a worker can take, with that worker."""
@@ -284,7 +294,7 @@ class TurnManager:
                 longer += 1
                 finish, detail, prefilled, cached = told.get(place, NO_EXTRAS)
                 chunk = Chunk(slot, start, count, version, finish, detail, prefilled, cached)
-                turn, refused = self._take(worker, chunk)
+                turn, refused = self._take(worker, turn, chunk)
                 watched_ns = run.timers.until_ns("token", worker_id)
                 unsettled = worker.standing < 1 or not worker.brought
                 if turn is None:
@@ -301,10 +311,10 @@ class TurnManager:
             run.ledger.lose(event.worker, lost)
         return Changed.ROOM if longer else Changed.PROGRESS
 
-    def _take(self, worker: Worker, chunk: Chunk) -> tuple[Turn | None, int]:
-        """Accept or refuse a chunk. Returns its turn if it was accepted, and how many tokens are lost if not."""
-        turn = found = self._run.turns.live.get(worker.slots.get(chunk.slot, ""))
-        lost = 0
+    def _take(self, worker: Worker, turn: Turn | None, chunk: Chunk) -> tuple[Turn | None, int]:
+        """Accept or refuse a chunk of the turn in its slot. Returns the turn if it was accepted, and how many tokens
+        are lost if not."""
+        found, lost = turn, 0
         if turn is None or turn.slot != chunk.slot or turn.worker != worker.id:  # Its present attempt is elsewhere.
             turn = found = None
             lost = chunk.count
@@ -580,7 +590,8 @@ class TurnManager:
         self._requeue_unheard(turn, f"{other} has a place")
 
     def take_away(self, worker: Worker, cause: str) -> None:
-        """Queue a worker's turns again, at once: nothing more can come from these attempts."""
+        """Queue a worker's turns again, at once: nothing more can come from these attempts. The passes after this
+        event send them."""
         run = self._run
         turns = self._of(worker)
         run.fleet.unassign_all(worker)
@@ -589,6 +600,8 @@ class TurnManager:
             self._note_unheard(turn, worker)
             self._clear_waits(turn)
             self._queue(turn, cause)
+        if len(turns) > SENT_AT_ONCE:
+            run.wait("dispatch", "queue", NEXT_NS)
 
     def cancel(self, trajectory: TrajectoryId, cause: str) -> None:
         """The trajectory is over: so are its turns, and nothing of it is remembered."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from elastic.core.demand import Demand
 from elastic.core.transitions import Story, take_transition
-from elastic.core.turn_queue import Needs, TurnQueue
+from elastic.core.turn_queue import TurnQueue
 from elastic.core.types import InfrastructureCause, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
 
 OVER = (TurnState.FINISHED, TurnState.CANCELLED, TurnState.FAILED)
@@ -72,10 +72,6 @@ class Turn:
         """Tokens still to decode: the mean of finished turns of its tag, or the upper limit before there is one."""
         expected = self.demand.decode_tokens if self.demand.turns else self.max_new_tokens
         return max(1.0, expected - self.accepted)
-
-    @property
-    def needs(self) -> Needs:
-        return self.oldest_version, self.avoided
 
     def avoids(self, worker: WorkerId, now_ns: Nanoseconds) -> bool:
         """Whether the back-off after this worker returned the turn still runs."""
@@ -220,7 +216,7 @@ class Turns:
             del self.live[turn.id]
 
     def _enqueue(self, turn: Turn) -> None:
-        self.queue.add(turn.id, turn.order, turn.needs)
+        self.queue.add(turn.id, turn.order, (turn.oldest_version, turn.avoided))
 
     def require(self, oldest_version: int) -> None:
         """No turn may take tokens of versions before `oldest_version` any more."""

@@ -47,8 +47,9 @@ def _give_way() -> None:
 
 FULL_COLLECTION_INTERVAL_S = 60.0
 YOUNG_COLLECTION_INTERVAL_S = 0.05
-YOUNG_OBJECTS, YOUNG_ROUNDS, NEVER = 300, 2, 1 << 30
-"""The thresholds for young objects, lower than CPython's own; for old ones, one that is not reached."""
+YOUNG_OBJECTS, YOUNG_ROUNDS, NEVER = 10_000, 2, 1 << 30
+"""The thresholds for young objects, which `collect_young` has gone before they are reached, so that collections come
+between decisions; for old ones, one that is not reached."""
 
 
 def defer_full_collections() -> None:
@@ -65,8 +66,9 @@ def defer_full_collections() -> None:
 def collect_young() -> None:
     """To be called every `YOUNG_COLLECTION_INTERVAL_S`, so that what has come since is little.
 
-    CPython counts how many more objects have come than gone. In a process whose old objects go as fast as new ones come
-    that reaches no threshold for long, and then a collection walks tens of thousands.
+    CPython counts how many more objects have come than gone. Thresholds alone would have collections in the middle of
+    one decision in two hundred; and a process whose old objects go as fast as new ones come reaches them late, and then
+    a collection walks tens of thousands.
     """
     gc.collect(1)
 

@@ -3,9 +3,10 @@
 import pytest
 
 from elastic.core import commands as c
+from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.policy import FleetView, TurnView
-from elastic.core.turn_manager import STRUCK_LOOK_NS
+from elastic.core.turn_manager import NEXT_NS, SENT_AT_ONCE, STRUCK_LOOK_NS
 from elastic.core.types import NS_PER_S, FinishReason
 from elastic.testing.faults.core.incarnation import fresh_core
 from elastic.testing.faults.core.world import simulate
@@ -81,3 +82,22 @@ def test_turns_of_workers_with_strikes_are_not_looked_at_with_every_event(make_c
     core.now_s += STRUCK_LOOK_NS / NS_PER_S
     core.tokens(moved, 1, start=21, finish=FinishReason.STOP)
     assert (core.one(c.StartTurn).turn, core.one(c.StartTurn).worker) == (starts[1].turn, honest)
+
+
+def test_turns_of_a_lost_worker_are_sent_a_few_at_a_time(make_core) -> None:
+    core = make_core(group_size=5)
+    core.trainer(capacity=0)
+    lost = core.worker("spot", capacity=5)
+    for member in range(5):
+        core.request(f"0/0/{member}")
+        core.tokens(core.one(c.StartTurn), 1)
+    for _ in range(3):
+        core.worker("serving")
+    core.tell(e.WorkerDisconnected(worker=lost, epoch=1))
+    sent = [core.sent(c.StartTurn)]
+    while core.scheduler.timers.waiting("dispatch", "queue"):
+        core.now_s += NEXT_NS / NS_PER_S
+        core.tell(e.Tick())
+        sent.append(core.sent(c.StartTurn))
+    assert [len(starts) for starts in sent] == [0, SENT_AT_ONCE, SENT_AT_ONCE, 1]
+    assert [start.turn for starts in sent for start in starts] == [f"0/0/{member}#0" for member in range(5)]
