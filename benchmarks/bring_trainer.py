@@ -11,7 +11,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,6 @@ from safetensors.torch import load_file
 
 from elastic.protocol.http_clients import sync_client
 from elastic.protocol.run_secrets import RunSecrets
-from elastic.runtime.journal import PUBLISHER, RunDirectory
-from elastic.weights.puller import Puller
-from elastic.weights.relay import open_relay
-from elastic.weights.signing import Trust
 
 MODEL = "policy"
 OPTIONS = ("--model-name", MODEL, "--plain", "127.0.0.0/8")
@@ -88,7 +84,7 @@ def _played(
         return {"calls": None, "passed": False, "failed": str(failure)}
     [file] = offered[-1].glob("*.safetensors")
     served = load_file(file)
-    found = on_the_relay(run, UPDATES * (number + 1))
+    found = run.pulled(UPDATES * (number + 1))
     same = found.keys() == served.keys() and all(bool((found[name] == served[name]).all()) for name in served)
     return {"calls": calls, "passed": same and judged(told, offered), "skipped_because": ""}
 
@@ -108,13 +104,6 @@ def _with_adapters(told: Sequence[PeerTurn], offered: Sequence[Path]) -> bool:
     """Whether each turn is whole, and all of it by one adapter's name."""
     whole = all(len(turn.ids) == len(turn.logprobs) == TOKENS for turn in told)
     return whole and len(told) == len(offered) and all(len({*turn.versions}) == 1 for turn in told if turn.versions)
-
-
-def on_the_relay(run: DoorsRun, version: int) -> Mapping[str, Any]:
-    """The version's tensors, as workers pull them."""
-    with RunDirectory(run.run_dir).newest_journal() as journal:
-        key = journal.meta()[PUBLISHER]
-    return Puller(open_relay(str(run.run_dir / "weights")), Trust(run.run_dir.name, key)).pull(version, TIMEOUT_S)
 
 
 def main() -> None:

@@ -14,11 +14,7 @@ import pytest
 import torch
 
 from elastic.engine.model.checkpoint import load_model
-from elastic.runtime.journal import PUBLISHER, RunDirectory
-from elastic.weights.relay import open_relay
-from elastic.weights.signing import Trust
 from tests.front.live import benchmark
-from tests.weights.signed import pull
 
 pytestmark = [pytest.mark.clients, pytest.mark.alone]
 
@@ -90,13 +86,6 @@ def is_of(directory: Path, base: Path, choice: dict[str, Any]) -> bool:
     return bool((expected - found).abs().max() < WITHIN_NATS)
 
 
-def on_the_relay(run: Any, version: int) -> dict[str, torch.Tensor]:
-    """The version as workers pull it."""
-    with RunDirectory(run.run_dir).newest_journal() as journal:
-        key = journal.meta()[PUBLISHER]
-    return pull(open_relay(str(run.run_dir / "weights")), Trust(run.run_dir.name, key), version)
-
-
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -113,7 +102,7 @@ def test_three_updates_while_a_worker_and_the_importer_are_killed(doors: Any, ru
         choice = completed(client, tokens=24)
         assert len(choice["token_ids"]) == 24
         assert is_of(directory, run.base, choice)
-    assert same(on_the_relay(run, 3), doors.stepped(run.base, 3))
+    assert same(run.pulled(3), doors.stepped(run.base, 3))
 
 
 def test_answers_go_on_over_the_deaths_of_their_worker_front_and_orchestrator(
@@ -143,7 +132,7 @@ def test_answers_go_on_over_the_deaths_of_their_worker_front_and_orchestrator(
         assert (len(choice["token_ids"]), choice["finish_reason"]) == (200, "length")
         assert is_of(directory, run.base, choice)
     updated(client, doors.write_version(run, 2))
-    assert same(on_the_relay(run, 2), doors.stepped(run.base, 2))
+    assert same(run.pulled(2), doors.stepped(run.base, 2))
 
 
 def under_way(client: httpx.Client) -> bool:
