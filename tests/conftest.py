@@ -4,15 +4,18 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.seeds import NIGHTLY
+
 # How long an example takes depends on what else the machine does; pytest's timeout bounds the whole test.
-settings.register_profile("elastic", deadline=None, max_examples=25)
-settings.load_profile("elastic")
+settings.register_profile("change", deadline=None, max_examples=10)
+settings.register_profile(NIGHTLY, deadline=None, max_examples=50)
+settings.load_profile("change")
 
 
 # Models of tests are so small that a second thread of torch's costs more than it computes, here and in processes that
@@ -56,19 +59,37 @@ def _changed() -> str:
     )
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Each of several processes begins with another folder: in a fresh clone none compiles what another one has."""
+    report = yield
+    if collector.path == ROOT / "tests" and report.result:
+        first = len(report.result) * PROCESS // PROCESSES
+        report.result = report.result[first:] + report.result[:first]
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Slow tests come first, in each process's share where several share the tests: none is begun when all others end.
 
     Shares are of equal length, one behind the other (xdist's `worksteal`)."""
-    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if processes > 1:
+    if PROCESSES > 1:
+        items.sort(key=lambda item: item.path)
+    yield
+    if PROCESSES > 1:
         slow = [item for item in items if item.get_closest_marker("slow")]
         quick = [item for item in items if not item.get_closest_marker("slow")]
-        shares = [slow[number::processes] for number in range(processes)]
+        shares = [slow[number::PROCESSES] for number in range(PROCESSES)]
         for number, share in enumerate(shares):
-            room = len(items) * (number + 1) // processes - len(items) * number // processes - len(share)
-            share += quick[:room] if number < processes - 1 else quick
+            room = len(items) * (number + 1) // PROCESSES - len(items) * number // PROCESSES - len(share)
+            share += quick[:room] if number < PROCESSES - 1 else quick
             del quick[:room]
         items[:] = [item for share in shares for item in share]
 

@@ -31,6 +31,7 @@ from elastic.core.types import (
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import MS, SMALL_LIMITS, WorldSettings
 from tests.core.conftest import CoreHarness
+from tests.seeds import examples
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=64, device="none")
 LONGEST_S = 600
@@ -366,7 +367,7 @@ def test_it_goes_in_every_mode() -> None:
     pytest.fail(f"it went in {modes} alone")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15, 40), deadline=None)
 @example(taken={44: "redial"}, lost={}, helpers=1, bound=1, seed=0)
 @given(
     taken=st.dictionaries(st.integers(1, 300), st.sampled_from(BLIPS), max_size=12),
@@ -381,7 +382,7 @@ def test_the_trainer_goes_again_and_again(
     ends_well(Play(bound, helpers, taken | lost, seed).run())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(at=st.integers(1, 200), way=st.sampled_from((*BLIPS, *LOSSES)), soon=st.integers(1, 8), bound=st.integers(0, 1))
 def test_a_run_that_is_stopped_while_its_trainer_is_away_ends(at: int, way: str, soon: int, bound: int) -> None:
     play = Play(bound, 1, {at: way, at + soon: "stop"}).run()

@@ -11,6 +11,7 @@ from torch import nn
 
 from elastic.pool.phases import PhaseError
 from elastic.pool.phases.states import StateArena
+from tests.seeds import examples
 
 OPTIMISERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
@@ -68,7 +69,7 @@ def step(model: nn.Module, optimiser: torch.optim.Optimizer, seed: int) -> None:
         optimiser.zero_grad()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(10, 40))
 @given(st.sampled_from(OPTIMISERS), st.integers(1, 90), st.lists(st.integers(0, 2), min_size=1, max_size=5))
 def test_steps_with_parking_between_them_are_those_without(
     kind: type[torch.optim.Optimizer], width: int, plan: list[int]

@@ -14,6 +14,7 @@ from elastic.pool.connection import FromDialler, PoolLink
 from elastic.protocol.connection import ConnectionLost
 from elastic.protocol.endpoint import Endpoint
 from tests.pool.model import ROLLOUT, TRAIN, JobsPool, listen_as_pool
+from tests.seeds import examples
 
 PHASES = st.sampled_from([ROLLOUT, TRAIN])
 
@@ -197,7 +198,7 @@ class JobAndPool(RuleBasedStateMachine):
 
 
 TestJobAndPool = JobAndPool.TestCase
-TestJobAndPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestJobAndPool.settings = settings(max_examples=examples(50, 120), stateful_step_count=40, deadline=None)
 
 
 def membership(address: str) -> PoolMembership:

@@ -19,6 +19,7 @@ from providers.markets import (
     SpotSettings,
 )
 from providers.serving_messages import ServingSettings
+from tests.seeds import examples
 
 MOST = 3
 TRACE = "0,add,a\n0,add,b\n1000,remove,a\n1500,add,c\n2000,add,a\n2500,remove,b\n3000,remove,c\n3500,add,b\n"
@@ -101,7 +102,7 @@ def test_what_is_offered_is_had_and_no_place_is_had_twice(kind: str, trace: str,
         assert market.free() == MOST + 1 - len(places) - barred
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(60, 200))
 @given(acts=st.lists(st.sampled_from(["take", "forget", "advance"]), max_size=60), unheard=st.integers(0, 12))
 def test_a_market_that_is_told_what_is_leased_takes_it_back_as_it_would_have(
     trace: str, acts: list[str], unheard: int

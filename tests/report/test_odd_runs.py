@@ -15,6 +15,7 @@ from elastic.core.types import NS_PER_S, SHARED_ACCOUNTS, Account, EndCause
 from elastic.report import as_json, as_markdown, closing_table, tables
 from elastic.report.html import as_html
 from elastic.runtime.status import ProviderStatus
+from tests.seeds import examples
 
 HOSTILE = st.text("ab-1 <>&\"'|*_[]`\\$\n\t\x00\x1b\x7f\u202e\ufffe日é;/]", min_size=1, max_size=12)
 SECONDS = st.floats(0.0, 200_000.0).map(lambda value: round(value, 3))
@@ -86,7 +87,7 @@ def _write_book(run, worker, provider, at_s, usd_per_gpu_hour, gpus, reports, en
         run.end(worker, cause, at_s + after_s, clean)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(10, 25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fill=odd_runs())
 def test_the_summary_adds_up_and_every_format_can_be_read(summary_of, fill):
     books = []

@@ -20,7 +20,7 @@ from elastic.protocol.sampled import ids_of
 from elastic.report import causes, summarise
 from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory, SampleRow, StepRow, TrajectoryRow
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 
 class Evidence:

@@ -19,6 +19,7 @@ from elastic.server.history.answers import ENTRY_BYTES, KeptAnswers
 from elastic.server.history.journals import SETTLED_S, Wanted, metrics_of, version_of
 from elastic.server.history.trajectories import trajectories_of
 from elastic.testing.rows import run_status, step_record
+from tests.seeds import examples
 
 REWARDS = st.one_of(st.none(), st.sampled_from([0.0, -1.0, 0.5, 1.0]))
 TRAJECTORIES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), REWARDS), max_size=12)
@@ -79,7 +80,7 @@ def expected(directory: RunDirectory, wanted: TrajectoryFilter) -> set[tuple[str
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15, 40), deadline=None)
 @given(
     journals=runs(),
     step=st.none() | st.integers(0, 3),

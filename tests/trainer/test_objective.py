@@ -16,6 +16,7 @@ from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer.batches import Batch, collate
 from elastic.worker.trainer.distribution import TokenDistribution
 from elastic.worker.trainer.objective import BatchLoss, Objective, OtherLogprobs
+from tests.seeds import examples
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 MOVED = 0.1
@@ -65,7 +66,7 @@ def test_modes_are_means_over_tokens_or_sequences(mode: str, expected: float):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo"])
-@settings(max_examples=10)
+@settings(max_examples=examples(4, 10))
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5), data=st.data())
 def test_how_sequences_are_batched_changes_no_sum(mode: str, loss: str, lengths: list[int], data):
     objective = Objective(settings_of(mode, loss=loss))

@@ -10,6 +10,7 @@ from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.kv import KvLayout, PagePool
 from elastic.engine.kv.slab import SlabBackend
 from elastic.engine.torch.blocks import chain_digest, root_digest
+from tests.seeds import examples
 
 PAGES = 6
 LAYOUT = KvLayout(page_bytes=4 * 64, slot_bytes=16, layers=1, block_tokens=4)
@@ -102,7 +103,7 @@ class TwoModels(RuleBasedStateMachine):
             assert model.used == len({block for m, held in self.held if m is model for block in held})
 
 
-TwoModels.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TwoModels.TestCase.settings = settings(max_examples=examples(25, 60), stateful_step_count=30, deadline=None)
 TestTwoModels = TwoModels.TestCase
 
 

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from elastic.engine.torch.blocks import BlockPool, chain_digest, root_digest
+from tests.seeds import examples
 
 SIZE = 3
 
@@ -77,7 +78,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=examples(25, 60), stateful_step_count=30, deadline=None)
 
 
 def test_the_least_recently_used_is_forgotten_first_and_tails_before_their_beginnings():

@@ -25,6 +25,7 @@ from elastic.runtime.agents.streams import FrontStreams
 from elastic.testing.faults.core.incarnation import fresh_core
 from elastic.testing.faults.core.world import simulate
 from functions.base import Call
+from tests.seeds import examples
 
 BOUNDS = UpstreamBounds(
     calls_max=12,
@@ -105,7 +106,7 @@ class Ledgered:
         return status
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(30, 80), deadline=None)
 @given(st.data())
 def test_bounds_hold_and_nothing_is_lost_whoever_dies(data: st.DataObject) -> None:
     bench = Ledgered()
