@@ -29,29 +29,33 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ROOT = Path(__file__).parents[1]
 
 
+HOMES = (Path(tempfile.gettempdir()), Path("/dev/shm"), ROOT, Path(os.environ.get("HOME", "/")))
+FOLDERS = sorted({str(parent) for home in HOMES for parent in (home, *home.parents) if parent.is_dir()})
+IGNORED = {line.strip().strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+
+
 def surroundings() -> dict[str, str]:
     """What no test may change: modes and owners of the folders that are not its own, the names in those where a path
     that nobody has resolved ends up, and where this process stands."""
-    homes = {Path(tempfile.gettempdir()), Path("/dev/shm"), ROOT, Path(os.environ.get("HOME", "/"))}
     found = {"current directory": os.getcwd()}
     with open("/proc/self/status") as status:
         found["umask"] = next(line.split()[1] for line in status if line.startswith("Umask:"))
-    for folder in sorted({parent for home in homes for parent in (home, *home.parents)}):
-        if folder.is_dir():
-            now = folder.stat()
-            found[f"mode and owner of {folder}"] = f"{now.st_mode & 0o7777:o} {now.st_uid}:{now.st_gid}"
-    for path in sorted(ROOT.iterdir()):
-        if not path.name.startswith(".") and path.name not in IGNORED:
-            found[str(path)] = "there"
+    for folder in FOLDERS:
+        now = os.stat(folder)
+        found[f"mode and owner of {folder}"] = f"{now.st_mode & 0o7777:o} {now.st_uid}:{now.st_gid}"
+    for name in os.listdir(ROOT):
+        if not name.startswith(".") and name not in IGNORED:
+            found[f"{ROOT}/{name}"] = "there"
     return found
 
 
-IGNORED = {line.strip().strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
 BEFORE = surroundings()
 
 
 def _changed() -> str:
     now = surroundings()
+    if now == BEFORE:
+        return ""
     return "; ".join(
         f"{what}: {BEFORE.get(what, 'not there')} became {now.get(what, 'not there')}"
         for what in sorted(BEFORE.keys() | now.keys())

@@ -8,15 +8,17 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from fastapi.testclient import TestClient
 
 from benchmarks._postgres import PostgresCluster
 from benchmarks._postgres import cluster as postgresql_cluster
@@ -27,6 +29,7 @@ from elastic.server.api.app import create_app
 from elastic.server.serving import first_key, open_store
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, people
+from elastic.server.store.database import migrate, sqlite_path
 from elastic.system import tenant_files
 
 Submission = Callable[..., dict[str, Any]]
@@ -60,6 +63,27 @@ max_workers = 1
 """
 
 
+class Answering(httpx.BaseTransport):
+    """Has an application answer each request to its end, on a loop of its own: in the caller's thread, or in another
+    where that one has a loop already."""
+
+    def __init__(self, app: Any) -> None:
+        self._asking = httpx.ASGITransport(app, raise_app_exceptions=False)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self._answered(request))
+        with ThreadPoolExecutor(1) as beside:
+            return beside.submit(asyncio.run, self._answered(request)).result()
+
+    async def _answered(self, request: httpx.Request) -> httpx.Response:
+        request.read()
+        answer = await self._asking.handle_async_request(request)
+        return httpx.Response(answer.status_code, headers=answer.headers.raw, content=await answer.aread())
+
+
 @dataclass
 class Site:
     """A server without a runner: what is asked of it stays as it was acknowledged."""
@@ -71,16 +95,18 @@ class Site:
     projects: dict[str, str]
     keys: dict[tuple[str, AccessRole], str]
 
-    def client(self, key: str = "") -> TestClient:
+    def client(self, key: str = "") -> httpx.Client:
         """A client that shows this key; the server-wide admin's unless given."""
         headers = {"authorization": f"Bearer {key or self.admin}"}
-        return TestClient(self.app, base_url="http://127.0.0.1", headers=headers, raise_server_exceptions=False)
+        return httpx.Client(
+            base_url="http://127.0.0.1", headers=headers, transport=Answering(self.app), follow_redirects=True
+        )
 
     def submitted(self, body: dict[str, Any]) -> str:
         """The id of a run that the admin submits."""
         return self.client().post("/v1/runs", json=body).json()["id"]
 
-    def member(self, role: AccessRole, project: str = "ours") -> TestClient:
+    def member(self, role: AccessRole, project: str = "ours") -> httpx.Client:
         """A client with the key of this role in the project."""
         return self.client(self.key(project, role))
 
@@ -192,14 +218,17 @@ def new_database(request: pytest.FixtureRequest) -> Callable[[Path], str]:
     return lambda _: cluster.new_database()
 
 
-def make_site(home: Path, database: str = "") -> Site:
-    models = home / "models"
-    (models / "policy").mkdir(parents=True)
-    (home / "server").mkdir()
-    settings = ServerSettings(
-        home=home / "server", database=database, models=(models,), shared_trust=True, feed_interval_s=0.01
-    )
-    store = open_store(settings)
+@dataclass(frozen=True)
+class Known:
+    """Whom a server knows: its first admin, and two projects with a key for every role in each."""
+
+    admin: str
+    projects: dict[str, str]
+    keys: dict[tuple[str, AccessRole], str]
+
+
+def known_to(store: Store) -> Known:
+    """Have a new store know them."""
     admin = first_key(store)
     assert admin is not None
     projects: dict[str, str] = {}
@@ -213,7 +242,35 @@ def make_site(home: Path, database: str = "") -> Site:
                 )
                 assert secret is not None
                 keys[name, role] = secret
-    return Site(settings, store, create_app(store, settings), admin, projects, keys)
+    return Known(admin, projects, keys)
+
+
+@functools.cache
+def _sqlite_file() -> tuple[bytes, Known]:
+    """A database of SQLite of no home, as a file. To make one takes ten times as long as to copy it."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "elastic.sqlite"
+        store = Store(f"sqlite:///{file}")
+        migrate(store)
+        known = known_to(store)
+        store.close()
+        return file.read_bytes(), known
+
+
+def make_site(home: Path, database: str = "") -> Site:
+    models = home / "models"
+    (models / "policy").mkdir(parents=True)
+    (home / "server").mkdir()
+    settings = ServerSettings(
+        home=home / "server", database=database, models=(models,), shared_trust=True, feed_interval_s=0.01
+    )
+    known = None
+    if (file := sqlite_path(settings.database_url)) is not None:
+        content, known = _sqlite_file()
+        file.write_bytes(content)
+    store = open_store(settings)
+    known = known or known_to(store)
+    return Site(settings, store, create_app(store, settings), known.admin, known.projects, known.keys)
 
 
 @pytest.fixture

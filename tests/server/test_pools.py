@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
-from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
 from elastic.compose.runs import load_run_config
@@ -51,7 +50,7 @@ def pooled(site: Site, pool: StandIn) -> Site:
 
 
 @pytest.fixture
-def ours(pooled: Site) -> TestClient:
+def ours(pooled: Site) -> httpx.Client:
     """Somebody who may run jobs in a project."""
     return pooled.member(AccessRole.RUNNER)
 
@@ -93,7 +92,7 @@ def test_a_job_goes_to_the_pool_and_its_project_alone_sees_it(pooled: Site, pool
     assert pooled.client().get(JOBS).json()["data"][0]["id"] == name
 
 
-def test_what_is_repeated_under_its_key_is_done_once(pool: StandIn, ours: TestClient, job: dict[str, Any]) -> None:
+def test_what_is_repeated_under_its_key_is_done_once(pool: StandIn, ours: httpx.Client, job: dict[str, Any]) -> None:
     first, second = (ours.post(JOBS, json=job, headers={"idempotency-key": "k"}) for _ in range(2))
     assert first.json()["id"] == second.json()["id"]
     assert len(pool.cluster.jobs) == 1
@@ -101,7 +100,7 @@ def test_what_is_repeated_under_its_key_is_done_once(pool: StandIn, ours: TestCl
     assert other.json()["type"] == "/problems/idempotency-mismatch"
 
 
-def test_a_dry_run_starts_nothing(pool: StandIn, ours: TestClient, job: dict[str, Any]) -> None:
+def test_a_dry_run_starts_nothing(pool: StandIn, ours: httpx.Client, job: dict[str, Any]) -> None:
     ours.post(JOBS, json=job)
     found = ours.post(f"{JOBS}/dry-run", json=job | {"slo": 1.01}).json()
     assert found["placement"]["planned_slowdown"] <= 1.01
@@ -122,7 +121,7 @@ def test_a_dry_run_starts_nothing(pool: StandIn, ours: TestClient, job: dict[str
     ],
 )
 def test_what_is_no_job_leaves_nothing(
-    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any], change: dict[str, Any], kind: str, words: str
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any], change: dict[str, Any], kind: str, words: str
 ) -> None:
     for section in ("job", "run"):
         if section in change:
@@ -211,7 +210,7 @@ def files_in(site: Site) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in home.rglob("*") if path.is_file() and "sqlite" not in path.name}
 
 
-def test_a_job_keeps_every_key_of_its_submission(pool: StandIn, ours: TestClient, job: dict[str, Any]) -> None:
+def test_a_job_keeps_every_key_of_its_submission(pool: StandIn, ours: httpx.Client, job: dict[str, Any]) -> None:
     """Each key with a number or a switch, set to another value than its default, is in the job's configuration, or the
     submission is refused and names it."""
     changes = dict(other_values(Config(**tomllib.loads(CONFIG) | {"job": JOB})))
@@ -258,7 +257,7 @@ def other_values(model: BaseModel, at: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 def test_what_a_job_names_stays_until_it_is_over(
-    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
 ) -> None:
     upload, name = market_job(ours, job)
     refused = ours.delete(f"/v1/uploads/{upload}")
@@ -274,7 +273,7 @@ def test_what_a_job_names_stays_until_it_is_over(
 
 
 def test_what_goes_before_a_job_has_its_row_is_missed(
-    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
 ) -> None:
     upload, _ = market_job(ours, job)
     with pooled.store.writing() as tx:
@@ -284,7 +283,7 @@ def test_what_goes_before_a_job_has_its_row_is_missed(
 
 
 def test_a_job_does_not_go_on_without_what_it_names(
-    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
 ) -> None:
     upload, name = market_job(ours, job)
     pool.tell(e.JobFailed(job=name, cause="killed"))
@@ -296,7 +295,9 @@ def test_a_job_does_not_go_on_without_what_it_names(
     assert len(pool.commands) == told
 
 
-def test_retention_leaves_what_a_job_names(pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]) -> None:
+def test_retention_leaves_what_a_job_names(
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
+) -> None:
     name = ours.post(JOBS, json=job).json()["id"]
     run = ours.post("/v1/runs", json={"config": job["config"], "providers": job["providers"]}).json()["id"]
     with pooled.store.writing() as tx:
@@ -313,7 +314,7 @@ def test_retention_leaves_what_a_job_names(pooled: Site, pool: StandIn, ours: Te
 
 
 def test_jobs_that_come_at_once_are_within_the_quota(
-    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
 ) -> None:
     limit(pooled, runs=2)
     with ThreadPoolExecutor(6) as threads:
@@ -323,7 +324,7 @@ def test_jobs_that_come_at_once_are_within_the_quota(
 
 
 def test_who_resubmits_needs_as_many_gpus_as_before(
-    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
 ) -> None:
     pool.tell(e.NodeJoined(node="train-2", phase=PhaseKind.TRAIN))
     wide = job | {"config": {**job["config"], "job": {**JOB, "train_nodes": 2}}}
@@ -410,7 +411,7 @@ def everything(site: Site) -> tuple[dict[Path, bytes], dict[str, list[str]]]:
     ],
 )
 def test_a_number_that_no_journal_holds_is_refused_by_name(
-    pool: StandIn, ours: TestClient, job: dict[str, Any], change: dict[str, Any], words: str
+    pool: StandIn, ours: httpx.Client, job: dict[str, Any], change: dict[str, Any], words: str
 ) -> None:
     job["config"]["job"] = JOB | change
     for path in (f"{JOBS}/dry-run", JOBS):
@@ -433,7 +434,7 @@ def test_a_server_without_its_pool_lets_nothing_go_that_the_pool_s_jobs_name(
 
 
 def test_a_job_that_was_resubmitted_elsewhere_counts_again(
-    pooled: Site, pool: StandIn, ours: TestClient, job: dict[str, Any]
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
 ) -> None:
     """`elastic jobs resubmit` goes to the pool and not to the server."""
     limit(pooled, runs=1)

@@ -118,22 +118,20 @@ def test_a_sender_that_leaves_leaves_nothing(url: str, site: Site) -> None:
 
 
 def test_a_body_may_be_large_on_its_way_to_disk_alone(site: Site) -> None:
-    small = replace(site.settings, body_bytes_max=1_000)
+    site.app = create_app(site.store, replace(site.settings, body_bytes_max=1_000))
     client = site.member(AccessRole.RUNNER)
-    client.app = create_app(site.store, small)
-    client = type(client)(client.app, base_url="http://127.0.0.1", headers=dict(client.headers))
     content = os.urandom(100_000)
     upload = announce(client, a=content)["id"]
     assert send(client, upload, content).json()["state"] == "ready"
     assert client.post("/v1/uploads", json={"name": "x" * 2_000, "files": []}).status_code == 413
-    stranger = type(client)(client.app, base_url="http://127.0.0.1")
+    stranger = site.client()
+    del stranger.headers["authorization"]
     assert send(stranger, upload, content).status_code == 401
 
 
 def test_a_project_has_so_much_room(site: Site) -> None:
-    app = create_app(site.store, replace(site.settings, project_uploads_bytes_max=10))
+    site.app = create_app(site.store, replace(site.settings, project_uploads_bytes_max=10))
     client = site.member(AccessRole.RUNNER)
-    client = type(client)(app, base_url="http://127.0.0.1", headers=dict(client.headers))
     first = announce(client, a=b"123456")["id"]
     full = client.post("/v1/uploads", json={"name": "b", "files": told(b=b"12345")})
     assert (full.status_code, full.json()["type"]) == (409, "/problems/quota-exceeded")

@@ -318,7 +318,9 @@ class Cluster:
             memory = self.spec.kind(phase).memory_bytes
             if host_bytes > memory:
                 return f"it fits no {phase} node: needed {host_bytes} bytes of host memory; largest: {memory}"
-            there_are = max(sum(node.phase is phase for node in self.state.nodes.values()), self._at_first(phase))
+            there_are = self._at_first(phase)
+            if nodes > there_are:
+                there_are = max(there_are, sum(node.phase is phase for node in self.state.nodes.values()))
             if nodes > there_are:
                 return f"it fits no pool of this size: needed {nodes} {phase} nodes; largest: {there_are}"
         if (gpus := request.train_gpus) > (largest := self.spec.train.gpus):
