@@ -213,7 +213,7 @@ def files_in(site: Site) -> dict[Path, bytes]:
 def test_a_job_keeps_every_key_of_its_submission(pool: StandIn, ours: httpx.Client, job: dict[str, Any]) -> None:
     """Each key with a number or a switch, set to another value than its default, is in the job's configuration, or the
     submission is refused and names it."""
-    changes = dict(other_values(Config(**tomllib.loads(CONFIG) | {"job": JOB})))
+    changes = dict(other_values(Config.model_validate(tomllib.loads(CONFIG) | {"job": JOB})))
     there_were = len(changes)
     while True:
         config = json.loads(json.dumps(job["config"]))
@@ -386,7 +386,7 @@ def test_no_route_has_an_effect_under_a_key_that_was_another_request_s(
                 continue
             url = path.format_map(defaultdict(lambda: "mem_1", places))
             body = bodies.get(f"{method} {path}", {} if "requestBody" in operation else None)
-            kind = {"content": content} if "digest" in path else {"json": body}
+            kind: dict[str, Any] = {"content": content} if "digest" in path else {"json": body}
             answer = client.request(method, url, headers={**headers, "if-match": "*"}, **kind)
             assert (everything(pooled), list(pool.commands)) == before, (method, path, answer.text)
             assert 400 <= answer.status_code < 500, (method, path, answer.text)
