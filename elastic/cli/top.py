@@ -21,7 +21,7 @@ from elastic.cli.remote import is_hosted, server
 from elastic.cli.tables import listing
 from elastic.compose.runs import is_claimed
 from elastic.pool.control_messages import PoolControl
-from elastic.protocol.api import ALIVE, HostedPool, HostedRun, RunFigures
+from elastic.protocol.api import ENDED, HostedPool, HostedRun, RunFigures, RunPhase
 from elastic.protocol.api_client import Client
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, SampleRow
 from elastic.runtime.status import RunStatus
@@ -31,6 +31,7 @@ _WIDTH = 60
 """Columns of a line of bars, each a sample."""
 _COLUMNS = ("run", "phase", "step", "success", "reward", "tokens/s", "workers", "preempted", "cost")
 _RIGHT = _COLUMNS[2:]
+_GO_ON = tuple(phase.value for phase in RunPhase if phase not in ENDED)
 
 
 def top(
@@ -102,7 +103,7 @@ def _hosted(client: Client, name: str, pool: str) -> Callable[[], RenderableType
     if pool:
         return lambda: _pool_lines(client.pool(pool))
     if not name:
-        return lambda: _list([run for run in client.runs() if run.phase in ALIVE])
+        return lambda: _list(list(client.runs(phase=_GO_ON)))
     speeds = deque[float](maxlen=_WIDTH)
 
     def look() -> RenderableType:

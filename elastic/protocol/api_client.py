@@ -196,8 +196,8 @@ class Client:
             "/v1/runs/dry-run", DryRun, Submission(config=dict(config), providers=list(providers), **options)
         )
 
-    def runs(self, **filters: str) -> Iterator[HostedRun]:
-        """Every run, newest first; `filters` are `phase` and `project`."""
+    def runs(self, **filters: str | Sequence[str]) -> Iterator[HostedRun]:
+        """Every run, newest first; `filters` are `phase`, one or several, and `project`."""
         return self._pages("/v1/runs", HostedRun, filters)
 
     def run(self, run: str) -> HostedRunDetail:

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks._hosted_runs import write_run
 from elastic.cli.top import bars
+from tests.pool.stand_in import POOL, StandIn
 
 
 def test_a_run_on_disk_is_watched_by_its_journal(elastic, tmp_path: Path) -> None:
@@ -17,6 +20,20 @@ def test_a_run_on_disk_is_watched_by_its_journal(elastic, tmp_path: Path) -> Non
     code, out, _ = elastic("top", "--directory", str(tmp_path))
     assert (code, out) == (0, f"no run goes on in {tmp_path}\n")
     code, out, err = elastic("top", "nosuch", "--directory", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "nosuch" in err
+
+
+def test_a_pool_of_this_machine_is_watched(elastic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    file = tmp_path / "pool.toml"
+    file.write_text(POOL.format(directory=tmp_path))
+    with StandIn(file):
+        code, out, err = elastic("top", "--pool", "lab", "--pools", tmp_path / "pools")
+    assert (code, err) == (0, "")
+    assert f"pool lab in {tmp_path}/pools/lab, up 0 min" in out
+    assert "no job goes on" in out
+    code, out, err = elastic("top", "--pool", "nosuch", "--pools", tmp_path / "pools")
     assert (code, out) == (2, "")
     assert "nosuch" in err
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import sqlalchemy as sa
 from typer.main import get_command
 
 from elastic.cli.app import app, main
-from elastic.protocol.api import AccessRole, RunPhase
+from elastic.protocol.api import AccessRole, ProviderFigures, RunFigures, RunPhase
 from elastic.server.store.tables import runs
+from tests.pool.stand_in import POOL, StandIn
 from tests.report.chat_run import ChatRun
 from tests.server.conftest import Site, Submission, served
 
@@ -152,3 +154,47 @@ def test_chats_with_runs_that_are_not_there(elastic: Elastic, site: Site, submis
     with site.store.writing() as tx:
         tx.execute(sa.update(runs).values(phase=RunPhase.FINISHED.value, managed=False))
     assert "its checkpoints are on its server" in elastic("chat", "latest", "--remote", "-m", "hello", code=2)
+
+
+def test_top_shows_what_goes_on_on_a_server(
+    elastic: Elastic, site: Site, submission: Submission, tmp_path: Path
+) -> None:
+    run = site.submitted(submission(labels={"team": "agents"}))
+    assert elastic("top", "--remote").splitlines()[-1].split()[:3] == [run, "pending", "0/2"]
+    told = RunFigures(
+        step=3,
+        steps=9,
+        tokens_per_s=812.0,
+        last_success_rate=0.25,
+        usd=1.5,
+        providers={"spot": ProviderFigures(ready=2, tokens=90)},
+    )
+    with site.store.writing() as tx:
+        tx.execute(sa.update(runs).values(phase=RunPhase.RUNNING.value, figures=told.model_dump()))
+    assert elastic("top", "--remote").splitlines()[-1].split() == [
+        run,
+        "running",
+        "3/9",
+        "25%",
+        "-",
+        "812",
+        "2",
+        "0",
+        "$1.5000",
+    ]
+    shown = elastic("top", run)
+    assert "812 tokens/s" in shown
+    assert "spot" in shown
+    assert f"no run '{NO_RUN}'" in elastic("top", NO_RUN, code=2)
+    file = tmp_path / "pool.toml"
+    file.write_text(POOL.format(directory=tmp_path))
+    with StandIn(file) as pool:
+        state = site.app.state.server
+        state.settings = replace(state.settings, pools=(pool.directory,))
+        shown = elastic("top", "--remote", "--pool", "lab")
+        assert "pool lab, up 0 min: $0.0000 so far" in shown
+        assert [line.split()[:2] for line in shown.splitlines()[-3:]] == [
+            ["rollout-1", "rollout"],
+            ["rollout-2", "rollout"],
+            ["train-1", "train"],
+        ]
