@@ -171,6 +171,22 @@ def test_streams_over_http(site: Site, ended_run: str) -> None:
     assert client.get(f"{place}/events", headers={"last-event-id": "b-1"}).json()["type"] == "/problems/events-gone"
 
 
+def test_older_events_come_before_newer_ones_until_the_first(site: Site, submission: Submission) -> None:
+    run, names = site.submitted(submission()), [f"{journal}{number}" for journal in "abc" for number in range(4)]
+    for begin in range(0, 12, 4):
+        journal = journal_of(site.settings.run_dir(run), names[begin])
+        write(journal, *names[begin : begin + 4])
+        journal.close()
+    client, place = site.client(), f"/v1/runs/{run}/events"
+    asked, told, older = {"follow": "false", "tail": "3"}, list[str](), True
+    while older:
+        begin, *rest = sse(client.get(place, params=asked).text)
+        told = [json.loads(one["data"])["reason"] for one in rest] + told
+        older, asked["until"] = json.loads(begin["data"])["older"], begin["id"]
+    assert told == names
+    assert client.get(place, params=asked | {"until": "nosuch-3"}).status_code == 410
+
+
 @pytest.mark.parametrize("follow", ["true", "false"])
 def test_a_journal_that_cannot_be_read_is_a_problem_and_no_cut_stream(site: Site, ended_run: str, follow: str) -> None:
     place, path = f"/v1/runs/{ended_run}/events", site.settings.run_dir(ended_run) / "journal.sqlite"

@@ -198,15 +198,18 @@ class JournalReader:
         with self._reading():
             return self._connection.execute(query).fetchall()
 
-    def behind_last(self, most: int, unread: Collection[str], within: int) -> int:
+    def behind_last(self, most: int, unread: Collection[str], within: int, end: int) -> int:
         """The number behind which the last `most` events are that are neither token frames nor of `unread` kinds, of
-        the last `within` of all."""
+        the `within` up to number `end`."""
         skipped = (FRAME, *unread)
         marks = ", ".join("?" * len(skipped))
-        query = f"SELECT seq FROM events WHERE kind NOT IN ({marks}) AND seq > ? ORDER BY seq DESC LIMIT 1 OFFSET ?"
-        begin = max(0, self.last_event() - within)
+        query = (
+            f"SELECT seq FROM events WHERE kind NOT IN ({marks}) AND seq > ? AND seq <= ? "
+            "ORDER BY seq DESC LIMIT 1 OFFSET ?"
+        )
+        begin = max(0, end - within)
         with self._reading():
-            found = self._connection.execute(query, (*skipped, begin, most)).fetchone()
+            found = self._connection.execute(query, (*skipped, begin, end, most)).fetchone()
         return begin if found is None else found[0]
 
     def trajectory_places(

@@ -86,13 +86,24 @@ class EventLog:
             raise EventsGone(event)
         return Position(names.index(name), int(number))
 
-    def behind_last(self, most: int, *, routine: bool = True) -> Position:
-        """Return the position behind which the newest journal's last `most` events are, of its last `LOOKED_BACK`."""
-        self.refresh()
+    def behind_last(self, most: int, end: Position, *, routine: bool = True) -> Position:
+        """Return the position behind which a journal's last `most` events up to `end` are, of `LOOKED_BACK` there."""
         if not self._journals:
             return Position(0, 0)
-        name, path = self._journals[-1]
-        return Position(len(self._journals) - 1, _behind_last(self._run_dir, name, path, most, _unread(routine)))
+        name, path = self._journals[end.journal]
+        unread = _unread(routine)
+        return Position(end.journal, _behind_last(self._run_dir, name, path, most, unread, end.number))
+
+    def until(self, event: str) -> Position:
+        """Return the position of the event of this id, or the end of the journal before, where it is the beginning of
+        one; the end of everything for an empty id. Raises `EventsGone`."""
+        if not event:
+            return self.end()
+        place, number = self.after(event)
+        while place > 0 and number == 0:
+            place -= 1
+            number = _last_event(self._run_dir, *self._journals[place])
+        return Position(place, number)
 
     def refresh(self) -> None:
         """Look for new journals. Raises `JournalError`."""
@@ -112,8 +123,9 @@ class EventLog:
         """Return the id behind which a reader goes on from a position; empty before the run has a journal."""
         return f"{self._journals[position.journal][0]}-{position.number}" if self._journals else ""
 
-    def read(self, position: Position, *, routine: bool = True) -> EventBatch:
-        """Read a bounded number of events behind a position, or but for routine ones. Raises `JournalError`."""
+    def read(self, position: Position, *, routine: bool = True, end: Position | None = None) -> EventBatch:
+        """Read a bounded number of events behind a position, or but for routine ones; none behind `end`, which is in
+        the same journal. Raises `JournalError`."""
         if position.journal >= len(self._journals) - 1:
             self.refresh()
         place, number = position
@@ -122,11 +134,13 @@ class EventLog:
         name, path = self._journals[place]
         most = SCANNED_AT_ONCE if routine else SCANNED_FOR_FEW
         scanned = _scanned(self._run_dir, name, path, number, most, _unread(routine))
+        if end is not None:
+            scanned = [one for one in scanned if one[0] <= end.number]
         found = [
             (Position(place, seq), _told(name, seq, t_ns, event)) for seq, t_ns, event in scanned if event is not None
         ]
         whole = len(scanned) < most
-        if whole and place < len(self._journals) - 1:
+        if whole and end is None and place < len(self._journals) - 1:
             return EventBatch(found, Position(place + 1, 0), False)
         return EventBatch(found, Position(place, scanned[-1][0] if scanned else number), whole)
 
@@ -148,9 +162,9 @@ def _last_event(run_dir: Path, name: str, path: Path) -> int:
 
 
 @apart()
-def _behind_last(run_dir: Path, name: str, path: Path, most: int, unread: Collection[str]) -> int:
+def _behind_last(run_dir: Path, name: str, path: Path, most: int, unread: Collection[str], end: int) -> int:
     with as_owner(run_dir), JournalReader(path) as journal:
-        return journal.behind_last(most, unread, LOOKED_BACK) if _name(journal) == name else 0
+        return journal.behind_last(most, unread, LOOKED_BACK, end) if _name(journal) == name else 0
 
 
 @apart()

@@ -1,11 +1,12 @@
 """Streams: what happens in a run, and what its processes write. Each can be taken up again where it was left."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import re
-from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -17,7 +18,7 @@ from elastic.server.api.routes.common import RunDep, StateDep, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.routes.runs import RunId
 from elastic.server.api.state import ServerState
-from elastic.server.history.events import EventBatch, EventLog, EventsGone, as_sent
+from elastic.server.history.events import EventBatch, EventLog, EventsGone, Position, as_sent
 from elastic.server.history.readers import ReadFiles
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found, problem_of
@@ -77,6 +78,9 @@ async def events(
     tail: Annotated[
         int | None, Query(ge=1, le=10_000, description="without an id: begin with the newest so many; none is followed")
     ] = None,
+    until: Annotated[
+        str | None, Query(max_length=200, description="with `tail`: the newest so many up to the event of this id")
+    ] = None,
     routine: Annotated[
         bool, Query(description="false leaves out trajectories, groups and single workers' weights; none is followed")
     ] = True,
@@ -84,17 +88,22 @@ async def events(
     """Stream what happens in a run, from its beginning or behind the event of an id: leases, workers, steps, weights.
 
     Each event has an `id`; send the last one as Last-Event-ID to go on behind it. A `run.ended` event without an id
-    ends the stream of a run that is over, an `error` with a problem one that cannot be read to its end.
+    ends the stream of a run that is over, an `error` with a problem one that cannot be read to its end. The newest
+    begin with a `begin` event: `until` its id there are older ones, if its data says so.
     """
     begin = last_event_id or after or ""
     log, read_files = EventLog(state.settings.run_dir(run)), state.readers.of(found.project)
     # Before the answer begins, so that it can be a problem.
-    newest, few = (None, False) if follow else (None if begin else tail, not routine)
-    look = (run, begin, newest, few, "events")
-    first = await state.looks.at(look, lambda: _first(log, begin, newest, few=few), read_files)
+    if not follow and not begin and tail is not None:
+        wanted = _Newest(tail, until or "", not routine)
+        newest = await state.looks.at((run, wanted), lambda: _newest(log, wanted), read_files)
+        return streamed(state, request, found, _reading(log, newest, read_files))
+    few = not follow and not routine
+    first = await state.looks.at((run, begin, few, "events"), lambda: _first(log, begin, few=few), read_files)
     if begin and found.ended and first.whole and not first.events:
         return Response(status_code=204)
-    body = _following(state, found, begin) if follow else _reading(log, first, read_files, few=few)
+    read = _Read(first, few)
+    body = _following(state, found, begin) if follow else _reading(log, read, read_files)
     return streamed(state, request, found, body)
 
 
@@ -105,11 +114,44 @@ def streamed(state: ServerState, request: Request, run: HostedRunRow, body: Asyn
     return state.streams.while_admitted(request, credentials, Action.RUNS_READ, run.project, whole)
 
 
-def _first(log: EventLog, event: str, newest: int | None, *, few: bool) -> EventBatch:
-    """Return the first events behind the one of this id, or of the `newest` so many. Raises `ApiProblem`."""
+class _Newest(NamedTuple):
+    """What is asked for: so many of the newest events up to the one of this id, or but for routine ones."""
+
+    most: int
+    until: str
+    few: bool
+
+
+class _Read(NamedTuple):
+    """Events of which a batch has been read, up to an end if there is one; `head` is sent before them."""
+
+    batch: EventBatch
+    few: bool
+    end: Position | None = None
+    head: bytes = b""
+
+
+def _first(log: EventLog, event: str, *, few: bool) -> EventBatch:
+    """Return the first events behind the one of this id. Raises `ApiProblem`."""
+    with _as_problems(event):
+        return log.read(log.after(event), routine=not few)
+
+
+def _newest(log: EventLog, wanted: _Newest) -> _Read:
+    """Return the newest events. Raises `ApiProblem`."""
+    with _as_problems(wanted.until):
+        end = log.until(wanted.until)
+        begin = log.behind_last(wanted.most, end, routine=not wanted.few)
+        batch = log.read(begin, routine=not wanted.few, end=end if wanted.until else None)
+    older = b"true" if begin != Position(0, 0) else b"false"
+    head = b'id: %s\nevent: begin\ndata: {"older":%s}\n\n' % (log.id_at(begin).encode(), older)
+    return _Read(batch, wanted.few, end if wanted.until else None, head)
+
+
+@contextlib.contextmanager
+def _as_problems(event: str) -> Iterator[None]:
     try:
-        begin = log.after(event) if newest is None else log.behind_last(newest, routine=not few)
-        return log.read(begin, routine=not few)
+        yield
     except EventsGone:
         raise ApiProblem("events-gone", f"no event {event[:100]!r} is in this run's journals") from None
     except (JournalError, OSError) as error:
@@ -120,9 +162,12 @@ def unreadable(error: JournalError | OSError) -> ApiProblem:
     return ApiProblem("unavailable", f"the run's journal cannot be read now: {type(error).__name__}")
 
 
-async def _reading(log: EventLog, batch: EventBatch, read_files: ReadFiles, *, few: bool) -> AsyncIterator[bytes]:
+async def _reading(log: EventLog, read: _Read, read_files: ReadFiles) -> AsyncIterator[bytes]:
     """Yield the events that exist now, of which a batch has been read. What cannot be read ends them with an `error`,
     which is a problem. Of `few` events the last one, `read`, says up to where."""
+    batch, few, end, head = read
+    if head:
+        yield head
     while True:
         yield b"".join(as_sent(event) for _, event in batch.events)
         if batch.whole:
@@ -130,7 +175,7 @@ async def _reading(log: EventLog, batch: EventBatch, read_files: ReadFiles, *, f
                 yield b"id: %s\nevent: read\ndata: {}\n\n" % id_.encode()
             return
         try:
-            batch = await read_files(functools.partial(log.read, batch.position, routine=not few))
+            batch = await read_files(functools.partial(log.read, batch.position, routine=not few, end=end))
         except (JournalError, OSError) as error:
             yield _error_event(error)
             return
