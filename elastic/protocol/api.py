@@ -6,10 +6,11 @@ older one reads what a newer server sends.
 
 import json
 import re
+import tomllib
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, WithJsonSchema
 
 T = TypeVar("T")
 
@@ -30,6 +31,8 @@ def _is_text(text: str) -> bool:
 
 
 CONFIG_VALUES, CONFIG_DEPTH, NUMBER_MAX = 10_000, 32, 1e15
+TOML_MAX = 2**16
+"""Characters of a configuration that comes as TOML."""
 
 
 def _bounded(config: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +60,31 @@ def _bounded(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-RunSections = Annotated[dict[str, Any], AfterValidator(_bounded)]
+def _sections(config: object) -> object:
+    """The sections of a configuration, also where they come as the text of a TOML file. Raises `ValueError`."""
+    if not isinstance(config, str):
+        return config
+    if len(config) > TOML_MAX:
+        raise ValueError(f"found TOML of {len(config)} characters; allowed: {TOML_MAX} at most")
+    try:
+        return json.loads(json.dumps(tomllib.loads(config)))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"is no TOML: {error}") from None
+    except TypeError:
+        raise ValueError("has a date or a time; allowed: texts in their place") from None
+    except RecursionError:
+        raise ValueError(f"is nested more than {CONFIG_DEPTH} levels deep; allowed: as many") from None
+
+
+_SECTIONS_SCHEMA = {
+    "anyOf": [
+        {"type": "object", "additionalProperties": True},
+        {"type": "string", "maxLength": TOML_MAX, "description": "the text of a TOML file"},
+    ]
+}
+RunSections = Annotated[
+    dict[str, Any], BeforeValidator(_sections), AfterValidator(_bounded), WithJsonSchema(_SECTIONS_SCHEMA, "validation")
+]
 Whole = Annotated[int, BeforeValidator(_integral), Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
 YesNo = Annotated[bool, Field(strict=True)]

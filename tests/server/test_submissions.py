@@ -17,7 +17,7 @@ from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
 from elastic.server.store.quotas import QuotaRow
 from elastic.server.store.tables import runs
-from tests.server.conftest import Site, Submission
+from tests.server.conftest import CONFIG, Site, Submission
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "frozenlake.toml"
 
@@ -39,6 +39,27 @@ def test_all_faults_at_once(shared_site: Site, submission: Submission) -> None:
     for place in ("run/steps", "run/host", "trainer/learning_rate", "nonsense"):
         assert f"#/config/{place}" in found
     assert "#/caps/nobody" in found
+
+
+def test_a_configuration_may_come_as_the_text_of_its_file(shared_site: Site, submission: Submission) -> None:
+    body = submission()
+    told = [
+        shared_site.client().post("/v1/runs/dry-run", json=one).json()["config"]
+        for one in (body, body | {"config": CONFIG})
+    ]
+    assert told[0] == told[1]
+    assert told[0]["run"]["name"] == "small"
+    for text, words in {
+        "[run": "is no TOML",
+        "[run]\nname = 2026-01-01": "a date",
+        "a" * 70_000: "65536 at most",
+        "a.": "is no TOML",
+        f"a = {'[' * 9_000}": "nested",
+        "a = 1e99": "numbers from",
+    }.items():
+        answer = shared_site.client().post("/v1/runs", json=body | {"config": text})
+        assert answer.status_code in (400, 422), answer.text
+        assert words in answer.text
 
 
 def test_unknown_components(shared_site: Site, submission: Submission) -> None:
@@ -168,7 +189,7 @@ def test_a_price_that_only_a_vendor_knows_is_no_price_of_zero(site: Site, submis
 
 
 @pytest.mark.parametrize("limits", [{"budget_usd": 5.0}, {"usd_per_day": 5.0}])
-def test_no_budget_holds_without_a_price(site: Site, submission: Submission, limits: dict[str, float]) -> None:
+def test_no_budget_holds_without_a_price(site: Site, submission: Submission, limits: dict[str, Any]) -> None:
     reached = replace(site.settings, runs_listen="10.0.0.5")
     project = site.projects["ours"]
     for bound, fits in (({}, False), ({"usd_per_gpu_hour_max": 3.0}, True)):

@@ -3,6 +3,7 @@ import { OF_NODES, accountKeys, accountsBar } from "./accounts.js";
 import { action } from "./actions.js";
 import { Pager, ask, get, may } from "./data.js";
 import { button, el, fill, section, soft } from "./dom.js";
+import { poolLanes } from "./pool_lanes.js";
 import { paged, table } from "./tables.js";
 import { NONE, clock, count, duration, percent, usd } from "./units.js";
 
@@ -68,7 +69,7 @@ function jobsOf(pool, { signal, wrong }) {
     { title: "Its leaving saves", number: true, of: (one) => `${usd(one.saved_if_left_usd_per_hour)}/h` },
     { title: "", head: el("span", { className: "hidden", textContent: "Actions" }), of: (one) => may("runs:write") && (GOES_ON.test(one.state) ? cancel(one) : one.state === "failed" ? again(one) : null) },
   ];
-  const list = paged(columns, () => new Pager(`/v1/pools/${pool}/jobs`, {}, 50), { signal, label: "Jobs", empty: "No jobs yet: elastic jobs submit CONFIG brings one.", id: "jobs" });
+  const list = paged(columns, () => new Pager(`/v1/pools/${pool}/jobs`, {}, 50), { signal, label: "Jobs", empty: "No jobs yet: submit one here, or by elastic jobs submit CONFIG.", id: "jobs" });
   return list;
 }
 
@@ -96,7 +97,8 @@ export async function showPool(main, context) {
   const permits = made(PERMITS, "Permits", "Nobody computes now.", "permits");
   const waits = made(WAITS, "Waits", "Nothing waits.", "waits");
   const jobs = jobsOf(name, context);
-  fill(main, el("h1", { textContent: `Pool ${name}` }), about, section("Nodes", accountKeys(OF_NODES), nodes.node), section("Groups that take turns", groups.node), section("Who computes", permits.node), section("What waits, and for what", waits.node), section("Jobs", jobs.node));
+  const lanes = poolLanes();
+  fill(main, el("h1", { textContent: `Pool ${name}` }), about, section("Nodes", accountKeys(OF_NODES), lanes.node, nodes.node), section("Groups that take turns", groups.node), section("Who computes", permits.node), section("What waits, and for what", waits.node), section("Jobs", may("runs:write") && el("p", {}, el("a", { href: `#/submit?pool=${encodeURIComponent(name)}`, textContent: "Submit a job" })), jobs.node));
   let [timer, seen] = [0, ""];
 
   async function refresh() {
@@ -104,6 +106,7 @@ export async function showPool(main, context) {
     fill(about, pool.away ? "Its process does not answer now, and is started again. What was known stands here." : `Up for ${duration(pool.now_s)}: ${usd(pool.usd)} so far, ${usd(pool.usd_per_hour)} an hour for its groups.`);
     if (pool.away) return;
     nodes.show(pool.nodes);
+    lanes.show(pool.now_s, pool.nodes);
     groups.show(pool.groups);
     permits.show(pool.permits);
     waits.show(pool.waits);

@@ -1,11 +1,13 @@
-// A run is submitted: checked first, with what it would hold and cost; then for good.
+// A run, or a job of a pool, is submitted: checked first, with what it would hold and cost; then for good.
 import { Refused, ask, get, newKey } from "./data.js";
 import { button, el, fill, labelled, section, soft } from "./dom.js";
 import { asText } from "./run_configuration.js";
 import { table } from "./tables.js";
-import { count, usd } from "./units.js";
+import { tomlOf } from "./toml.js";
+import { count, duration, usd } from "./units.js";
 
 const EXAMPLE = { run: { name: "frozenlake", steps: 100 }, model: { checkpoint: "policy" }, providers: { spot: { trace: "rlboost-a", max_workers: 2 } } };
+const JOB = { slo: 2, rollout_memory_gb: 1, train_memory_gb: 1, plan: { rollout_s: 10, train_s: 10 } };
 
 const ACQUIRES = [
   { title: "Provider", of: (one) => one.provider },
@@ -31,24 +33,70 @@ export function sectionsOf(differences) {
 const pairs = (text) => Object.fromEntries(text.split(",").map((one) => one.trim()).filter(Boolean).map((one) => [one.split("=")[0].trim(), one.split("=").slice(1).join("=").trim()]));
 const names = (text) => text.split(",").map((one) => one.trim()).filter(Boolean);
 
-export async function showSubmit(main, { signal, parts: [like], wrong, go }) {
-  const former = like ? await get(`/v1/runs/${like}`, signal) : null;
-  const config = el("textarea", { id: "config", spellcheck: false, value: JSON.stringify(former ? sectionsOf(former.differences) : EXAMPLE, null, 2) });
+/** What is written as the sections of a configuration: TOML as it stands, or JSON. */
+function configOf(text) {
+  if (!text.trim().startsWith("{")) return text;
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Refused({ detail: `The configuration is no JSON: ${error.message}` });
+  }
+}
+
+/** What a run would do, in lines and a table. */
+function runWould(would, asked) {
+  const acquires = table(ACQUIRES, { label: "What it would acquire", empty: "It acquires nothing besides its trainer." });
+  acquires.show(would.would_acquire);
+  const lines = [
+    `It would run for ${would.config.run.steps} steps as ${would.config.run.name}.`,
+    `It would cost ${usd(would.usd_per_hour_max)} an hour at most${asked.budget_usd === undefined ? ", without a budget" : `, and ${usd(asked.budget_usd)} in all`}.`,
+    would.would_call ? `It would call functions: ${asText(would.would_call)}.` : "",
+    ...would.warnings,
+  ];
+  return [lines, acquires.node];
+}
+
+const REFUSALS = [
+  { title: "Group", of: (one) => one.group },
+  { title: "Why not there", wide: true, of: (one) => one.reason },
+  { title: "It needs", number: true, of: (one) => count(one.needed) },
+  { title: "Allowed", number: true, of: (one) => count(one.allowed) },
+];
+
+/** Where a job would go. */
+function jobWould(would) {
+  const { placement } = would;
+  const refusals = table(REFUSALS, { label: "Groups that cannot take it", empty: "No group refuses it." });
+  refusals.show(would.refusals);
+  const fresh = placement && [[placement.new_rollout, "rollout"], [placement.new_train, "training"]].filter(([number]) => number).map(([number, kind]) => `${number} ${kind}`).join(" and ");
+  const lines = placement
+    ? [
+        `It would go to ${placement.group === null ? "a new group" : `group ${placement.group}`}${fresh ? `, with ${fresh} nodes more` : ""}.`,
+        `That costs ${usd(placement.usd_per_hour)} an hour more; its cycle would be ${duration(placement.cycle_s)}, its slowdown ${placement.planned_slowdown.toFixed(2)} of ${would.slo.toFixed(2)}.`,
+      ]
+    : [`It would wait in the queue: ${would.why}`];
+  return [lines, refusals.node];
+}
+
+export async function showSubmit(main, { signal, parts: [like], query, wrong, go }) {
+  const [former, pools] = await Promise.all([like ? get(`/v1/runs/${like}`, signal) : null, get("/v1/pools", signal)]);
+  if (signal.aborted) return;
+  const pooled = pools.data.find((one) => one.id === query.get("pool"))?.id ?? "";
+  const sections = former ? sectionsOf(former.differences) : EXAMPLE;
+  const config = el("textarea", { id: "config", spellcheck: false, value: tomlOf(pooled && !sections.job ? { ...sections, job: JOB } : sections) });
+  const where = el("select", { id: "where" }, [["", "as a run of its own"], ...pools.data.map(({ id }) => [id, `as a job of pool ${id}`])].map(([value, text]) => el("option", { value, textContent: text, selected: value === pooled })));
   const providers = el("input", { id: "providers", value: (former?.providers ?? ["spot"]).join(", ") });
   const labels = el("input", { id: "labels", value: former ? Object.entries(former.labels).map((one) => one.join("=")).join(", ") : "", placeholder: "team=agents" });
   const budget = el("input", { id: "budget", type: "number", min: 0, step: "any", value: former?.budget_usd ?? "" });
+  const ofRuns = [labelled("Labels", labels), labelled("Budget in dollars", budget)];
   const found = el("div", { id: "found", ariaLive: "polite" });
-  let [checkedBody, key] = ["", ""];
+  let [checked, key] = [null, ""];
 
-  function body() {
-    let sections;
-    try {
-      sections = JSON.parse(config.value);
-    } catch (error) {
-      throw new Refused({ detail: `The configuration is no JSON: ${error.message}` });
-    }
-    const own = budget.value === "" ? {} : { budget_usd: Number(budget.value) };
-    return { config: sections, providers: names(providers.value), labels: pairs(labels.value), ...own };
+  /** Where it is asked for, and with what. */
+  function asked() {
+    const own = where.value || budget.value === "" ? {} : { budget_usd: Number(budget.value) };
+    const body = { config: configOf(config.value), providers: names(providers.value), ...(where.value ? {} : { labels: pairs(labels.value) }), ...own };
+    return { pool: where.value, place: where.value ? `/v1/pools/${where.value}/jobs` : "/v1/runs", body };
   }
   const refused = (error) => {
     if (!(error instanceof Refused) || ["unauthenticated", "stale-page"].includes(error.type)) {
@@ -59,8 +107,8 @@ export async function showSubmit(main, { signal, parts: [like], wrong, go }) {
   };
   const submit = button("Submit", async () => {
     try {
-      const made = await ask("POST", "/v1/runs", { body: JSON.parse(checkedBody), idempotencyKey: key });
-      go(`#/runs/${made.id}`);
+      const made = await ask("POST", checked.place, { body: checked.body, idempotencyKey: key });
+      go(checked.pool ? `#/pools/${checked.pool}` : `#/runs/${made.id}`);
     } catch (error) {
       refused(error);
     }
@@ -68,37 +116,24 @@ export async function showSubmit(main, { signal, parts: [like], wrong, go }) {
   const check = button("Check", async () => {
     submit.hidden = true;
     try {
-      const asked = body();
-      const would = await ask("POST", "/v1/runs/dry-run", { body: asked });
-      [checkedBody, key] = [JSON.stringify(asked), newKey()];
-      show(would, asked);
+      const now = asked();
+      const would = await ask("POST", `${now.place}/dry-run`, { body: now.body });
+      [checked, key] = [now, newKey()];
+      const [lines, more] = now.pool ? jobWould(would) : runWould(would, now.body);
+      fill(found, section("What it would do", el("ul", { className: "says" }, lines.filter(Boolean).map((line) => el("li", { textContent: line }))), more));
       submit.hidden = false;
     } catch (error) {
       refused(error);
     }
   }, { id: "check", className: "first" });
 
-  function show(would, asked) {
-    const acquires = table(ACQUIRES, { label: "What it would acquire", empty: "It acquires nothing besides its trainer." });
-    acquires.show(would.would_acquire);
-    fill(
-      found,
-      section(
-        "What it would do",
-        el("ul", { className: "says" }, [
-          `It would run for ${would.config.run.steps} steps as ${would.config.run.name}.`,
-          `It would cost ${usd(would.usd_per_hour_max)} an hour at most${asked.budget_usd === undefined ? ", without a budget" : `, and ${usd(asked.budget_usd)} in all`}.`,
-          would.would_call ? `It would call functions: ${asText(would.would_call)}.` : "",
-          ...would.warnings,
-        ].filter(Boolean).map((line) => el("li", { textContent: line }))),
-        acquires.node,
-      ),
-    );
-  }
   // What was checked is what is submitted.
-  const form = el("form", { onsubmit: (event) => event.preventDefault(), oninput: () => {
+  function changed() {
+    for (const one of ofRuns) one.hidden = where.value !== "";
     submit.hidden = true;
     found.replaceChildren();
-  } }, el("label", { className: "above" }, el("span", { textContent: "Configuration: the sections of a configuration file, as JSON" }), config), el("div", { className: "filters" }, labelled("Providers", providers), labelled("Labels", labels), labelled("Budget in dollars", budget)));
-  if (!signal.aborted) fill(main, el("h1", { textContent: former ? `A run like ${former.name}` : "Submit a run" }), soft("It is checked first: nothing is started or kept before you submit it."), form, el("p", { className: "buttons" }, check, submit), found);
+  }
+  changed();
+  const form = el("form", { onsubmit: (event) => event.preventDefault(), oninput: changed }, el("label", { className: "above" }, el("span", { textContent: "Configuration: the text of a configuration file (TOML), or its sections as JSON" }), config), el("div", { className: "filters" }, pools.data.length ? labelled("Submit it", where) : null, labelled("Providers", providers), ofRuns));
+  fill(main, el("h1", { textContent: former ? `A run like ${former.name}` : "Submit a run" }), soft("It is checked first: nothing is started or kept before you submit it."), form, el("p", { className: "buttons" }, check, submit), found);
 }
