@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -111,6 +111,7 @@ class HostedSite:
     home: Path
     job: Path
     database: str = ""
+    pools: tuple[Path, ...] = ()
     port: int = 0
     secret: str = ""
     processes: dict[Part, ForkServerProcess] = field(default_factory=dict[Part, ForkServerProcess])
@@ -125,21 +126,30 @@ class HostedSite:
 
     @property
     def settings(self) -> ServerSettings:
-        return _settings(self.home, self.database, self.job)
+        return _settings(self.home, self.database, self.job, self.pools)
 
     def log(self, part: Part) -> Path:
         return self.home / f"{part}.log"
 
     @classmethod
     @contextlib.contextmanager
-    def up(cls, from_s: float, to_s: float, every_s: float, database: str = "") -> Iterator["HostedSite"]:
-        """A site whose runs are those of `write_job`, with both processes up until the block is left."""
+    def up(
+        cls,
+        from_s: float,
+        to_s: float,
+        every_s: float,
+        database: str = "",
+        pools: tuple[Path, ...] = (),
+        parts: Sequence[Part] = ("api", "runner"),
+    ) -> Iterator["HostedSite"]:
+        """A site whose runs are those of `write_job`, with these processes up until the block is left. Without a runner
+        runs stay as they are written down."""
         home = Path(tempfile.mkdtemp(prefix="elastic-hosted-"))
-        site = cls(home, write_job(home / "job", from_s, to_s, every_s), database)
+        site = cls(home, write_job(home / "job", from_s, to_s, every_s), database, pools)
         try:
             site._prepare()
-            site.start("api")
-            site.start("runner")
+            for part in parts:
+                site.start(part)
             site.wait_up()
             yield site
         finally:
@@ -158,7 +168,7 @@ class HostedSite:
             self.port = listener.getsockname()[1]
 
     def start(self, part: Part) -> None:
-        arguments = (part, self.home, self.database, self.port, self.job, self.log(part))
+        arguments = (part, self.home, self.database, self.port, self.job, self.log(part), self.pools)
         self.processes[part] = process = forks().Process(target=_main, args=arguments)
         process.start()
 
@@ -197,12 +207,13 @@ class HostedSite:
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
-def _settings(home: Path, database: str, job: Path) -> ServerSettings:
+def _settings(home: Path, database: str, job: Path, pools: tuple[Path, ...] = ()) -> ServerSettings:
     return ServerSettings(
         home=home / "server",
         database=database,
         models=(home / "models",),
         shared_trust=True,
+        pools=pools,
         webhook_networks=(ipaddress.ip_network("127.0.0.0/8"),),
         command=(sys.executable, "-S", str(job)),
         environment={"PYTHONDONTWRITEBYTECODE": "1"},
@@ -219,14 +230,14 @@ def forks() -> ForkServerContext:
     return context
 
 
-def _main(part: Part, home: Path, database: str, port: int, job: Path, log: Path) -> None:
+def _main(part: Part, home: Path, database: str, port: int, job: Path, log: Path, pools: tuple[Path, ...] = ()) -> None:
     from elastic.compose.processes import run_loop
     from elastic.server.serving import listen, open_store, run_runner, serve
     from elastic.system.logs import STANDARD_ERROR, log_to
 
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), STANDARD_ERROR)
     log_to(STANDARD_ERROR)
-    settings = _settings(home, database, job)
+    settings = _settings(home, database, job, pools)
     store = open_store(settings)
     if part == "runner":
         run_loop(run_runner(store, settings))

@@ -20,42 +20,75 @@ AT_ONCE = 5_000
 CAPABILITIES = Capabilities(engine="torch", replayable_sampling=True, max_context_tokens=1024, device="cpu")
 
 
-def write_run(
-    run_dir: Path, *, steps: int, events: int = 0, members: int = 8, name: str = "", cause: str = "", **notes: str
-) -> Path:
-    """Write the journal of a run with so many steps, of `members` trajectories each, and some `events`.
+class WrittenRun:
+    """The journal of a run with so many steps, of `members` trajectories each, and some `events`; it may grow.
 
     A spot worker is lost every ten steps, and another follows. `name` is what workers are called besides, and `cause`
     why a trajectory of each step failed.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    config = json.dumps({"model": {"checkpoint": "policy"}})
-    told = {"run": run_dir.name, "config": config, "status": "running", **notes}
-    journal = RunDirectory(run_dir).begin_journal(JournalConfig.model_validate({}), notes=told)
-    pending = 0
-    for record in _records(steps, events, members, name, cause):
-        journal.append(record)
-        pending += 1
-        if pending == AT_ONCE:
-            pending = 0
-            journal.durable().result(60)
-    journal.books(list(_books(steps, name)))
-    journal.close()
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        steps: int,
+        of: int = 0,
+        events: int = 0,
+        members: int = 8,
+        name: str = "",
+        cause: str = "",
+        **notes: str,
+    ) -> None:
+        """`of` is how many steps the run is to have: no more, unless given."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        config = json.dumps({"model": {"checkpoint": "policy"}})
+        told = {"run": run_dir.name, "config": config, "status": "running", **notes}
+        self._journal = RunDirectory(run_dir).begin_journal(JournalConfig.model_validate({}), notes=told)
+        self._of = of or steps
+        self._each, self._members, self._name, self._cause = events // max(1, steps), members, name, cause
+        self._waits = 0
+        self.steps = 0
+        self._append(event_row(_joined("trainer-1"), 0))
+        for _ in range(steps):
+            self._step()
+        self._journal.books(list(_books(steps, name)))
+        self._journal.durable().result(60)
+
+    def grow(self) -> RunStatus:
+        """One more step, which readers see now: how the run stands then."""
+        self._step()
+        self._journal.durable().result(60)
+        return status_at(self.steps, self._of)
+
+    def close(self) -> None:
+        self._journal.close()
+
+    def _step(self) -> None:
+        at_ns = round((self.steps + 1) * STEP_S * NS_PER_S)
+        for record in (
+            *_events(self.steps, at_ns, self._each, self._name),
+            *_results(self.steps, at_ns, self._members, self._cause),
+            SampleRow(t_ns=at_ns, status=status_at(self.steps + 1, self._of)),
+        ):
+            self._append(record)
+        self.steps += 1
+
+    def _append(self, record: JournalRecord) -> None:
+        self._journal.append(record)
+        self._waits += 1
+        if self._waits == AT_ONCE:
+            self._waits = 0
+            self._journal.durable().result(60)
+
+
+def write_run(run_dir: Path, *, steps: int, events: int = 0, members: int = 8, name: str = "", cause: str = "") -> Path:
+    """Write such a run whole."""
+    WrittenRun(run_dir, steps=steps, events=events, members=members, name=name, cause=cause).close()
     return run_dir
 
 
 def _worker(step: int, name: str) -> str:
     return f"spot{name}-{step // 10 + 1}"
-
-
-def _records(steps: int, events: int, members: int, name: str, cause: str) -> Iterator[JournalRecord]:
-    yield event_row(_joined("trainer-1"), 0)
-    each = max(0, events // max(1, steps))
-    for step in range(steps):
-        at_ns = round((step + 1) * STEP_S * NS_PER_S)
-        yield from _events(step, at_ns, each, name)
-        yield from _results(step, at_ns, members, cause)
-        yield SampleRow(t_ns=at_ns, status=status_at(step + 1, steps))
 
 
 def _joined(worker: str) -> e.WorkerJoined:

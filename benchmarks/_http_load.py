@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import cast
 
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
+
 
 class ServerHungUp(Exception):
     """The server has closed the connection."""
@@ -21,6 +23,7 @@ class ReadConnection(asyncio.Protocol):
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._length = -1
+        self._chunked = False
         self._status = 0
         self._answer: asyncio.Future[int] | None = None
         self._transport: asyncio.Transport | None = None
@@ -45,7 +48,8 @@ class ReadConnection(asyncio.Protocol):
                 return
             self._status, headers = _head(bytes(self._buffer[:end]))
             self._length = end + 4 + int(headers.get(b"content-length", b"0"))
-        if len(self._buffer) >= self._length:
+            self._chunked = headers.get(b"transfer-encoding") == b"chunked"
+        if len(self._buffer) >= self._length and (not self._chunked or self._buffer.endswith(_LAST_CHUNK)):
             self._buffer.clear()
             self._length = -1
             if self._answer is not None and not self._answer.done():

@@ -1,13 +1,15 @@
 """The control API under load: reads at a rate that does not wait for answers, streams, and many runs in the store.
 
 For each database a server of its own, and its runner. `RUNS` runs are in the store, one of them with a long history;
-`SSE_CLIENTS` streams over one shared client follow the events of the jobs that go on. Reads come at `READS_PER_S`:
-mostly single runs and pages of them, some of what is in journals (trajectories, workers, metrics, a report). The load
+`SSE_CLIENTS` streams over one shared client follow the events of the jobs that go on, and `PAGES` browsers have the
+server's pages open, each with its stream of changes. Reads come at `READS_PER_S`: mostly single runs and pages of them,
+some of what is in journals (trajectories, workers, metrics, a report) and of what those browsers ask for. The load
 comes from a process of its own, and each read counts from the moment at which it was due: what a slow answer holds up
 counts as slow, too.
 
 - `p50_ms`, `p99_ms`: until a read is answered whole; `late_ms_p99` of that is the load's own, from due to sent.
 - `event_delay_ms_p99`: from the moment at which a job made an event until a client has read it.
+- `pages`: browsers whose stream of changes still stands at the end.
 - `server_cores`, `load_cores`: processors that the server, and the load itself, kept busy on average.
 - `viewer_streams`, `viewer_refused`, `others_p99_ms`: of `VIEWER_STREAMS` streams that one viewer opens, those that
   stand and those that are refused, and until a read of others, of whom `OTHERS_PER_S` come, is answered after that;
@@ -52,6 +54,7 @@ from elastic.testing.rows import run_status, step_record, trajectory_row
 
 RUNS = 10_000
 SSE_CLIENTS = 200
+PAGES = 50
 JOBS = 10
 EVERY_S = 0.5
 """Between two events of a job."""
@@ -85,6 +88,7 @@ class LoadMeasured:
     server_cpu_s: float = 0.0
     load_cpu_s: float = 0.0
     streams_lost: int = 0
+    pages: int = 0
     others_ms: list[float] = field(default_factory=list[float])
     viewer_streams: int = 0
     viewer_refused: int = 0
@@ -132,6 +136,7 @@ def measure(database: str, load_s: float) -> dict[str, Any]:
         "p99_ms": float(np.percentile(answers, 99)),
         "late_ms_p99": float(np.percentile(late, 99)),
         "sse_clients": SSE_CLIENTS - measured.streams_lost,
+        "pages": measured.pages,
         "events": len(delays),
         "event_delay_ms_p99": float(np.percentile(delays, 99)) if len(delays) else None,
         "viewer_streams": measured.viewer_streams,
@@ -260,7 +265,9 @@ def _paths(jobs: list[str], long_run: str) -> list[str]:
         *("workers?limit=20", "leases?limit=20", "metrics?samples=100", "report"),
     ]
     histories = [f"/v1/runs/{long_run}/{part}" for part in parts]
-    return [*whole, *whole, *histories, *(f"/v1/runs/{run}/{part}" for run in some for part in ("workers", "metrics"))]
+    pages = ("budget", "metrics?samples=600&steps=600&after_step=1", "events?follow=false&routine=false&tail=200")
+    shown = [f"/v1/runs/{run}/{part}" for run in some for part in ("workers", "metrics", *pages)]
+    return [*whole, *whole, *histories, *shown]
 
 
 async def load(site: HostedSite, jobs: list[str], long_run: str, load_s: float, viewer: str) -> LoadMeasured:
@@ -280,9 +287,13 @@ async def load(site: HostedSite, jobs: list[str], long_run: str, load_s: float, 
         await loop.create_connection(partial(follower, job, one), HOST, site.port)
         for job, one in zip(itertools.cycle(jobs), up, strict=False)
     ]
+    changes = partial(EventStream, request("/v1/changes", host, site.secret), lambda _: None)
+    pages = [await loop.create_connection(changes, HOST, site.port) for _ in range(PAGES)]
     async with asyncio.timeout(UP_S):
         for one in up:
             await one.wait()
+        for _, page in pages:
+            await page.answered.wait()
     pool = ReadPool(HOST, site.port)
     reads = [request(path, host, site.secret) for path in _paths(jobs, long_run)]
     async with pool.opened(CONNECTIONS):
@@ -295,7 +306,8 @@ async def load(site: HostedSite, jobs: list[str], long_run: str, load_s: float, 
             measured.server_cpu_s, measured.load_cpu_s = _cpu_s(server) - used_s, time.process_time() - own_s
             measured.rss_mb_warm, measured.rss_mb_end = measured.rss_mb_end, server.memory_info().rss / 2**20
         measured.streams_lost = sum(stream.over for _, stream in streams)
-        for transport, _ in streams:
+        measured.pages = sum(not page.over for _, page in pages)
+        for transport, _ in (*streams, *pages):
             transport.abort()
         await _beside_a_viewer(site, jobs[0], viewer, pool, reads, measured, load_s)
     return measured
