@@ -4,13 +4,13 @@ import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic.protocol.http_server import serving
+from elastic.server.api.app import create_app
 from elastic.server.serving import listen
 from tests.server.conftest import Site, make_site, submission
 
@@ -19,34 +19,49 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="`make test-dashboa
 CHROMIUM = shutil.which("chromium")
 
 
-@dataclass
 class Served:
-    url: str
-    site: Site
+    """A site behind a port, on a loop and a thread of its own; it may go down and come up again."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.port = 0
+        self.url = ""
+        self._over: tuple[asyncio.AbstractEventLoop, asyncio.Event, threading.Thread] | None = None
+
+    def up(self) -> None:
+        """Serve, as another process of the server would after the last one."""
+        loop, over, up = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
+        app = self.site.app = create_app(self.site.store, self.site.settings) if self.port else self.site.app
+
+        async def serve() -> None:
+            with listen("127.0.0.1", self.port) as listener:
+                async with serving(app, listener) as url:
+                    self.url = url
+                    self.port = int(url.rpartition(":")[2])
+                    up.set()
+                    await over.wait()
+
+        thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+        thread.start()
+        assert up.wait(30)
+        self._over = loop, over, thread
+
+    def down(self) -> None:
+        if self._over is not None:
+            loop, over, thread = self._over
+            loop.call_soon_threadsafe(over.set)
+            thread.join(30)
+            loop.close()
+            self._over = None
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    site = make_site(tmp_path)
-    urls: list[str] = []
-    up, loop = threading.Event(), asyncio.new_event_loop()
-    over = asyncio.Event()
-
-    async def serve() -> None:
-        with listen("127.0.0.1", 0) as listener:
-            async with serving(site.app, listener) as url:
-                urls.append(url)
-                up.set()
-                await over.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    assert up.wait(30)
-    yield Served(urls[0], site)
-    loop.call_soon_threadsafe(over.set)
-    thread.join(30)
-    loop.close()
-    site.store.close()
+    served = Served(make_site(tmp_path))
+    served.up()
+    yield served
+    served.down()
+    served.site.store.close()
 
 
 @pytest.fixture(scope="session")

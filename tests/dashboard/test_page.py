@@ -31,7 +31,8 @@ def submitted(served: Served, body: dict[str, Any], project: str = "ours") -> st
 
 def seen(served: Served, run: str, phase: RunPhase, *, cause: str = "", **figures: Any) -> None:
     """What a runner would write down."""
-    told = RunFigures(steps=100, providers={"spot": ProviderFigures(ready=3, usd=1.5)}, **figures).model_dump()
+    usual: dict[str, Any] = {"steps": 100, "providers": {"spot": ProviderFigures(ready=3, usd=1.5)}}
+    told = RunFigures(**usual | figures).model_dump()
     with served.site.store.writing() as tx:
         tx.execute(sa.update(runs).where(runs.c.id == run).values(phase=phase.value, cause=cause, figures=told))
 

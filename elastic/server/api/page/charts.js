@@ -23,7 +23,7 @@ export function providerColours(names) {
 }
 
 /** A colour and a dash for one of several alike: nothing is told by colour alone. */
-export const styleOf = (place) => ({ colour: `provider-${[2, 5, 4, 1, 3, 6, 8, 7, 0][place % COLOURS]}`, dash: DASHES[Math.floor(place / 3) % DASHES.length] });
+export const styleOf = (place) => ({ colour: `provider-${[2, 5, 4, 1, 3, 6, 8, 7, 0][place % COLOURS]}`, dash: DASHES[place % DASHES.length] });
 
 const held = (value) => (typeof value !== "number" || Number.isNaN(value) ? null : Math.max(-LARGEST, Math.min(LARGEST, value)));
 

@@ -40,6 +40,7 @@ export function showCompare(main, { signal, parts: [ids], wrong }) {
   const body = el("div", { className: "charts" });
   const differences = el("div", { id: "differences" });
   let axis = "step";
+  let lost = [];
   let timer = 0;
   const choice = axisChoice((value) => {
     axis = value;
@@ -54,11 +55,13 @@ export function showCompare(main, { signal, parts: [ids], wrong }) {
   const nameOf = (run) => (runs.filter((one) => one.run.name === run.name).length > 1 ? `${run.name} …${run.id.slice(-6)}` : run.name);
 
   function draw() {
+    const bare = runs.filter(({ series }) => !series.steps.length && !series.samples.length).map(({ run }) => nameOf(run));
+    fill(missing, lost.length ? soft(`These cannot be shown: ${lost.join(", ")}.`) : null, bare.length ? soft(`There are no figures yet of ${bare.join(", ")}.`) : null);
     for (const { said, chart: one } of charts) {
       const labels = said.cost ? ["cost"] : Object.keys(said.lines);
       const lines = runs.flatMap(({ run, series, place }) => {
         const own = said.cost ? [{ label: "cost", values: series.costs() }] : linesOf({ lines: said.lines }, series.steps);
-        return own.map((line, n) => ({ ...line, label: labels.length > 1 ? `${nameOf(run)}: ${line.label}` : nameOf(run), colour: styleOf(place).colour, dash: styleOf(place + 3 * n).dash, places: series.places(axis) }));
+        return own.map((line, n) => ({ ...line, label: labels.length > 1 ? `${nameOf(run)}: ${line.label}` : nameOf(run), colour: styleOf(place).colour, dash: styleOf(place + n).dash, places: series.places(axis) }));
       });
       const [places, values] = merged(lines);
       one.set(places, lines.map((line, n) => ({ ...line, values: values[n] })), { axis });
@@ -104,9 +107,8 @@ export function showCompare(main, { signal, parts: [ids], wrong }) {
 
   return (async () => {
     const found = await Promise.allSettled(wanted.map((id) => get(`/v1/runs/${id}`, signal)));
-    const lost = wanted.filter((_, n) => found[n].status === "rejected");
+    lost = wanted.filter((_, n) => found[n].status === "rejected");
     for (const one of found) if (one.status === "fulfilled") runs.push({ run: one.value, series: new Series(one.value.id), place: runs.length });
-    if (lost.length) fill(missing, soft(`These cannot be shown: ${lost.join(", ")}.`));
     tell();
     await refresh();
   })();

@@ -45,12 +45,13 @@ export function showProviders(main, { signal, wrong }) {
     { title: "GPUs", number: true, of: ([, , one]) => count(one.gpus) },
     { title: "Ready", number: true, of: ([, , one]) => count(one.ready) },
     { title: "Preempted", number: true, of: ([, , one]) => count(one.preemptions) },
+    { title: "$/GPU-hour now", number: true, of: ([, , one]) => usd(one.gpus ? one.usd_per_hour / one.gpus : null) },
     { title: "Tokens", number: true, of: ([, , one]) => count(one.tokens) },
     { title: "Cost", number: true, of: ([, , one]) => usd(one.usd) },
     { title: "Tokens for a dollar", number: true, of: ([, , one]) => (one.usd > 0 ? count(one.tokens / one.usd) : one.tokens ? "free" : "–") },
   ], { label: "What runs have", empty: "No living run has anything of a provider.", id: "held" });
   const more = soft();
-  fill(main, el("h1", { textContent: "Providers" }), kinds.node, section("What living runs have for their money", holding.node, more), soft("What each lease cost and why it ended stands with its run, under Workers. Of offers that no run has asked for the server keeps nothing, so prices over time are not shown."));
+  fill(main, el("h1", { textContent: "Providers" }), kinds.node, section("What living runs have for their money", holding.node, more), soft("What each lease cost and why it ended stands with its run, under Workers, and what its GPUs cost over time under Overview. Of offers that no run has taken up the server keeps nothing."));
 
   async function refresh() {
     const [found, runs] = await Promise.all([get("/v1/providers", signal), listed("/v1/runs", { phase: ["starting", "running", "restarting", "stopping"] }, signal, 200)]);

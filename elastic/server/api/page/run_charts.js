@@ -40,6 +40,7 @@ export function showCharts(body, view) {
   const speed = time("Throughput by provider (tokens/s)", { stacked: true });
   const workers = time("Workers by provider", { stacked: true });
   const cost = time("Cost", { unit: units.usd, stacked: false });
+  const price = time("Price ($/GPU-hour)", { unit: units.usd });
   const load = time("Trajectories and queued turns", {});
   const evaluations = ["avg@", "pass@"].map((begin) => ({ begin, chart: chart({ title: `Evaluation: ${begin}k`, unit: units.reward, axis: "version" }, signal) }));
   const providers = table(PROVIDERS, { label: "Providers", empty: "No provider has anything of this run yet.", id: "providers" });
@@ -56,7 +57,7 @@ export function showCharts(body, view) {
     el("div", { className: "charts wide" }, speed.node, workers.node),
     el("div", { className: "row" }, el("h2", { textContent: "Learning" }), labelled("over", choice)),
     none,
-    el("div", { className: "charts" }, steps.slice(0, 2).map((one) => one.chart.node), evaluations.map((one) => one.chart.node), steps.slice(2).map((one) => one.chart.node), cost.node, load.node),
+    el("div", { className: "charts" }, steps.slice(0, 2).map((one) => one.chart.node), evaluations.map((one) => one.chart.node), steps.slice(2).map((one) => one.chart.node), cost.node, price.node, load.node),
     el("h2", { textContent: "Providers" }),
     providers.node,
   );
@@ -71,13 +72,14 @@ export function showCharts(body, view) {
     drawSteps();
     const [times, names] = [series.times(), series.providers()];
     const colours = providerColours(names);
-    const each = (values) => names.map((name, n) => ({ label: name, colour: colours[name], dash: styleOf(3 * n).dash, values: values(name) }));
+    const each = (values) => names.map((name, n) => ({ label: name, colour: colours[name], dash: styleOf(n).dash, values: values(name) }));
     const marks = losses(series.samples);
     speed.set(times, each((name) => series.speed(name)), { marks });
     workers.set(times, each((name) => series.of(name, (one) => one.ready)), { marks });
     const budget = run.budget_usd === null ? [] : [{ label: "budget", colour: "bad", dash: [6, 3], values: times.map(() => run.budget_usd) }];
     cost.set(times, [{ label: "all", ...styleOf(0), values: series.samples.map((one) => one.usd) }, ...budget]);
-    load.set(times, [{ label: "trajectories", ...styleOf(0), values: series.samples.map((one) => one.trajectories_running) }, { label: "queued turns", ...styleOf(4), values: series.samples.map((one) => one.queued_turns) }]);
+    price.set(times, each((name) => series.price(name)));
+    load.set(times, [{ label: "trajectories", ...styleOf(0), values: series.samples.map((one) => one.trajectories_running) }, { label: "queued turns", ...styleOf(1), values: series.samples.map((one) => one.queued_turns) }]);
     for (const one of evaluations) drawEvaluations(one, series.evaluations);
   }
 

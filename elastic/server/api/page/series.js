@@ -42,7 +42,8 @@ export class Series {
     if (sample) query.set("after_s", String(sample.elapsed_s));
     const found = await get(`/v1/runs/${this.run}/metrics?${query}`, signal);
     this.steps.push(...found.steps);
-    this.samples.push(...found.samples.filter((one) => one.elapsed_s > (this.samples.at(-1)?.elapsed_s ?? -1)));
+    // A clock that was set back makes moments that come before earlier ones: those are not drawn.
+    for (const one of found.samples) if (one.elapsed_s > (this.samples.at(-1)?.elapsed_s ?? -1)) this.samples.push(one);
     const evaluated = found.evaluations.length !== this.evaluations.length;
     this.evaluations = found.evaluations;
     this.total = Math.max(this.steps.length, this.samples.length);
@@ -76,6 +77,11 @@ export class Series {
   /** What a provider's figures were at each moment. */
   of(provider, value) {
     return this.samples.map((one) => (one.providers[provider] ? value(one.providers[provider]) : 0));
+  }
+
+  /** What a provider asked for a GPU-hour of what it held, at each moment. */
+  price(provider) {
+    return this.samples.map((one) => (one.providers[provider]?.gpus ? one.providers[provider].usd_per_hour / one.providers[provider].gpus : null));
   }
 
   /** Tokens a second between moments, of one provider. */

@@ -37,7 +37,7 @@ export function paged(columns, begin, { signal, label, empty, id, most = 2000 })
   let pager = null;
   const wrong = soft();
   wrong.hidden = true;
-  const more = button("More", () => load());
+  const more = button("More", () => load(), { hidden: true });
   async function load(anew = false) {
     const mine = pager;
     try {

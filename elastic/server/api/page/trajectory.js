@@ -26,7 +26,7 @@ function aboutOf(context, message) {
   const range = [message.start, message.start + message.tokens];
   const distinct = [...new Set(context.versions.slice(...range))];
   const mean = context.logprobs.slice(...range).reduce((sum, one) => sum + one, 0) / message.tokens;
-  return `${count(message.tokens)} tokens of version${distinct.length > 1 ? "s" : ""} ${distinct.slice(0, 8).join(", ")}, mean log-probability ${mean.toFixed(2)}`;
+  return `${count(message.tokens)} tokens of version${distinct.length > 1 ? "s" : ""} ${distinct.slice(0, 8).join(", ")}, mean log-probability ${mean.toFixed(2).replace("-", "−")}`;
 }
 
 function messageOf(context, message) {

@@ -40,6 +40,7 @@ export function usd(value) {
 
 export function duration(seconds) {
   if (none(seconds)) return NONE;
+  if (seconds > 0 && seconds < 0.0005) return "< 1 ms";
   if (seconds < 0.9995) return seconds === 0 ? "0 s" : minus(`${Number((1000 * seconds).toPrecision(3))} ms`);
   if (seconds < 59.95) return `${Number(seconds.toPrecision(3))} s`;
   const whole = Math.round(seconds);

@@ -1,0 +1,202 @@
+"""The pages in trouble: a server that goes, a session that ends, texts of any kind and size, and what is not there."""
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks._hosted_runs import write_run
+from elastic.protocol.api import AccessRole, ProviderFigures, RunPhase
+from elastic.server.store.tables import runs, sessions
+from tests.dashboard.conftest import Served
+from tests.dashboard.test_page import seen, sign_in, submitted
+from tests.dashboard.test_views import PARTS, places, run, settled
+from tests.server.conftest import Submission
+
+__all__ = ["run"]
+pytestmark = pytest.mark.dashboard
+MEANS_SOMETHING = ("object", "actions", "csrf_token", "version", "role", "type", "url")
+"""Fields whose values the page goes by: those of its own server."""
+HOSTILE = (
+    "<img src=x onerror=document.title='ran'>",
+    "javascript:alert(1)",
+    "\u202e\u2066\x1b[2J\x00",
+    "__proto__",
+    "${1}",
+    "",
+)
+
+
+def test_a_page_goes_on_once_its_server_is_back(tab: Any, served: Served, submission: Submission) -> None:
+    run = submitted(served, submission())
+    seen(served, run, RunPhase.RUNNING, step=3)
+    sign_in(tab, served, at=f"/#/runs/{run}")
+    tab.wait_for_selector("#figures >> text=3/100")
+    served.down()
+    tab.wait_for_selector("#notice >> text=The server does not answer. Runs go on")
+    seen(served, run, RunPhase.RUNNING, step=4)
+    served.up()
+    tab.wait_for_selector("#figures >> text=4/100")
+    tab.wait_for_selector("#notice", state="hidden")
+    seen(served, run, RunPhase.RUNNING, step=5)
+    tab.wait_for_selector("#figures >> text=5/100")
+
+
+def test_a_session_that_ends_asks_to_sign_in_and_leads_back(tab: Any, served: Served, run: str) -> None:
+    sign_in(tab, served, at=f"/#/runs/{run}/workers")
+    tab.wait_for_selector("#lanes li")
+    with served.site.store.writing() as tx:
+        tx.execute(sa.update(sessions).values(expires_us=1))
+    tab.wait_for_selector("text=Your session is over. Sign in again.")
+    assert tab.locator("#lanes").count() == 0, "nothing stays of what one may see no more"
+    tab.fill("#key", served.site.key("ours", AccessRole.VIEWER))
+    tab.click("text=Sign in >> nth=-1")
+    tab.wait_for_selector("#lanes li")
+
+
+def test_a_hundred_times_as_much_is_bounded_and_said(tab: Any, served: Served, submission: Submission) -> None:
+    run = submitted(served, submission())
+    write_run(served.site.settings.run_dir(run), steps=3_000, events=30_000, members=2)
+    seen(served, run, RunPhase.RUNNING, step=3_000)
+    sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{run}")
+    tab.locator("[role=img][aria-label^='Reward.']").wait_for()
+    tab.goto(f"{served.url}/#/runs/{run}/workers")
+    tab.locator("#lanes li").nth(79).wait_for()
+    assert tab.locator("#lanes li").count() == 80
+    tab.wait_for_selector("text=/2\\d\\d older workers are not shown/")
+    tab.goto(f"{served.url}/#/runs/{run}/events")
+    tab.locator("#events li").nth(199).wait_for()
+    first = tab.locator("#events li").last.inner_text()
+    tab.click("button:text-is('Older')")
+    tab.locator("#events li").nth(399).wait_for()
+    assert tab.locator("#events li").nth(199).inner_text() == first
+    tab.goto(f"{served.url}/#/runs/{run}/trajectories")
+    settled(tab)
+    assert tab.locator("#trajectories tbody tr").count() == 20
+    assert tab.locator("main *").count() < 3_000
+
+
+def test_texts_of_any_size_are_cut_and_said_to_be(tab: Any, served: Served, submission: Submission) -> None:
+    run = submitted(served, submission())
+    write_run(served.site.settings.run_dir(run), steps=3, name="w" * 2_000, cause="c" * 200_000)
+    seen(served, run, RunPhase.FAILED, cause="x" * 10_000_000)
+    sign_in(tab, served, AccessRole.VIEWER)
+    for place in places(run):
+        tab.goto(served.url + place)
+        settled(tab)
+        assert len(tab.locator("main").inner_text()) < 200_000, place
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), place
+    tab.goto(f"{served.url}/#/runs/{run}")
+    tab.wait_for_selector("text=9,980,000 more characters are not shown")
+
+
+def test_a_clock_that_is_off_shows_the_rest(tab: Any, served: Served, run: str) -> None:
+    tab.clock.set_fixed_time("2001-09-09")
+    with served.site.store.writing() as tx:
+        tx.execute(sa.update(runs).values(created_us=-(10**15), started_us=4 * 10**15))
+    seen(served, run, RunPhase.RUNNING, step=3, elapsed_s=-5.0)
+    sign_in(tab, served, AccessRole.VIEWER)
+    for place in places(run):
+        tab.goto(served.url + place)
+        settled(tab)
+        assert "NaN" not in tab.locator("main").inner_text(), place
+
+
+def test_a_run_whose_journal_is_gone_shows_what_there_is(tab: Any, served: Served, run: str) -> None:
+    shutil.rmtree(served.site.settings.run_dir(run))
+    sign_in(tab, served, AccessRole.VIEWER)
+    for part in PARTS:
+        tab.goto(f"{served.url}/#/runs/{run}{part}")
+        settled(tab)
+    for part, said in {
+        "": "There are no figures yet",
+        "/workers": "No workers yet.",
+        "/trajectories": "No such trajectories.",
+        "/events": "Nothing has happened yet.",
+        "/logs": "Nothing is in this log.",
+        "/configuration": "No checkpoints yet.",
+    }.items():
+        tab.goto(f"{served.url}/#/runs/{run}{part}")
+        tab.wait_for_selector(f"text={said}")
+    (served.site.settings.run_dir(run)).mkdir()
+    (served.site.settings.run_dir(run) / "journal.sqlite").write_bytes(b"no journal")
+    tab.goto(f"{served.url}/#/runs/{run}")
+    tab.reload()
+    tab.wait_for_selector("text=This cannot be shown: the run's journal cannot be read now")
+    tab.wait_for_selector("#figures >> text=30/100")
+
+
+def test_a_provider_of_a_plug_in_and_a_reward_below_zero(tab: Any, served: Served, run: str) -> None:
+    ours = {"marsupial": ProviderFigures(ready=2, gpus=2, usd=1.0, usd_per_hour=3.0)}
+    seen(served, run, RunPhase.RUNNING, step=3, last_mean_reward=-0.25, last_success_rate=0.0, providers=ours)
+    sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{run}")
+    tab.wait_for_selector("#figures >> text=−0.250")
+    tab.wait_for_selector("#figures >> text=0 %")
+    tab.wait_for_selector("#providers >> text=marsupial")
+    colours = "import('/page/charts.js').then((it) => it.providerColours(['marsupial', 'spot', 'wombat']))"
+    found = tab.evaluate(colours)
+    assert found["spot"] == "provider-3"
+    assert len(set(found.values())) == 3
+
+
+def mutated(value: Any, texts: list[str], field: str = "") -> Any:
+    """An answer with each of its texts in the place of another."""
+    if isinstance(value, dict):
+        return {key: mutated(inner, texts, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [mutated(inner, texts, field) for inner in value]
+    if isinstance(value, str) and field not in MEANS_SOMETHING:
+        return texts[len(value) % len(texts)]
+    return value
+
+
+def test_texts_of_answers_never_become_markup(tab: Any, served: Served, run: str, faults: list[str]) -> None:
+    """Whatever the server's answers say: every view shows it as text, and runs nothing of it."""
+    texts: list[str] = ["x"]
+
+    def answer(route: Any) -> None:
+        found = route.fetch()
+        if "json" in found.headers.get("content-type", "") and found.ok:
+            route.fulfill(response=found, body=json.dumps(mutated(found.json(), texts)))
+        else:
+            route.fulfill(response=found)
+
+    sign_in(tab, served, AccessRole.ADMIN)
+    for place in (
+        "/v1/runs*",
+        "/v1/runs/**",
+        "/v1/pools*",
+        "/v1/providers*",
+        "/v1/projects/**",
+        "/v1/keys*",
+        "/v1/audit*",
+    ):
+        tab.route(f"**{place}", answer)
+    everywhere = [*places(run), "/#/pools", "/#/providers", "/#/projects"]
+
+    @settings(
+        max_examples=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+        database=None,
+    )
+    @given(
+        st.lists(st.one_of(st.sampled_from(HOSTILE), st.text(max_size=30)), min_size=1, max_size=5),
+        st.sampled_from(everywhere),
+    )
+    def hold(said: list[str], place: str) -> None:
+        texts[:] = said
+        tab.goto(served.url + "/#/login/" + 64 * "0" + "/here")
+        tab.goto(served.url + place)
+        settled(tab)
+        assert tab.locator("main img, main script, main iframe, main [onerror], main [style*=url]").count() == 0
+        assert tab.locator("main a[href^=javascript]").count() == 0
+        assert not set(tab.locator("main").inner_text()) & set("\x1b\x00\x07\x9b\u202e\u2066")
+        assert tab.evaluate("document.title") != "ran"
+        assert faults == []
+
+    hold()
