@@ -102,7 +102,7 @@ async def events(
     first = await state.looks.at((run, begin, few, "events"), lambda: _first(log, begin, few=few), read_files)
     if begin and found.ended and first.whole and not first.events:
         return Response(status_code=204)
-    read = _Read(first, few)
+    read = _EventsRead(first, few)
     body = _following(state, found, begin) if follow else _reading(log, read, read_files)
     return streamed(state, request, found, body)
 
@@ -122,7 +122,7 @@ class _Newest(NamedTuple):
     few: bool
 
 
-class _Read(NamedTuple):
+class _EventsRead(NamedTuple):
     """Events of which a batch has been read, up to an end if there is one; `head` is sent before them."""
 
     batch: EventBatch
@@ -137,7 +137,7 @@ def _first(log: EventLog, event: str, *, few: bool) -> EventBatch:
         return log.read(log.after(event), routine=not few)
 
 
-def _newest(log: EventLog, wanted: _Newest) -> _Read:
+def _newest(log: EventLog, wanted: _Newest) -> _EventsRead:
     """Return the newest events. Raises `ApiProblem`."""
     with _as_problems(wanted.until):
         end = log.until(wanted.until)
@@ -145,7 +145,7 @@ def _newest(log: EventLog, wanted: _Newest) -> _Read:
         batch = log.read(begin, routine=not wanted.few, end=end if wanted.until else None)
     older = b"true" if begin != Position(0, 0) else b"false"
     head = b'id: %s\nevent: begin\ndata: {"older":%s}\n\n' % (log.id_at(begin).encode(), older)
-    return _Read(batch, wanted.few, end if wanted.until else None, head)
+    return _EventsRead(batch, wanted.few, end if wanted.until else None, head)
 
 
 @contextlib.contextmanager
@@ -162,7 +162,7 @@ def unreadable(error: JournalError | OSError) -> ApiProblem:
     return ApiProblem("unavailable", f"the run's journal cannot be read now: {type(error).__name__}")
 
 
-async def _reading(log: EventLog, read: _Read, read_files: ReadFiles) -> AsyncIterator[bytes]:
+async def _reading(log: EventLog, read: _EventsRead, read_files: ReadFiles) -> AsyncIterator[bytes]:
     """Yield the events that exist now, of which a batch has been read. What cannot be read ends them with an `error`,
     which is a problem. Of `few` events the last one, `read`, says up to where."""
     batch, few, end, head = read
