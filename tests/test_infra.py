@@ -46,14 +46,16 @@ def test_every_file_that_is_named_exists() -> None:
 def test_units_parse_and_start_what_there_is(unit: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     found = parsed(unit)
     assert {"Unit", "Service", "Install"} <= set(found.sections())
-    command, part, *options = found["Service"]["ExecStart"].split()
+    command, *words = found["Service"]["ExecStart"].split()
     assert command == "/opt/elastic/bin/elastic"
+    first = next(number for number, word in enumerate(words) if word.startswith("--"))
+    part, options = words[:first], words[first:]
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
-        main([part, "--help"])
+        main([*part, "--help"])
     help_ = capsys.readouterr().out
     assert [option for option in options if option.startswith("--") and option not in help_] == []
-    defined = dict(pair.split("=", 1) for pair in found["Service"]["Environment"].split())
+    defined = dict(pair.split("=", 1) for pair in found["Service"].get("Environment", "").split())
     assert set(re.findall(r"\$\{(\w+)\}", " ".join(options))) == set(defined)
 
 

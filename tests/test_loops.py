@@ -400,7 +400,7 @@ async def pool(path: Path, faults: LoopFaults) -> AsyncIterator[PoisonedLoop]:
 
     programs: Any = SimpleNamespace(job=launch, ended=ended)
     gateway: Any = SimpleNamespace(serve=lambda shell: None)
-    journal: Any = SimpleNamespace(keepers=list)
+    journal: Any = SimpleNamespace(keepers=list, joined=dict)
     clock = asyncio.get_running_loop().time
     ports = LivePorts(path, "lab", journal, gateway, programs, lambda: 0, IsolatedLoop("pool", faults, clock=clock))
 

@@ -26,14 +26,18 @@ from elastic.compose.runs import CLAIM, claimant, claimed, is_claimed, private
 from elastic.config import ConfigError, given_path
 from elastic.core.cluster.types import DeviceAccount, JobState
 from elastic.pool.control_messages import OtherPoolVersion, PoolControl, PoolStanding
+from elastic.pool.machines import read_node_ticket
 from elastic.pool.standing import JobStanding, NodeStanding
 from elastic.protocol.run_control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
+from elastic.protocol.tickets import TicketRefused
 from elastic.report.log_files import LogFollower
+from elastic.system.files import write_whole
 from elastic.system.supervision import start_detached
 
 T = TypeVar("T")
 
 POLL_S = 0.1
+TICKET_VARIABLE = "ELASTIC_TICKET"
 SETTLED_S = 15.0
 """A pool's process that has lived so long did not die of how it began. All jobs wait for the next one."""
 SUPERVISOR = "supervisor.lock"
@@ -96,12 +100,14 @@ def start_pool(
     if as_json:
         emit({"pool": wanted.pool.name, "directory": str(directory), "pid": standing.pid, "supervisor": supervisor.pid})
     spec = wanted.pool
-    most = "" if spec.rollout.spot is None else "up to "
+    most = "" if spec.rollout.spot is None and spec.rollout.kind == "local" else "up to "
     say(
         f"pool {spec.name} is up: {most}{spec.rollout.nodes} rollout and {spec.train.nodes} training nodes, in "
         f"{directory}; "
         f"{program()} jobs submit CONFIG brings it work, {program()} pool stop ends it"
     )
+    if spec.rollout.kind == "joined":
+        say(f"{program()} pool ticket lets other machines join as its rollout nodes")
     return 0
 
 
@@ -188,6 +194,113 @@ def put_back_device(
     if as_json:
         emit({"pool": path.name, "command": "put-back", "id": answer.id, "repeated": answer.repeated})
     say(f"device {device} is the pool's again{' (as it was told before)' if answer.repeated else ''}")
+    return 0
+
+
+@pool.command("ticket")
+@private()
+def mint_node_ticket(
+    name: PoolName = "",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the ticket here; else it is printed.")
+    ] = None,
+    label: Annotated[str, typer.Option(help="Whose machine it is for.")] = "",
+    minutes: Annotated[float, typer.Option(min=0.1, max=10_080, help="Until when it must be used.")] = 60.0,
+    command_id: JobCommandIdOption = "",
+    as_json: AsJson = False,
+    directory: PoolsDirectory = Path("pools"),
+) -> int:
+    """Mint a ticket with which one machine joins a pool as a rollout node. It is shown once.
+
+    Example: elastic pool ticket -o node.ticket --label "the lab's 4090"
+    """
+    path = find_pool(name, directory)
+    command_id = command_id or new_command_id()
+    ticket = asked(PoolControl(path).ticket(label, minutes * 60, command_id), command_id)
+    content = msgspec.json.format(msgspec.json.encode(ticket)) + b"\n"
+    if output is not None:
+        write_whole(output, content)
+    elif not as_json:
+        typer.echo(content.decode(), nl=False)
+    if as_json:
+        told = {"pool": path.name, "node": ticket.node, "id": command_id, "file": output and str(output)}
+        emit(told | ({} if output else {"content": msgspec.to_builtins(ticket)}))
+    say(f"the ticket for node {ticket.node} is good for one machine within {minutes:g} min; it is not shown again")
+    say(f"there: elastic pool join --ticket-file {output or 'FILE'}")
+    if not ticket.fingerprint:
+        say(f"only this machine can dial {ticket.join}; others could with pool.host and pool.advertise")
+    return 0
+
+
+@pool.command("join")
+@private()
+def join_pool(
+    join: Annotated[
+        str, typer.Argument(metavar="[HOST:PORT]", help="Where to dial, if elsewhere than the ticket says.")
+    ] = "",
+    ticket_file: Annotated[
+        Path | None,
+        typer.Option("--ticket-file", metavar="FILE", help="Of `elastic pool ticket`; else ELASTIC_TICKET holds one."),
+    ] = None,
+    devices: Annotated[
+        str, typer.Option(metavar="NAMES", help="Which of this machine, such as cuda:2,cuda:3; else the first.")
+    ] = "",
+    nodes: Annotated[Path, typer.Option("--directory", help="Where this machine's nodes keep their files.")] = Path(
+        "nodes"
+    ),
+) -> int:
+    """Be a rollout node of a pool on another machine, until the pool lets it go, or Ctrl-C.
+
+    With the same ticket and directory it comes back, also once the machine has started anew.
+
+    Example: elastic pool join --ticket-file node.ticket
+    """
+    from elastic.compose.joined_node import run_joined_node
+
+    where = str(ticket_file or TICKET_VARIABLE)
+    try:
+        content = ticket_file.read_bytes() if ticket_file else os.environ.pop(TICKET_VARIABLE, "").encode()
+        if not content:
+            raise ConfigError(f"elastic pool join: give --ticket-file FILE, or {TICKET_VARIABLE} with a ticket")
+        ticket = read_node_ticket(content)
+    except OSError as error:
+        raise ConfigError(f"elastic pool join: --ticket-file {where}: cannot be read ({error.strerror})") from error
+    except TicketRefused as error:
+        raise ConfigError(f"elastic pool join: {where}: {error}") from error
+    named = [one.strip() for one in devices.split(",") if one.strip()]
+    return run_joined_node(ticket, join, named, nodes / f"{ticket.pool}-{ticket.node}")
+
+
+@pool.command("drain")
+def drain_node(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="As `elastic pool status` names it, such as rollout-2.")],
+    name: PoolName = "",
+    wait_s: Annotated[float, typer.Option(min=0, help="How long to wait until it has gone.")] = 600.0,
+    command_id: JobCommandIdOption = "",
+    as_json: AsJson = False,
+    directory: PoolsDirectory = Path("pools"),
+) -> int:
+    """Let a node of another machine go: its jobs go on elsewhere from their step's end. A ticket that nobody has used
+    is void.
+
+    Example: elastic pool drain rollout-2
+    """
+    path, control = (found := find_pool(name, directory)), PoolControl(found)
+    command_id = command_id or new_command_id()
+    answer = asked(control.drain(node, command_id), command_id)
+    deadline, standing = time.monotonic() + wait_s, asked(control.standing())
+    while there := any(one.name == node for one in standing.status.nodes):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+        standing = _again(control, standing)
+    if as_json:
+        emit({"pool": path.name, "command": "drain", "id": answer.id, "repeated": answer.repeated, "gone": not there})
+    if not there:
+        say(f"node {node} is no node of pool {path.name} any more")
+    elif wait_s:
+        say(f"error: node {node} has not gone within {wait_s:g} s; it goes once its jobs are at their step's end")
+        return EXIT_FAILED
     return 0
 
 
@@ -285,6 +398,7 @@ def _check_former(config: PoolConfig, path: Path) -> None:
     former = load_pool(directory / POOL_CONFIG)
     for what, was, now in (
         ("pool.rollout and pool.train", former.spec(), config.spec()),
+        ("pool.rollout.kind", former.pool.rollout.kind, config.pool.rollout.kind),
         ("pool.policy", former.pool.policy, config.pool.policy),
         ("limits", former.wait_limits(), config.wait_limits()),
     ):
@@ -381,7 +495,11 @@ def _node_row(node: NodeStanding) -> Sequence[str]:
     slice_s, switching_s, idle_s, down_s = (node.accounts_s.get(account, 0.0) for account in DeviceAccount)
     whole_s = sum(node.accounts_s.values()) or 1.0
     parts = (slice_s + switching_s, idle_s, down_s)
-    names = (node.name, ", ".join(node.devices) or "all", node.group or "–", node.account, node.job or "–")
+    where = ", ".join(node.devices) or "all"
+    if node.machine is not None:
+        where = f"{where} ({node.machine.device} of {node.machine.host})"
+    account = "draining" if node.draining else node.account
+    names = (node.name, where, node.group or "–", account, node.job or "–")
     return (*names, *(f"{part / whole_s:.0%}" for part in parts))
 
 

@@ -30,6 +30,7 @@ from elastic.pool.gateway import PoolGateway, PoolTokens
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
 from elastic.pool.live import SET_ASIDE, LivePorts
+from elastic.pool.node_tickets import NodeTickets, blank_ticket
 from elastic.pool.ports import HowEnded, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.protocol.control_socket import LineSocket
@@ -108,6 +109,8 @@ class PoolPrograms:
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
     ) -> w.StartResidentFrame:
         environment = {**entry.environment, JOB_VARIABLE: entry.job}
+        if phase is PhaseKind.ROLLOUT and self._config.joins is not None:
+            return self._resident_elsewhere(entry, placement, environment)
         if entry.script:
             environment |= self.job_environment(entry, placement)
             environment |= {PHASES_VARIABLE: entry.phases} if entry.phases else {}
@@ -129,6 +132,19 @@ class PoolPrograms:
             directory=entry.directory if entry.script else os.getcwd(),
             log=str(self.logs(entry) / ("script.log" if entry.script else f"resident-{node}.log")),
             script=bool(entry.script),
+        )
+
+    def _resident_elsewhere(self, entry: JobEntry, placement: int, environment: dict[str, str]) -> w.StartResidentFrame:
+        """A rollout resident gets all that it needs by its run's own connections: it reads none of the pool's files."""
+        _, *words = self.resident_command(entry, PhaseKind.ROLLOUT)
+        return w.StartResidentFrame(
+            job=entry.job,
+            placement=placement,
+            phase=PhaseKind.ROLLOUT,
+            command=(w.OWN_PYTHON, *words),
+            environment=environment,
+            directory="",
+            log=f"logs/resident-{entry.job}.log",
         )
 
     def profile(self, entry: JobEntry) -> ProcessLaunch:
@@ -168,10 +184,19 @@ class PoolPrograms:
         if not path.is_absolute() or not path.is_dir():
             raise ConfigError(f"job {entry.job}: directory: found {path}; allowed: an absolute one")
         if entry.script:
+            if self._config.joins is not None:
+                problem = "a script computes in its own process, and this pool's rollout nodes are other machines"
+                raise ConfigError(f"job {entry.job}: {problem}; allowed: a run")
             return entry
         if not (path / CONFIG).exists():
             raise ConfigError(f"job {entry.job}: {path} is no run's directory: it has no {CONFIG}")
-        return msgspec.structs.replace(entry, max_restarts=load_run_config(path).job.max_restarts)
+        config = load_run_config(path)
+        if self._config.joins is not None and self._endpoint.fingerprint and not config.run.beyond_loopback:
+            raise ConfigError(
+                f"job {entry.job}: run.host: found {config.run.host}, which the pool's rollout nodes, on other "
+                'machines, cannot dial; allowed: an address that they reach, such as "0.0.0.0" with run.advertise'
+            )
+        return msgspec.structs.replace(entry, max_restarts=config.job.max_restarts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,10 +245,10 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
     gateway = PoolGateway(tokens, journal, welcome, isolated)
     certificate = _certificate(config, directory)
     address = await _listen(gateway, config, journal, certificate)
-    # Keepers and jobs are this process's children: they dial the machine that they are on.
-    endpoint = Endpoint(
-        str(Address.parse(address).here()), fingerprint="" if certificate is None else certificate.fingerprint
-    )
+    fingerprint = "" if certificate is None else certificate.fingerprint
+    # Keepers and jobs that are this process's children dial the machine that they are on.
+    endpoint = Endpoint(str(Address.parse(address).here()), fingerprint=fingerprint)
+    node_tickets = _node_tickets(config, journal, tokens, address, fingerprint)
     made = wiring.programs(config, directory, endpoint, tokens)
     ports = LivePorts(
         directory,
@@ -242,8 +267,11 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
     def after(event: ClusterEvent) -> None:
         wiring.after(shell.cluster, event)
 
-    shell = PoolShell(cluster, ports, times, journal.entries(), after, config.pool.rollout.market(), devices=devices)
-    command_manager = PoolCommandManager(config.pool.name, shell, journal, made.admit, ports.jobs.pid, made.logs)
+    market, joins = config.pool.rollout.market(), config.joins
+    shell = PoolShell(cluster, ports, times, journal.entries(), after, market, devices=devices, joins=joins)
+    command_manager = PoolCommandManager(
+        config.pool.name, shell, journal, made.admit, ports.jobs.pid, made.logs, node_tickets
+    )
     socket = wiring.line_socket(directory, command_manager.answer, invalid, SUBMISSION_BYTES_MAX)
     heed_no_more = _stops_by_signal(shell, journal)
     log.info("pool's process begins", pool=config.pool.name, events=journal.events, address=address, anew=anew)
@@ -262,6 +290,17 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
         await gateway.aclose()
         await ports.aclose()
         journal.close()
+
+
+def _node_tickets(
+    config: PoolConfig, journal: PoolJournal, tokens: PoolTokens, address: str, fingerprint: str
+) -> NodeTickets:
+    """Of a pool that listens there."""
+    pool, blank = config.pool, None
+    if config.joins is not None:
+        seen = Endpoint(str(Address.parse(address).seen_as(pool.advertise)), fingerprint=fingerprint)
+        blank = blank_ticket(pool.name, seen, config.joins.gpus, pool.devices)
+    return NodeTickets(journal, tokens, blank, pool.rollout.nodes)
 
 
 def _began(journal: PoolJournal, last_ns: int) -> tuple[Began, bool]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from elastic.compose.nanoseconds import in_nanoseconds
 from elastic.config import (
@@ -17,7 +17,9 @@ from elastic.config import (
 )
 from elastic.core.cluster.policy import ClusterPolicies
 from elastic.core.cluster.types import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
-from elastic.system.devices import DeviceName, kind_of, machine_gpus
+from elastic.pool.machines import JoinRules
+from elastic.protocol.endpoint import Address, is_wildcard
+from elastic.system.devices import DeviceName, devices_here, machine_gpus
 from elastic.system.files import write_whole
 from policies.clusters import CLUSTER_POLICIES
 from providers.markets import SpotMarket, SpotSettings, SpotTraceSettings
@@ -42,7 +44,7 @@ class PoolNodesConfig(_PoolPart):
     usd_per_gpu_hour: float = Field(ge=0, description="what a GPU costs")
     memory_gb: float = Field(ge=0, description="host memory of a node that jobs' states may take")
 
-    def kind(self) -> NodeKind:
+    def node_kind(self) -> NodeKind:
         return NodeKind(
             gpus=self.gpus,
             memory_bytes=round(self.memory_gb * GB),
@@ -53,7 +55,16 @@ class PoolNodesConfig(_PoolPart):
 class PoolRolloutConfig(PoolNodesConfig):
     """Nodes for rollouts. With `spot` they are instances of a spot market, at most `nodes` at a time."""
 
+    kind: Literal["local", "joined"] = Field(
+        "local", description="`joined`: other machines, at most `nodes`, which join by `elastic pool join`"
+    )
     spot: SpotTraceSettings | None = Field(None, description="the market whose instances these nodes are")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "PoolRolloutConfig":
+        if self.spot is not None and self.kind == "joined":
+            raise ValueError("kind 'joined' and spot: found both; allowed: one of them")
+        return self
 
     def market(self) -> SpotMarket | None:
         if self.spot is None:
@@ -72,6 +83,9 @@ class PoolSection(_PoolPart):
         "127.0.0.1", min_length=1, description="address on which keepers and jobs dial; beyond loopback by TLS"
     )
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one")
+    advertise: str = Field(
+        "", description="by which name or address other machines reach this one: HOST or HOST:PORT; else `host`"
+    )
     devices: Literal["auto", "cuda", "rocm", "cpu", "all"] = Field(
         "auto",
         description="what nodes take on this machine, `gpus` each: NVIDIA's or AMD's GPUs, or `cpu`, where a resident "
@@ -79,6 +93,22 @@ class PoolSection(_PoolPart):
     )
     rollout: PoolRolloutConfig
     train: PoolNodesConfig
+
+    @model_validator(mode="after")
+    def _reached(self) -> "PoolSection":
+        if self.rollout.kind == "joined" and is_wildcard(self.host) and not self.advertise:
+            raise ValueError(
+                f"advertise is missing: nobody can dial pool.host = {self.host}; name the address by which machines "
+                "that join reach this one"
+            )
+        return self
+
+    @field_validator("advertise")
+    @classmethod
+    def _address(cls, advertise: str) -> str:
+        if advertise:
+            Address.parse(advertise, 0)
+        return advertise
 
     @field_validator("policy")
     @classmethod
@@ -127,11 +157,19 @@ class PoolConfig(_PoolPart):
     def spec(self) -> PoolSpec:
         pool = self.pool
         return PoolSpec(
-            rollout=pool.rollout.kind(),
-            train=pool.train.kind(),
+            rollout=pool.rollout.node_kind(),
+            train=pool.train.node_kind(),
             rollout_nodes=pool.rollout.nodes,
             train_nodes=pool.train.nodes,
         )
+
+    @property
+    def joins(self) -> JoinRules | None:
+        """What machines must have that join as rollout nodes; None if those are this machine's."""
+        if self.pool.rollout.kind == "local":
+            return None
+        kind = self.pool.rollout.node_kind()
+        return JoinRules(gpus=kind.gpus, memory_bytes=kind.memory_bytes, devices=self.pool.devices)
 
     def policies(self) -> ClusterPolicies:
         """Return the policies of `pool.policy`."""
@@ -163,16 +201,15 @@ def pool_devices(config: PoolConfig, gpus: Callable[[], Sequence[DeviceName]] = 
     `gpus` lists this machine's. Raises `ConfigError` if there are fewer than the nodes need.
     """
     pool, spec = config.pool, config.spec()
-    needed = spec.rollout_nodes * spec.rollout.gpus + spec.train_nodes * spec.train.gpus
+    needed, whose = spec.train_nodes * spec.train.gpus, "pool.train"
+    if config.joins is None:
+        needed, whose = needed + spec.rollout_nodes * spec.rollout.gpus, "pool.rollout and pool.train"
     if pool.devices == "all":
         return ()
-    found = [] if pool.devices == "cpu" else gpus()
-    if not found and pool.devices in ("auto", "cpu"):
-        return [f"cpu:{number}" for number in range(needed)]
-    found = [device for device in found if pool.devices in ("auto", kind_of([device]))]
+    found = devices_here(pool.devices, needed, gpus)
     if len(found) < needed:
         raise ConfigError(
-            f"pool.devices: {pool.devices}: the nodes of pool.rollout and pool.train need {needed} GPUs; found "
+            f"pool.devices: {pool.devices}: the nodes of {whose} need {needed} GPUs; found "
             f'{", ".join(found) or "none"}; allowed: fewer nodes, or "cpu", or "all", where every resident sees all'
         )
     return found

@@ -44,7 +44,7 @@ async def _keep(ticket: KeeperTicket) -> int:
     keeping = asyncio.create_task(Keeper(ticket).run(), name="keeper")
     act_on(TERMINATION, keeping.cancel)
     try:
-        log.info("keeper ends", node=ticket.node, cause=await keeping)
+        log.info("keeper ends", node=ticket.node, cause=(await keeping).reason)
     except asyncio.CancelledError:
         log.info("keeper ends", node=ticket.node, cause="it was told to")
     return 0

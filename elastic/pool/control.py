@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -17,6 +18,8 @@ from elastic.pool.control_messages import (
     AskPoolStatus,
     AskVersion,
     CancelJob,
+    DrainNode,
+    MintTicket,
     PlanJob,
     PoolAcknowledged,
     PoolAnswer,
@@ -30,13 +33,18 @@ from elastic.pool.control_messages import (
     ResubmitJob,
     StopPool,
     SubmitJob,
+    TicketMinted,
 )
+from elastic.pool.holdings import PoolNode
 from elastic.pool.journal import PoolJournal
+from elastic.pool.machines import JoinTerms
+from elastic.pool.node_tickets import NodeTickets
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.pool.standing import (
     JobStanding,
     KeeperStanding,
+    MachineStanding,
     PoolStatus,
     bills,
     job_standing,
@@ -45,6 +53,7 @@ from elastic.pool.standing import (
     standing,
 )
 
+PoolCommand: TypeAlias = SubmitJob | CancelJob | ResubmitJob | StopPool | PutBackDevice | MintTicket | DrainNode
 SUBMISSION_BYTES_MAX = 1024 * 1024
 NAMED_MOST = 5
 """Jobs that a refusal names."""
@@ -69,8 +78,9 @@ class PoolCommandManager:
         admit: Callable[[JobEntry], JobEntry],
         pid: Callable[[str], int | None],
         logs: Callable[[JobEntry], Path],
+        tickets: NodeTickets,
     ) -> None:
-        self._pool, self._shell, self._journal = pool, shell, journal
+        self._pool, self._shell, self._journal, self._tickets = pool, shell, journal, tickets
         self._admit, self._pid, self._logs = admit, pid, logs
 
     async def answer(self, line: bytes) -> PoolAnswer:
@@ -91,12 +101,14 @@ class PoolCommandManager:
             case _:
                 return self._command(request)
 
-    def _command(self, request: SubmitJob | CancelJob | ResubmitJob | StopPool | PutBackDevice) -> PoolAnswer:
+    def _command(self, request: PoolCommand) -> PoolAnswer:
         command = DoneCommand(request.id, _words(request))
         done = self._journal.words_of(request.id)
         if done is not None:
             if done != command.words:
                 return PoolRefusal(kind="conflict", message=f"command {request.id} was another one: {done}")
+            if isinstance(request, MintTicket):
+                return PoolRefusal(kind="conflict", message="this ticket was minted, and is not shown again")
             return PoolAcknowledged(id=request.id, repeated=True)
         if self._shell.stopping and not isinstance(request, StopPool):
             return PoolRefusal(kind="ending", message="the pool is stopping already")
@@ -109,6 +121,10 @@ class PoolCommandManager:
                 return self._resubmit(request.id, job, command)
             case PutBackDevice(device=device):
                 return self._put_back(device, command)
+            case MintTicket():
+                return self._mint(request, command)
+            case DrainNode(node=node):
+                return self._drain(node, command)
             case StopPool():
                 self._journal.keep(command)
                 self._journal.set_note(STOPPING, "now" if request.now else "stop")
@@ -120,6 +136,22 @@ class PoolCommandManager:
             return PoolAcknowledged(id=command.id)
         there = ", ".join(self._shell.devices.set_aside) or "none"
         return PoolRefusal(kind="invalid", message=f"device {device!r} is not set aside; those that are: {there}")
+
+    def _mint(self, request: MintTicket, command: DoneCommand) -> PoolAnswer:
+        try:
+            ticket = self._tickets.mint(request.label, request.valid_s, self._shell.nodes)
+        except ValueError as error:
+            return PoolRefusal(kind="invalid", message=str(error))
+        self._journal.keep(command)
+        return TicketMinted(id=command.id, ticket=ticket)
+
+    def _drain(self, node: str, command: DoneCommand) -> PoolAnswer:
+        try:
+            self._tickets.void(node)
+        except ValueError as error:
+            return PoolRefusal(kind="invalid", message=str(error))
+        self._journal.keep(command)
+        return self._done(command.id, self._shell.drain(node))
 
     def _submit(self, request: SubmitJob, command: DoneCommand) -> PoolAnswer:
         cluster, job = self._shell.cluster, request.request.id
@@ -173,9 +205,11 @@ class PoolCommandManager:
         found.set_aside = dict(shell.devices.set_aside)
         found.jobs_over = len(cluster.state.over) + self._journal.count_forgotten()
         found.jobs_left_out = sum(job not in known for job, record in cluster.jobs.items() if not record.over)
+        joined = self._journal.joined()
         for node in found.nodes:
             node.devices = list(shell.devices.of(node.name))
             if (live := shell.nodes.get(node.name)) is not None:
+                node.machine = _machine(live, joined.get(node.name))
                 up = sorted(job for job, one in live.residents.items() if one.up)
                 node.keeper = KeeperStanding(pid=live.pid, up=live.connected, residents=up)
         for job in found.jobs:
@@ -233,6 +267,20 @@ class PoolCommandManager:
         return PoolJobs(jobs=jobs, before=jobs[-1].arrival if len(lasts) > len(jobs) else None)
 
 
+def _machine(node: PoolNode, terms: JoinTerms | None) -> MachineStanding | None:
+    said = None if node.hello is None else node.hello.machine
+    if said is None:
+        return None
+    return MachineStanding(
+        host=said.host,
+        label="" if terms is None else terms.label,
+        site=said.site,
+        device=said.device,
+        count=said.count,
+        memory_bytes=said.memory_bytes,
+    )
+
+
 def invalid(message: str) -> PoolRefusal:
     return PoolRefusal(kind="invalid", message=message)
 
@@ -248,6 +296,10 @@ def _words(request: PoolRequest) -> str:
             return f"resubmit {job}"
         case PutBackDevice(device=device):
             return f"put back {device}"
+        case MintTicket(label=label):
+            return f"mint a ticket for {label!r}"
+        case DrainNode(node=node):
+            return f"drain {node}"
         case StopPool(now=now):
             return f"stop {'now' if now else 'at a step'}"
         case _:

@@ -12,11 +12,12 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 
 from elastic.core.cluster.types import JobRequest
+from elastic.pool.machines import NodeTicket
 from elastic.pool.ports import JobEntry
 from elastic.pool.standing import JobStanding, PlacementPlan, PoolStatus
 from elastic.protocol.run_control import CommandRefused, ControlError, ControlLine, new_command_id
 
-POOL_CONTROL_VERSION = "4"
+POOL_CONTROL_VERSION = "5"
 """Version of these messages. A pool's process names its own in `PoolVersion`."""
 
 CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -73,6 +74,22 @@ class PutBackDevice(_PoolRequest, frozen=True, tag="put_back"):
     device: str
 
 
+class MintTicket(_PoolRequest, frozen=True, tag="ticket"):
+    """Mint a ticket with which a machine joins as a rollout node within `valid_s`; answered by `TicketMinted`."""
+
+    id: CommandId
+    label: str = ""
+    valid_s: Annotated[float, msgspec.Meta(gt=0)] = 3600.0
+
+
+class DrainNode(_PoolRequest, frozen=True, tag="drain"):
+    """Have the jobs on a node of another machine go on elsewhere from their step's end, and let the node go. A ticket
+    for it that nobody has used is void."""
+
+    id: CommandId
+    node: str
+
+
 class AskVersion(_PoolRequest, frozen=True, tag="version"):
     """The only request whose answer is the same in every version."""
 
@@ -98,7 +115,17 @@ class AskJobs(_PoolRequest, frozen=True, tag="jobs"):
 
 
 PoolRequest: TypeAlias = (
-    SubmitJob | PlanJob | CancelJob | ResubmitJob | StopPool | PutBackDevice | AskVersion | AskPoolStatus | AskJobs
+    SubmitJob
+    | PlanJob
+    | CancelJob
+    | ResubmitJob
+    | StopPool
+    | PutBackDevice
+    | MintTicket
+    | DrainNode
+    | AskVersion
+    | AskPoolStatus
+    | AskJobs
 )
 
 
@@ -113,6 +140,13 @@ class PoolAcknowledged(_PoolReply, frozen=True, tag="acknowledged"):
     id: str
     repeated: bool = False
     placement: PlacementPlan | None = None
+
+
+class TicketMinted(_PoolReply, frozen=True, tag="minted"):
+    """The only answer that has the ticket. Never log it."""
+
+    id: str
+    ticket: NodeTicket
 
 
 class PoolRefusal(_PoolReply, frozen=True, tag="refused"):
@@ -146,7 +180,7 @@ class PoolStanding(_PoolReply, frozen=True, tag="status"):
     status: PoolStatus
 
 
-PoolAnswer: TypeAlias = PoolAcknowledged | PoolRefusal | PoolPlan | PoolVersion | PoolStanding | PoolJobs
+PoolAnswer: TypeAlias = PoolAcknowledged | PoolRefusal | PoolPlan | PoolVersion | PoolStanding | PoolJobs | TicketMinted
 R = TypeVar("R", bound=_PoolReply)
 
 
@@ -184,6 +218,15 @@ class PoolControl:
 
     async def put_back(self, device: str, command: str = "") -> PoolAcknowledged:
         return await self._ask(PutBackDevice(id=command or new_command_id(), device=device), PoolAcknowledged)
+
+    async def ticket(self, label: str, valid_s: float, command: str = "") -> NodeTicket:
+        """Mint a ticket for a machine. One that was minted under this command's id already is refused."""
+        asked = MintTicket(id=command or new_command_id(), label=label, valid_s=valid_s)
+        return (await self._ask(asked, TicketMinted)).ticket
+
+    async def drain(self, node: str, command: str = "") -> PoolAcknowledged:
+        """Drain a node. Returns once that is durable, before the node has gone."""
+        return await self._ask(DrainNode(id=command or new_command_id(), node=node), PoolAcknowledged)
 
     async def standing(self) -> PoolStanding:
         return await self._ask(AskPoolStatus(), PoolStanding)

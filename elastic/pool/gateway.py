@@ -5,22 +5,26 @@
 - A newer connection replaces an older one of the same keeper or job.
 """
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 import structlog
 
 from elastic.core.cluster.types import JobId, NodeId
+from elastic.core.types import NS_PER_S
 from elastic.pool import messages as w
 from elastic.pool.connection import FROM_DIALLER, FromDialler, PoolLink
 from elastic.pool.journal import PoolJournal
 from elastic.pool.shell import PoolShell
 from elastic.protocol.admission import Admission, is_secret
 from elastic.protocol.connection import SessionRefused
+from elastic.protocol.frames import RefusedFrame
 from elastic.protocol.tls import Certificate
+from elastic.system.host import here
 from elastic.system.isolation import IsolatedLoop
 
 log = structlog.get_logger(__name__)
@@ -112,13 +116,32 @@ class PoolGateway:
         if refusal is not None:
             raise refusal
 
+    async def dismiss(self, nodes: Iterable[NodeId], reason: str, within_s: float) -> None:
+        """Tell keepers to end, and wait until they have, or that long."""
+        links = [self._keepers[node] for node in nodes if node in self._keepers]
+        for link in links:
+            link.send(RefusedFrame(reason, retry=False))
+        if links:
+            await asyncio.wait([link.lost for link in links], timeout=within_s)
+
     def _let_keeper_in(self, link: PoolLink[FromDialler], hello: w.KeeperHello, shell: PoolShell) -> None:
         name = hello.node
         number, spent = self._journal.ticket(name)
         session = self._tokens.session(name, number)
         by_ticket = is_secret(hello.token, self._tokens.ticket(name, number))
-        if not (by_ticket and not spent) and not is_secret(hello.token, session):
-            raise SessionRefused("unknown node or wrong token")
+        if not by_ticket and not is_secret(hello.token, session):
+            raise SessionRefused("unknown node or wrong token: is it of this pool?")
+        terms = self._journal.joined().get(name)
+        if by_ticket and (spent or (terms is not None and here().unix_ns() >= terms.expires_s * NS_PER_S)):
+            how = "was used already" if spent else "has expired"
+            raise SessionRefused(f"the ticket of node {name} {how}; `elastic pool ticket` mints another")
+        if terms is not None and terms.drained and name not in shell.nodes:
+            raise SessionRefused(f"node {name} was drained; `elastic pool ticket` lets a machine in again")
+        if terms is not None:
+            if other := "the pool is stopping" if shell.stopping else shell.held_by_other(hello):
+                raise SessionRefused(other, retry=True)
+            if refused := shell.refuses_machine(hello):
+                raise SessionRefused(refused)
         if by_ticket:
             self._journal.spend_ticket(name)
         former = self._keepers.get(name)

@@ -10,6 +10,7 @@ from elastic.core.cluster import Cluster
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
 from elastic.core.timers import Timers
+from elastic.pool import messages as w
 from elastic.pool.devices import DeviceAllotment, StartDeath
 from elastic.pool.ports import DoneCommand, JobEntry, PoolPorts, PoolTimes
 from elastic.protocol.frames import SECONDS_MAX
@@ -35,12 +36,13 @@ class Resident(msgspec.Struct, kw_only=True):
 
 class PoolNode(msgspec.Struct, kw_only=True):
     """A node's keeper. `given` is the last permit under which it was told to give out its devices, which take turns
-    together."""
+    together. `hello`: what it said of itself that is on another machine."""
 
     phase: PhaseKind
     connected: bool = False
     given: int = 0
     pid: int = 0
+    hello: w.KeeperHello | None = None
     residents: dict[JobId, Resident] = {}
     start_deaths: list[StartDeath] = []
     """Of its last residents, since one has come up."""

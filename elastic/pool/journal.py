@@ -20,6 +20,7 @@ import msgspec
 from elastic.core.cluster import Cluster, ClusterPolicies
 from elastic.core.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode, restore, save
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PoolSpec, WaitLimits
+from elastic.pool.machines import JoinTerms
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
 from elastic.system.files import StandingFiles
 from elastic.system.sqlite import open_sqlite
@@ -42,6 +43,7 @@ CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, entry BLOB NOT NULL) WITH
 CREATE TABLE IF NOT EXISTS commands (id TEXT PRIMARY KEY, words TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS deaths (number INTEGER PRIMARY KEY, death BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS keepers (node TEXT PRIMARY KEY, ticket INTEGER NOT NULL, spent INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS joined (node TEXT PRIMARY KEY, terms BLOB NOT NULL) WITHOUT ROWID;
 """
 
 
@@ -216,9 +218,12 @@ class PoolJournal:
 
     # Keepers' tickets.
 
-    def mint_ticket(self, node: NodeId) -> int:
-        """Return the number of a new ticket for a node's keeper. Older tickets become invalid."""
+    def mint_ticket(self, node: NodeId, terms: JoinTerms | None = None) -> int:
+        """Return the number of a new ticket for a node's keeper. Older tickets become invalid. With `terms` it is for
+        another machine."""
         with self._transaction():
+            if terms is not None:
+                self._keep_terms(node, terms)
             self._db.execute(
                 "INSERT INTO keepers VALUES (?, 1, 0) ON CONFLICT (node) DO UPDATE SET ticket = ticket + 1, spent = 0",
                 (node,),
@@ -234,8 +239,20 @@ class PoolJournal:
         with self._transaction():
             self._db.execute("UPDATE keepers SET spent = 1 WHERE node = ?", (node,))
 
+    def joined(self) -> dict[NodeId, JoinTerms]:
+        """Return the terms of the nodes for which a ticket was minted that another machine may spend, or has."""
+        rows = self._db.execute("SELECT node, terms FROM joined ORDER BY node")
+        return {node: msgspec.msgpack.decode(terms, type=JoinTerms) for node, terms in rows}
+
+    def change_terms(self, node: NodeId, terms: JoinTerms) -> None:
+        with self._transaction():
+            self._keep_terms(node, terms)
+
+    def _keep_terms(self, node: NodeId, terms: JoinTerms) -> None:
+        self._db.execute("INSERT OR REPLACE INTO joined VALUES (?, ?)", (node, msgspec.msgpack.encode(terms)))
+
     def keepers(self) -> Sequence[NodeId]:
-        """Return the nodes for which a keeper was ever started."""
+        """Return the nodes for which a keeper was ever started, or may join."""
         return [row[0] for row in self._db.execute("SELECT node FROM keepers ORDER BY node")]
 
     def forget_keeper(self, node: NodeId) -> None:

@@ -7,9 +7,10 @@
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 import structlog
@@ -48,7 +49,8 @@ RESIDENTS = "residents"
 
 class KeeperTicket(msgspec.Struct, frozen=True, kw_only=True):
     """Where a keeper dials, and as whom. `records` is the directory of its process records. Its residents see its
-    `devices` alone, or all that there are if it has none of its own. The token is never logged."""
+    `devices` alone, or all that there are if it has none of its own. On another machine than the pool's it says which
+    one that is, and has a `directory` of its own. The token is never logged."""
 
     endpoint: Endpoint
     pool: str
@@ -57,6 +59,16 @@ class KeeperTicket(msgspec.Struct, frozen=True, kw_only=True):
     records: Path | None = None
     devices: tuple[DeviceName, ...] = ()
     wait_s: float = 60.0
+    machine: w.NodeMachine | None = None
+    directory: Path = Path()
+
+
+class KeeperEnd(msgspec.Struct, frozen=True):
+    """Why a keeper has ended, and how: the pool was not heard, did not let it in (`refused`), had given it up with what
+    it has (`given_up`; it may come again without that), or has let it go (`dismissed`)."""
+
+    reason: str
+    how: Literal["unheard", "refused", "given_up", "dismissed"] = "unheard"
 
 
 class _OwnResident:
@@ -87,7 +99,8 @@ class _OwnResident:
 
 
 class Keeper:
-    """The keeper of one node. `run` returns when the pool dismisses it or was silent for too long."""
+    """The keeper of one node. `run` returns when the pool dismisses it or was silent for too long. `let_in` is called
+    with the token of its session whenever it has joined."""
 
     def __init__(
         self,
@@ -95,8 +108,10 @@ class Keeper:
         memory: Callable[[Iterable[int]], int] | None = None,
         faults: LoopFaults | None = None,
         recorded: Callable[[Path | None, str, str, str], RecordedProcesses] = RecordedProcesses,
+        let_in: Callable[[str], None] = lambda session: None,
     ) -> None:
         self._ticket = ticket
+        self._let_in = let_in
         self._isolated = IsolatedLoop("keeper", faults or LoopFaults(), clock=_now_s)
         self._memory = memory or held_bytes
         self._recorded = recorded
@@ -108,26 +123,33 @@ class Keeper:
         self._link: PoolLink[w.ToKeeper] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self) -> str:
+    async def run(self) -> KeeperEnd:
         """Work until the end, residents included; returns why it has ended."""
         try:
             return await self._serve()
         finally:
-            if self._wakeup is not None:
-                self._wakeup.cancel()
-            for task in tuple(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            await asyncio.gather(*(resident.recorded.end() for resident in self._residents.values()))
+            await self._end_all()
 
-    async def _serve(self) -> str:
+    async def _end_all(self) -> None:
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(resident.recorded.end() for resident in self._residents.values()))
+
+    async def _serve(self) -> KeeperEnd:
         within_s, greeting = self._ticket.wait_s, Greeting(self._hello, w.KeeperWelcome)
         while True:
             try:
                 link, welcome = await dial(self._ticket.endpoint, POOL, TO_KEEPER, greeting, within_s)
-            except (SessionRefused, ConnectionLost) as end:
-                return str(end)
-            log.info("joined the pool", node=self._ticket.node)
+            except SessionRefused as refusal:
+                how = "unheard" if refusal.retry else "refused" if self._state.idle else "given_up"
+                return KeeperEnd(str(refusal), how)
+            except ConnectionLost as loss:
+                return KeeperEnd(str(loss))
+            log.info("joined the pool", pool=self._ticket.pool, node=self._ticket.node)
+            self._let_in(welcome.session)
             self._link, self._token, within_s = link, welcome.session, welcome.orphan_s
             self._stall_s = welcome.stall_s
             link.watch(welcome.silence_s)
@@ -136,7 +158,8 @@ class Keeper:
                 while True:
                     message = await link.receive()
                     if isinstance(message, w.RefusedFrame):
-                        return message.reason
+                        await self._end_all()  # Before the pool sees the end of the connection.
+                        return KeeperEnd(message.reason, "dismissed")
                     with self._isolated.attempt(type(message).__name__):
                         self._heed(message)
             except ConnectionLost as loss:
@@ -146,8 +169,14 @@ class Keeper:
                 self._link = None
                 link.abort()
 
+    @property
+    def _on_machine(self) -> str:
+        machine = self._ticket.machine
+        return "" if machine is None else f" on {machine.host}"
+
     def _hello(self) -> msgspec.Struct:
-        return self._state.hello(self._ticket.node, self._token, here().pid(), self._ticket.devices)
+        ticket = self._ticket
+        return self._state.hello(ticket.node, self._token, here().pid(), ticket.devices, ticket.machine)
 
     def _say(self, message: w.FromKeeper) -> None:
         if self._link is not None:
@@ -211,7 +240,8 @@ class Keeper:
         self._heed(ResidentEnded(job, attempt.fault or cause, code, wrong))
 
     async def _launch(self, resident: _OwnResident) -> None:
-        order = resident.order
+        order, own = resident.order, self._ticket.directory
+        interpreter, *words = order.command
         ours, theirs = here().socketpair()
         try:
             environment = self._inherited(order) | resident.recorded.marks | order.environment
@@ -221,11 +251,12 @@ class Keeper:
             if resident.quietly:
                 environment[w.QUIET_VARIABLE] = "1"
             resident.recorded.write()
-            with _appended(Path(order.log)) as output:
+            with _appended(own / order.log) as output:
                 process = await asyncio.create_subprocess_exec(
-                    *order.command,
+                    sys.executable if interpreter == w.OWN_PYTHON else interpreter,
+                    *words,
                     env=environment | {w.KEEPER_VARIABLE: str(theirs.fileno())},
-                    cwd=order.directory,
+                    cwd=own / order.directory,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -267,7 +298,8 @@ class Keeper:
                 task.cancel()
         if status is None:
             return f"it does not speak with its keeper any more: {resident.silent}", None
-        where = "" if status < 0 else f"; its output is in {resident.order.log}"
+        output = self._ticket.directory / resident.order.log
+        where = "" if status < 0 else f"; its output is in {output}{self._on_machine}"
         how = "sees other devices than its node has" if status == w.UNFIT_STATUS else how_ended(status)
         return f"it {how}{where}", status
 

@@ -165,7 +165,14 @@ class KeeperState:
             due_s.append(self._device.until_s)
         return min(due_s, default=None)
 
-    def hello(self, node: NodeId, token: str, pid: int, devices: tuple[str, ...] = ()) -> w.KeeperHello:
+    @property
+    def idle(self) -> bool:
+        """Whether there is no resident, and the device is no job's."""
+        return not self._kept and self._device is None
+
+    def hello(
+        self, node: NodeId, token: str, pid: int, devices: tuple[str, ...] = (), machine: w.NodeMachine | None = None
+    ) -> w.KeeperHello:
         """Return what a keeper says as it dials: what there is on its node, and how scripts have ended, which nobody
         else knows."""
         residents = tuple(
@@ -173,7 +180,8 @@ class KeeperState:
             for job, kept in self._kept.items()
         )
         version, over = w.POOL_PROTOCOL_VERSION, tuple(self._scripts_over.values())
-        return w.KeeperHello(version, node, token, pid, self.last_permit, residents, over, *self.given(), devices)
+        said = version, node, token, pid, self.last_permit, residents, over, *self.given(), devices, machine
+        return w.KeeperHello(*said)
 
     def given(self) -> tuple[int, JobId]:
         """Return the permit under which a job has the device, and the job; 0 if none has it."""

@@ -27,6 +27,8 @@ from elastic.system.supervision import RecordedProcesses, end_left_over
 log = structlog.get_logger(__name__)
 
 STOP_RETRY_S = 1.0
+DISMISSAL_S = 30.0
+"""For keepers on other machines to end their residents as the pool stops."""
 DEVICES = "devices"
 """Under which a keeper's devices are kept with its process."""
 SET_ASIDE = "set_aside"
@@ -302,11 +304,13 @@ class LivePorts:
         running, ended = self.jobs.found()
         # Those that have ended are judged once the shell has taken them up.
         processes = {job: (int(kept["placement"]), int(kept["restarts"])) for job, kept in {**running, **ended}.items()}
-        known = dict.fromkeys(living, True) | {node: False for node in self._journal.keepers() if node not in living}
-        for node in dead:
-            known[node] = False
+        joined = self._journal.joined()
+        gone = [node for node in self._journal.keepers() if node not in living and node not in joined]
+        known = dict.fromkeys(living, True) | dict.fromkeys((*gone, *dead), False)
+        elsewhere = [node for node in joined if self._journal.ticket(node)[1]]
         devices = {node: filter(None, kept.get(DEVICES, "").split(",")) for node, kept in living.items()}
-        shell.begin(known, processes, anew=anew, devices={node: tuple(names) for node, names in devices.items()})
+        theirs = {node: tuple(names) for node, names in devices.items()}
+        shell.begin(known, processes, anew=anew, devices=theirs, elsewhere=elsewhere)
         for job, kept in ended.items():
             await self.jobs.settle(job)
             self._job_over(job, kept, None)
@@ -334,6 +338,7 @@ class LivePorts:
         for job in self.profiles.names():
             self.profiles.kill(job)
             await self.profiles.settle(job)
+        await self._gateway.dismiss(self._journal.joined(), "the pool has been stopped", DISMISSAL_S)
         for node in self.keepers.names():
             self._gateway.cut_keeper(node)
             self.keepers.kill(node)

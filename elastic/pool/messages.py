@@ -26,6 +26,8 @@ KEEPER_VARIABLE = "ELASTIC_KEEPER_FD"
 """Environment variable with the descriptor of a resident's socket to its keeper."""
 STALL_VARIABLE = "ELASTIC_STALL_S"
 """Environment variable of a resident whose keeper ends it after so many seconds in which it says nothing."""
+OWN_PYTHON = "python"
+"""First word of a resident's command on another machine, for the interpreter of its keeper."""
 UNFIT_STATUS = 70
 """Exit status of a resident that sees other devices than its node has."""
 QUIET_VARIABLE = "ELASTIC_QUIET_START"
@@ -254,12 +256,24 @@ class ResidentGone(_PoolMessage, frozen=True):
     fault: Text = ""
 
 
+class NodeMachine(msgspec.Struct, frozen=True, array_like=True):
+    """The machine of a node that has joined from elsewhere, as it says itself: `count` devices that are `device`s, and
+    memory. `boot` is the same for all nodes on it until it starts anew. `site` names the relay of its site, if any."""
+
+    host: Text
+    boot: Text
+    device: Text
+    count: Count
+    memory_bytes: Count
+    site: Text = ""
+
+
 class KeeperHello(_PoolMessage, frozen=True):
     """First frame of a keeper. `token` is that of its ticket, or of its session if it comes back with `residents`.
 
     `gone`: scripts that have ended here, and how; it may have been said already. `given`: the permit under which the
     device belongs to the job `given_to`, 0 if it belongs to no job. `devices`: the only ones that its residents see; if
-    there are none, they see all of the machine's.
+    there are none, they see all of the machine's. `machine`: of a node that joins by ticket.
     """
 
     protocol_version: Count
@@ -272,6 +286,7 @@ class KeeperHello(_PoolMessage, frozen=True):
     given: Count = 0
     given_to: Text = ""
     devices: Names = ()
+    machine: NodeMachine | None = None
 
 
 class DeviceFreed(_PoolMessage, frozen=True):
@@ -316,7 +331,9 @@ class StartResidentFrame(_PoolMessage, frozen=True, tag="StartResident"):
     """Start the job's resident on this node: `command`, with `environment` added to what is inherited.
 
     `phase` is what the resident is for. A `script` parks and resumes by itself, and reports that to the pool. Does
-    nothing but say `ResidentUp` again if the resident already runs under this placement and is up.
+    nothing but say `ResidentUp` again if the resident already runs under this placement and is up. `directory` and
+    `log` may be relative to the directory of a keeper on another machine, which has an interpreter of its own
+    (`OWN_PYTHON`).
     """
 
     job: Text

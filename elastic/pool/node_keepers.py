@@ -10,11 +10,14 @@ from elastic.core.types import Offer
 from elastic.pool import messages as w
 from elastic.pool.devices import unfit
 from elastic.pool.holdings import NS_PER_S, PoolHoldings, PoolNode, PoolRoom, Resident
+from elastic.pool.machines import JoinRules, devices_on
 from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
 from elastic.system.devices import DeviceName
+
+REPLACED = "another node takes its place"
 
 
 class LostInstance(Protocol):
@@ -53,7 +56,7 @@ class NodeKeepers(PoolRoom):
     """The nodes of a pool, and those on their way.
 
     With a `market` each rollout node is on an instance of it: the node is lost with its instance, and there are no
-    more nodes than instances.
+    more nodes than instances. With rules by which machines `join`, rollout nodes are those that do.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class NodeKeepers(PoolRoom):
         residents: NodeResidents,
         scripts: PoolScripts,
         market: NodeMarket | None = None,
+        joins: JoinRules | None = None,
     ) -> None:
         super().__init__(pool)
+        self._joins = joins
         self._workers, self._slices = workers, slices
         self._residents, self._scripts = residents, scripts
         self._market = market
@@ -73,9 +78,38 @@ class NodeKeepers(PoolRoom):
         self._deaths = dict.fromkeys(PhaseKind, 0)
         self._within_ns: dict[NodeId, Nanoseconds] = {}
 
+    def held_by_other(self, hello: w.KeeperHello) -> str:
+        """Return which other keeper is connected as this node, or an empty string."""
+        node = self._nodes.get(hello.node)
+        there = None if node is None or not node.connected or node.hello is None else node.hello
+        if there is None or there.machine is None or hello.machine is None:
+            return ""
+        if (there.machine.boot, there.pid) == (hello.machine.boot, hello.pid):
+            return ""
+        return f"node {hello.node} is there already, as process {there.pid} on {there.machine.host}"
+
+    def refuses_machine(self, hello: w.KeeperHello) -> str:
+        """Return why a keeper on another machine is not taken in, or an empty string."""
+        name = hello.node
+        if self._joins is None:
+            return "the pool takes no machine that joins"
+        if name not in self._nodes and (hello.residents or hello.given):
+            return "the node was given up while it was not heard; without its residents it may come again"
+        there = {other: node.hello for other, node in self._nodes.items() if node.hello is not None and other != name}
+        ill = [device for device in devices_on(name, hello.devices) if device in self._pool.devices.set_aside]
+        if ill:
+            return f"{ill[0]} is set aside: {self._pool.devices.set_aside[ill[0]]}; `elastic pool put-back {ill[0]}`"
+        return self._joins.refusal(hello, there)
+
     def joined(self, hello: w.KeeperHello) -> str:
         """Take in a keeper and what it reports to hold; returns why it is refused, or an empty string."""
         name = hello.node
+        if hello.machine is not None:
+            if refused := self.refuses_machine(hello):
+                return refused
+            if name not in self._nodes:
+                self._pool.joining[name] = PhaseKind.ROLLOUT
+            self._pool.devices.adopt(name, devices_on(name, hello.devices))
         if name in self._pool.joining:
             self._nodes[name] = PoolNode(phase=self._pool.joining.pop(name))
             self._deaths[self._nodes[name].phase] = 0
@@ -85,6 +119,7 @@ class NodeKeepers(PoolRoom):
             return "this node is not the pool's any more"
         self._timers.clear("keeper", name)
         node.connected, node.pid, node.given = True, hello.pid, hello.last_permit
+        node.hello = None if hello.machine is None else hello
         before, node.residents = node.residents, {}
         for state in hello.residents:
             former = before.pop(state.job, None)
@@ -147,7 +182,8 @@ class NodeKeepers(PoolRoom):
         if name in self._pool.joining:
             self._failed_to_join(name, how)
         elif name in self._nodes:
-            self.lose(name, f"its keeper {how}; another node takes its place")
+            follows = "its machine may come again" if self.by_itself(self._nodes[name].phase) else REPLACED
+            self.lose(name, f"its keeper {how}; {follows}")
 
     def start_again(self, name: NodeId, phase: PhaseKind) -> None:
         """Start the keeper of a node that the cluster has, on the devices that are there now."""
@@ -164,10 +200,24 @@ class NodeKeepers(PoolRoom):
         self._within_ns[name] = within_ns
         self._pool.wait("keeper", name, within_ns)
 
+    def by_itself(self, phase: PhaseKind) -> bool:
+        """Whether nodes for this phase come by themselves, on other machines."""
+        return self._joins is not None and phase is PhaseKind.ROLLOUT
+
+    def released(self, name: NodeId) -> None:
+        """Let a node go that the cluster has not got any more, and nobody uses."""
+        if self._nodes.pop(name, None) is not None:
+            self._timers.clear("keeper", name)
+            self._ports.end_keeper(name)
+            self._give_back(name)
+            if not self._pool.stopping:
+                self.fill()
+
     def lose(self, name: NodeId, what: str, *, renewed: bool = True) -> None:
-        """Give up a node. `what` tells the report why, and what follows."""
+        """Give up a node. `what` tells the report why, and what follows; without it there was never one."""
         node = self._nodes.pop(name)
-        self._ports.died(name, "", what)
+        if what:
+            self._ports.died(name, "", what)
         self._timers.clear("keeper", name)
         self._ports.end_keeper(name)
         self._pool.feed(e.NodeLost(node=name))
@@ -185,7 +235,7 @@ class NodeKeepers(PoolRoom):
             self._renew(node.phase)
 
     def _failed_to_join(self, name: NodeId, how: str) -> None:
-        self._ports.died(name, "", f"its keeper {how} before it had joined; another node takes its place")
+        self._ports.died(name, "", f"its keeper {how} before it had joined; {REPLACED}")
         phase = self._end_joining(name)
         if not self._pool.stopping:
             self._renew(phase)
@@ -199,6 +249,8 @@ class NodeKeepers(PoolRoom):
 
     def _renew(self, phase: PhaseKind) -> None:
         """Add a node for one that was lost; soon if losses are rare, later if they are frequent."""
+        if self.by_itself(phase):
+            return
         deaths = self._deaths[phase]
         self._deaths[phase] = deaths + 1
         delay_ns = self._times.retry_ns(deaths) if deaths else 0
@@ -217,6 +269,8 @@ class NodeKeepers(PoolRoom):
         """Start as many nodes as are missing, as far as there are devices and instances for them."""
         spec = self._cluster.spec
         for phase, count in ((PhaseKind.TRAIN, spec.train_nodes), (PhaseKind.ROLLOUT, spec.rollout_nodes)):
+            if self.by_itself(phase):
+                continue
             there = sum(node.phase is phase for node in self._nodes.values())
             there += sum(kind is phase for kind in self._pool.joining.values())
             there += sum(

@@ -9,7 +9,7 @@ carries out the results through ports.
   what happens, and calls the rooms in order.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -23,6 +23,7 @@ from elastic.pool.devices import DeviceAllotment
 from elastic.pool.holdings import HOLDING, NS_PER_S, PoolHoldings, PoolNode, PoolRoom, nanoseconds
 from elastic.pool.job_lives import JobLives
 from elastic.pool.job_profiles import JobProfiles
+from elastic.pool.machines import JoinRules
 from elastic.pool.node_keepers import NodeKeepers, NodeMarket
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolPorts, PoolTimes
 from elastic.pool.residents import NodeResidents
@@ -39,7 +40,8 @@ OVER_KEPT = 100
 class PoolShell(PoolRoom):
     """The shell of one pool. Call `begin` first. `after` is called with the cluster after every event.
 
-    With a `market` rollout nodes come and go with the instances of it. Each node has its own of the `devices`.
+    With a `market` rollout nodes come and go with the instances of it; with rules by which machines `join`, by
+    themselves. Each node on this machine has its own of the `devices`.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class PoolShell(PoolRoom):
         market: NodeMarket | None = None,
         over_kept: int = OVER_KEPT,
         devices: DeviceAllotment | None = None,
+        joins: JoinRules | None = None,
     ) -> None:
         pool = PoolHoldings(cluster, ports, times, entries, devices or DeviceAllotment())
         super().__init__(pool)
@@ -67,7 +70,8 @@ class PoolShell(PoolRoom):
         self._profiles = JobProfiles(pool)
         self._lives = JobLives(pool, self._workers, self._slices, self._scripts)
         self._residents = NodeResidents(pool, self._workers, self._slices, self._lives, self._scripts)
-        self._keepers = NodeKeepers(pool, self._workers, self._slices, self._residents, self._scripts, market)
+        rooms = self._workers, self._slices, self._residents, self._scripts
+        self._keepers = NodeKeepers(pool, *rooms, market, joins)
         self._due: Mapping[str, Callable[[str], object]] = {
             "keeper": self._keepers.unheard,
             "new keeper": self._keepers.start_anew,
@@ -84,9 +88,11 @@ class PoolShell(PoolRoom):
         *,
         anew: bool,
         devices: Mapping[NodeId, Sequence[DeviceName]] = MappingProxyType({}),
+        elsewhere: Collection[NodeId] = (),
     ) -> None:
         """Take over what exists: `keepers` by node (True if alive, False if gone), the `devices` of living ones, and
-        jobs' processes with their placement and number of restarts.
+        jobs' processes with their placement and number of restarts. Keepers `elsewhere` have joined before, and may
+        dial.
 
         With `anew` nothing was left running on purpose, and every node gets a keeper under its old name.
         """
@@ -107,7 +113,12 @@ class PoolShell(PoolRoom):
                 self._ports.end_keeper(name)
         for name, node in list(self._cluster.state.nodes.items()):
             self._nodes[name] = PoolNode(phase=node.phase)
-            if keepers.get(name):
+            if self._keepers.by_itself(node.phase):
+                if name in elsewhere:
+                    self._keepers.expect(name, self._times.silence_ns)
+                else:
+                    self._keepers.lose(name, "", renewed=False)
+            elif keepers.get(name):
                 self._keepers.expect(name, self._times.silence_ns)
             elif anew or name not in keepers:
                 self._keepers.start_again(name, node.phase)
@@ -175,6 +186,8 @@ class PoolShell(PoolRoom):
                 self._slices.tell(permit)
             case c.KillResident(job=job, node=node, reason=reason):
                 self._residents.end(job, node, reason)
+            case c.ReleaseNode(node=node):
+                self._keepers.released(node)
             case _:
                 pass
 
@@ -222,6 +235,19 @@ class PoolShell(PoolRoom):
         found = self._keepers.put_back(device)
         self._drain()
         return found
+
+    def drain(self, name: NodeId, command: DoneCommand | None = None) -> None:
+        """Have a node's jobs go on elsewhere from their step's end, and let the node go."""
+        self._pool.feed(e.NodeDrained(node=name), None, command)
+        self._drain()
+
+    def held_by_other(self, hello: w.KeeperHello) -> str:
+        """Return which other keeper is connected as this node, or an empty string."""
+        return self._keepers.held_by_other(hello)
+
+    def refuses_machine(self, hello: w.KeeperHello) -> str:
+        """Return why a keeper on another machine would not be taken in, or an empty string."""
+        return self._keepers.refuses_machine(hello)
 
     def keeper_joined(self, hello: w.KeeperHello) -> str:
         """Take in a keeper and what it reports to hold; returns why it is refused, or an empty string."""

@@ -33,9 +33,22 @@ class KeeperStanding(msgspec.Struct, kw_only=True):
     residents: list[JobId] = []
 
 
+class MachineStanding(msgspec.Struct, kw_only=True):
+    """The machine of a node that has joined by ticket, with its ticket's `label`: it has `count` devices, such as
+    `device`."""
+
+    host: str
+    label: str
+    site: str
+    device: str
+    count: int
+    memory_bytes: int
+
+
 class NodeStanding(msgspec.Struct, kw_only=True):
     """A node: the job that computes on it, where its time went, the host memory that each job's resident takes, and the
-    devices that residents see, all of the machine's if it names none."""
+    devices that residents see, all of the machine's if it names none. `machine`: of a node that has joined by ticket;
+    one that is `draining` is let go once no job has a place on it."""
 
     name: NodeId
     phase: PhaseKind
@@ -47,6 +60,8 @@ class NodeStanding(msgspec.Struct, kw_only=True):
     residents: dict[JobId, int]
     keeper: KeeperStanding
     devices: list[DeviceName] = []
+    machine: MachineStanding | None = None
+    draining: bool = False
 
 
 class GroupStanding(msgspec.Struct, kw_only=True):
@@ -287,6 +302,7 @@ def _node(node: NodeRecord, now_ns: Nanoseconds) -> NodeStanding:
         accounts_s={account: length_ns / NS_PER_S for account, length_ns in accounts.items()},
         residents=dict(node.residents),
         keeper=KeeperStanding(),
+        draining=node.draining,
     )
 
 

@@ -73,6 +73,17 @@ def machine_gpus(environment: Mapping[str, str] = os.environ) -> tuple[DeviceNam
     return _cuda(environment) or _rocm(environment)
 
 
+def devices_here(
+    kind: str, needed: int, gpus: Callable[[], Sequence[DeviceName]] = machine_gpus
+) -> Sequence[DeviceName]:
+    """Return this machine's GPUs of a kind, which may be fewer than `needed`; or so many arenas of the CPU, also for
+    the kind "auto" where there is no GPU. `gpus` lists this machine's. Blocks."""
+    found = [] if kind == DeviceKind.CPU else gpus()
+    if not found and kind in ("auto", DeviceKind.CPU):
+        return [f"{DeviceKind.CPU}:{number}" for number in range(needed)]
+    return [device for device in found if kind in ("auto", kind_of([device]))]
+
+
 def faults(devices: Sequence[DeviceName]) -> str:
     """Return what NVIDIA's tool says is wrong with these devices; empty where nothing is, or nobody says. Blocks."""
     if not devices or kind_of(devices) is not DeviceKind.CUDA:
@@ -87,6 +98,17 @@ def faults(devices: Sequence[DeviceName]) -> str:
         elif errors.isdecimal() and int(errors):
             found.append(f"{name} has had {errors} uncorrected ECC errors")
     return "; ".join(found)
+
+
+def model_of(devices: Sequence[DeviceName]) -> str:
+    """Return what the vendor's tool calls the first of these devices, or the kind where nobody says. Blocks."""
+    kind, number = kind_of(devices), devices[0].partition(":")[2]
+    if kind is DeviceKind.CUDA:
+        for line in _asked("nvidia-smi", "--query-gpu=index,name", "--format=csv,noheader"):
+            index, _, name = line.partition(", ")
+            if index == number and name:
+                return name
+    return kind
 
 
 def _cuda(environment: Mapping[str, str]) -> tuple[DeviceName, ...]:

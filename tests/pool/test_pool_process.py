@@ -41,15 +41,18 @@ pytestmark = pytest.mark.slow
 
 
 class Pool:
-    def __init__(self, tmp_path: Path, host: str = "127.0.0.1", spot: Path | None = None, **limits: float) -> None:
+    def __init__(
+        self, tmp_path: Path, host: str = "127.0.0.1", spot: Path | None = None, kind: str = "local", **limits: float
+    ) -> None:
         nodes = {"usd_per_gpu_hour": 1.0, "memory_gb": 8}
-        market = {} if spot is None else {"spot": {"trace": str(spot)}}
+        market = {"kind": kind} if spot is None else {"spot": {"trace": str(spot)}}
         self.config = PoolConfig.model_validate(
             {
                 "pool": {
                     "name": "lab",
                     "directory": str(tmp_path),
                     "host": host,
+                    "advertise": "127.0.0.1",
                     "devices": "cpu",
                     "rollout": {**nodes, "nodes": 2, **market},
                     "train": {**nodes, "nodes": 1},
@@ -133,9 +136,9 @@ class Pool:
 
 @contextlib.asynccontextmanager
 async def running(
-    tmp_path: Path, host: str = "127.0.0.1", spot: Path | None = None, **limits: float
+    tmp_path: Path, host: str = "127.0.0.1", spot: Path | None = None, kind: str = "local", **limits: float
 ) -> AsyncIterator[Pool]:
-    pool = Pool(tmp_path, host, spot, **limits)
+    pool = Pool(tmp_path, host, spot, kind, **limits)
     pool.start()
     try:
         await pool.until(lambda status: all(node["keeper"]["up"] for node in status["nodes"]), "keepers are not up")
@@ -200,11 +203,11 @@ async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_
             with pytest.raises(PoolUnavailable, match=refused):
                 await PoolClient(member).open(1.0)
             ticket = KeeperTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="none", wait_s=1.0)
-            assert re.search(refused, await Keeper(ticket).run())
+            assert re.search(refused, (await Keeper(ticket).run()).reason)
         stranger = KeeperTicket(
             endpoint=Endpoint(address, fingerprint=right), pool="lab", node="rollout-1", token="guessed", wait_s=5.0
         )
-        assert "wrong token" in await Keeper(stranger).run()
+        assert "wrong token" in (await Keeper(stranger).run()).reason
         await finished(pool, "one", "two")
 
 

@@ -59,6 +59,7 @@ class Cluster:
             e.PoolSuspended: self._suspended,
             e.NodeJoined: self._node_joined,
             e.NodeLost: self._node_lost,
+            e.NodeDrained: self._node_drained,
             e.JobSubmitted: self._submitted,
             e.ResubmitRequested: self._resubmitted,
             e.JobsForgotten: self._forgotten,
@@ -183,7 +184,7 @@ class Cluster:
         problem = self._problem(request)
         if problem:
             raise ClusterError(f"job {request.id}: {problem}")
-        return self.policies.placement.place(request, self), self.policies.placement.refusals(request, self)
+        return self._choice(request), self.policies.placement.refusals(request, self)
 
     def _suspended(self, event: e.PoolSuspended) -> None:
         """Put off the deadlines of all who could not be heard. How long a job may queue is a promise to people."""
@@ -223,13 +224,45 @@ class Cluster:
             self._tell(c.EndJob(job=record.request.id))
             self._vacate(record)
             record.to(JobState.SUBMITTED, self.now_ns, f"node {event.node} was lost")
-        self.books.own(node)
-        self.books.lost(node)
-        del self.state.free[node.phase][node.id]
-        del self.state.nodes[node.id]
+        if event.node in self.state.nodes:
+            self._remove(node)
         for record in theirs:
             self._consider(record)
         self._place_queued()
+
+    def _node_drained(self, event: e.NodeDrained) -> None:
+        """Have the jobs with places on a rollout node stop, and be placed anew. A job that moves here already is told
+        to stop by then; it is placed anew instead."""
+        node = self.state.nodes.get(event.node)
+        if node is None or node.draining or node.phase is not _ROLLOUT:
+            return
+        node.draining = True
+        if node.group is None:
+            self._release(node)
+            return
+        for job, member in self.state.groups[node.group].members.items():
+            record = self.state.jobs[job]
+            if event.node in member.nodes and not record.stopping:
+                self._stop(record)
+
+    def _release(self, node: NodeRecord) -> None:
+        self._remove(node)
+        self._tell(c.ReleaseNode(node=node.id))
+
+    def _remove(self, node: NodeRecord) -> None:
+        """Remove a node of no group."""
+        self.books.own(node)
+        self.books.lost(node)
+        self.state.free[node.phase].pop(node.id)
+        del self.state.nodes[node.id]
+
+    def _draining(self, nodes: Sequence[NodeId]) -> bool:
+        return any(self.state.nodes[node].draining for node in nodes)
+
+    def _choice(self, request: JobRequest) -> PlacementChoice | None:
+        """Return where the job goes; None if it has to wait, as also for a node to be let go."""
+        choice = self.policies.placement.place(request, self)
+        return None if choice is None or self._draining(choice.rollout) else choice
 
     def _take(self, phase: PhaseKind, count: int, group: GroupName) -> tuple[NodeId, ...]:
         free = self.state.free[phase]
@@ -248,6 +281,8 @@ class Cluster:
             self.books.settle(node)
             node.group, node.own_since_ns, node.used_ns = None, self.now_ns, {}
             self.state.free[node.phase][name] = None
+            if node.draining:
+                self._release(node)
         group.rollout = tuple(node for node in group.rollout if node not in nodes)
         group.train = tuple(node for node in group.train if node not in nodes)
 
@@ -302,7 +337,7 @@ class Cluster:
             self._reject(record, problem)
             return
         self.state.placements += 1
-        choice = self.policies.placement.place(record.request, self)
+        choice = self._choice(record.request)
         if choice is None:
             record.to(JobState.QUEUED, self.now_ns, self.short_of(record.request))
             self.timers.set("queue", job, self.now_ns, self.limits.queue_ns)
@@ -394,7 +429,7 @@ class Cluster:
         """Place queued jobs in the order of their arrival."""
         for record in list(self.state.jobs.values()):
             if record.state is JobState.QUEUED:
-                choice = self.policies.placement.place(record.request, self)
+                choice = self._choice(record.request)
                 if choice is not None:
                     self._place(record, choice)
 
@@ -454,15 +489,19 @@ class Cluster:
             self._go_on_elsewhere(record)
 
     def _go_on_elsewhere(self, record: JobRecord) -> None:
-        """Move a stopped job to its reserved place. Without one, it arrives anew with its measured plan."""
-        seat, record.reserved = record.reserved, None
-        if seat is None:
-            record.request = self._replanned(record)
+        """Move a stopped job to its reserved place. Without one that lasts, it arrives anew with its measured plan."""
+        seat = record.reserved
+        if seat is None or self._draining(seat.rollout):
+            cause = "placed anew, as a node of its place is drained"
+            if not any(self._draining(each.rollout) for each in (record.seat, seat) if each is not None):
+                record.request = self._replanned(record)
+                cause = "placed anew with the plan that was measured"
             record.measured_ns = {}
             self._vacate(record)
-            record.to(JobState.SUBMITTED, self.now_ns, "placed anew with the plan that was measured")
+            record.to(JobState.SUBMITTED, self.now_ns, cause)
             self._consider(record)
         else:
+            record.reserved = None
             self._vacate(record)
             record.seat = seat
             record.moves += 1
@@ -572,7 +611,10 @@ class Cluster:
 
     def _regroup(self) -> None:
         changed, self.state.changed = self.state.changed, []
-        for move in self.policies.placement.relocations(self, changed):
+        moves = self.policies.placement.relocations(self, changed)
+        if any(self._draining(move.to.rollout) for move in moves):
+            return  # They are looked for again once the node is gone.
+        for move in moves:
             record = self.state.jobs[move.job]
             assert self.movable(move.job), "a policy may move only those that run"
             limit_ns = self.limit_after_restart_ns(move.job)

@@ -81,6 +81,12 @@ class StartResident(_ClusterCommand, frozen=True):
     node: NodeId
 
 
+class ReleaseNode(_ClusterCommand, frozen=True):
+    """Let a drained node go: the cluster has not got it any more."""
+
+    node: NodeId
+
+
 ClusterCommand: TypeAlias = (
     ProfileJob
     | StartJob
@@ -92,4 +98,5 @@ ClusterCommand: TypeAlias = (
     | MoveTail
     | KillResident
     | StartResident
+    | ReleaseNode
 )

@@ -33,6 +33,12 @@ class NodeLost(_ClusterEvent, frozen=True):
     node: NodeId
 
 
+class NodeDrained(_ClusterEvent, frozen=True):
+    """The node is to be let go: its jobs stop at their step's end and are placed anew, and no other gets it."""
+
+    node: NodeId
+
+
 class JobSubmitted(_ClusterEvent, frozen=True):
     request: JobRequest
 
@@ -167,6 +173,7 @@ ClusterEvent: TypeAlias = (
     | PoolSuspended
     | NodeJoined
     | NodeLost
+    | NodeDrained
     | JobSubmitted
     | JobProfiled
     | JobStarted

@@ -68,6 +68,8 @@ def _nodes(cluster: Cluster) -> Iterator[str]:
             yield f"{node.id} is {'both free and' if free else 'neither free nor'} of a group"
         if free and (node.residents or node.group is not None):
             yield f"{node.id} is free and {'has residents' if node.residents else 'says it is of a group'}"
+        if node.draining and node.group is None:
+            yield f"{node.id} is drained, of no group, and still there"
         memory = cluster.spec.kind(node.phase).memory_bytes
         if sum(node.residents.values()) > memory:
             yield f"{node.id} has {sum(node.residents.values())} bytes of states; its host memory is {memory}"

@@ -114,6 +114,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     - `used_ns`: each member's use since the group's bill was last settled.
     - `own_since_ns`: since when the node has been in no group. `own_ns`: how long it was in none before that.
     - `residents`: host memory by job: the declared or the measured size, whichever is larger.
+    - `draining`: it is let go once no job has a place on it.
     """
 
     id: NodeId
@@ -129,6 +130,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     permit: int | None = None
     user: JobId | None = None
     residents: dict[JobId, int] = {}
+    draining: bool = False
 
     def charge(self, account: DeviceAccount, length_ns: Nanoseconds) -> None:
         self.accounts_ns[account] = self.accounts_ns.get(account, 0) + length_ns

@@ -13,6 +13,8 @@ class FaultKind(StrEnum):
     """A further rank of the trainer is killed, which ends them all a moment later."""
     HANG_RANK = "hang_rank"
     """A rank of the trainer stands still for a while or for ever, while the process sends heartbeats."""
+    DRAIN_NODE = "drain_node"
+    """A user lets a pool's node go, whose jobs go on elsewhere."""
     KILL_ORCHESTRATOR = "kill_orchestrator"
     KILL_BOTH = "kill_both"
     """Orchestrator and trainer are killed together."""

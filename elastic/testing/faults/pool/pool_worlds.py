@@ -4,11 +4,12 @@ keepers, residents and jobs.
 Messages travel in order on a connection and are lost with it. Connections break; keepers, residents, jobs and the
 pool's own process die at any point: that one also right before and after an event became durable, and in the middle of
 what follows from it. Phases hang, residents do not park, everything may be said twice. In some worlds rollout nodes are
-spot instances, which come and go by a recorded trace. Some jobs are scripts, which compute in their own process, and
-some train with the nodes of both pools. In some worlds jobs are adrift: a script gets a permit while it is away, takes
-it up as it comes back, and hangs until it is killed. In some worlds there is a job that code fails at in a way that
-nobody expects: the policy as it places the job, or what starts its residents. After every event all invariants of the
-cluster are checked, and at every device that one job has it, under a permit that is newer than all before.
+spot instances, which come and go by a recorded trace; in some people let nodes go. Some jobs are scripts, which compute
+in their own process, and some train with the nodes of both pools. In some worlds jobs are adrift: a script gets a
+permit while it is away, takes it up as it comes back, and hangs until it is killed. In some worlds there is a job that
+code fails at in a way that nobody expects: the policy as it places the job, or what starts its residents. After every
+event all invariants of the cluster are checked, and at every device that one job has it, under a permit that is newer
+than all before.
 """
 
 import contextlib
@@ -69,6 +70,8 @@ BRIEF_SHARE = 1 / 4
 """Share of worlds with scripts of which one cannot be started for a moment."""
 ADRIFT_SHARE = 1 / 8
 """Share of worlds in which all jobs are adrift, and scripts where they can be."""
+DRAINS_SHARE = 1 / 4
+"""Share of worlds in which people let rollout nodes go, several times."""
 PROGRESS_NS = 3 * 3600 * S
 """Once faults have ended, some job finishes a step, or ends, at least so often."""
 
@@ -260,6 +263,10 @@ class PoolWorld:
         self._market: SpotMarket | None = None
         for job in self.jobs.values():
             self.loop.after(job.shape.at_ns, partial(self._submit, job.shape))
+        self._drains = Random(f"{plan.seed}/drains")
+        if plan.faults.until_ns and self._drains.random() < DRAINS_SHARE:
+            for _ in range(3):
+                self.loop.after(self._drains.randrange(plan.faults.until_ns), self._drain)
         self._begin(Cluster(plan.spec, self.policies, self.limits, 0))
 
     def _was_unstartable(self, record: JobRecord) -> bool:
@@ -284,6 +291,13 @@ class PoolWorld:
             if cluster_digest(shell.cluster) != cluster_digest(self.replayed(self.policies)):
                 self.fail("an event that the cluster could not take has changed it")
         self.loop.after(60 * S, partial(self._submit, shape))
+
+    def _drain(self) -> None:
+        nodes = [name for name, keeper in self.keepers.items() if keeper.phase is _ROLLOUT and keeper.alive]
+        if self.shell is not None and nodes:
+            self.faults_seen[FaultKind.DRAIN_NODE] += 1
+            name = self._drains.choice(nodes)
+            self.to_shell(lambda shell: shell.drain(name))
 
     def cancel(self, job: JobId) -> None:
         self.cancelled.add(job)

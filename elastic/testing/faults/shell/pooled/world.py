@@ -155,7 +155,7 @@ class PooledWorld:
             node=environment[composed.NODE_VARIABLE],
             token=environment[composed.TOKEN_VARIABLE],
         )
-        return await Keeper(ticket, lambda _: 0, self.faults, ModelledRecord).run()
+        return (await Keeper(ticket, lambda _: 0, self.faults, ModelledRecord).run()).reason
 
     def _launch(
         self,

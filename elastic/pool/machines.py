@@ -1,0 +1,101 @@
+"""Rollout nodes on other machines: which machines may join a pool as one, and under which tickets. Pure.
+
+A ticket is for one node, whose name it has. Who has spent it comes back by the session that it was given.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from elastic.core.cluster.types import NodeId
+from elastic.pool import messages as w
+from elastic.protocol.tickets import TicketRefused
+from elastic.system.devices import DeviceName, kind_of
+
+
+class NodeTicket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a machine needs to join a pool as a node, as its ticket file has it. Never log it.
+
+    `join` (host:port) is where to dial, `fingerprint` that of the certificate there; empty for plain text on loopback.
+    The node takes `gpus` devices of its machine, of the kind that `devices` names as `pool.devices` does.
+    """
+
+    pool: str
+    node: NodeId
+    join: str
+    fingerprint: str
+    token: str
+    gpus: int
+    devices: str
+
+
+class JoinTerms(msgspec.Struct, frozen=True):
+    """What the pool keeps of a node that joins by ticket. `expires_s` is Unix time by the clock of the pool's machine,
+    until which the ticket must be spent. A node that was `drained` does not come back."""
+
+    label: str
+    expires_s: float
+    drained: bool = False
+
+
+def read_node_ticket(content: bytes) -> NodeTicket:
+    """Raises `TicketRefused` for what is no ticket."""
+    try:
+        return msgspec.json.decode(content, type=NodeTicket)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TicketRefused(f"not a ticket as `elastic pool ticket` writes it: {error}") from error
+
+
+def free_name(most: int, taken: Collection[NodeId]) -> NodeId:
+    """Return the name of the next rollout node of at most so many. Raises `ValueError` if all are taken."""
+    names = [f"rollout-{number}" for number in range(1, most + 1)]
+    for name in names:
+        if name not in taken:
+            return name
+    raise ValueError(
+        f"pool.rollout.nodes: found {most}, and each has a machine or a ticket that waits for one: "
+        f"{', '.join(names)}; allowed: `elastic pool drain NODE` first, or a pool of more nodes"
+    )
+
+
+class JoinRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine must have that joins as a node: so many devices, of the kind that `pool.devices` names, and
+    memory."""
+
+    gpus: int
+    memory_bytes: int
+    devices: str = "auto"
+
+    def refusal(self, hello: w.KeeperHello, others: Mapping[NodeId, w.KeeperHello]) -> str:
+        """Return why a machine does not suit as this node; empty if it does. `others`: what those said who are in."""
+        machine = hello.machine
+        if machine is None:
+            return "it does not say which machine it is on"
+        found = f"{len(hello.devices)} devices ({', '.join(hello.devices) or 'none'})"
+        if len(hello.devices) != self.gpus or len(set(hello.devices)) != self.gpus:
+            return f"pool.rollout.gpus: it has {found}; allowed: {self.gpus}"
+        try:
+            kind = kind_of(hello.devices)
+        except ValueError as error:
+            return str(error)
+        kinds = {self.devices} if self.devices != "auto" else {kind_of(other.devices) for other in others.values()}
+        if kinds and kind not in kinds:
+            return f"pool.devices: it has {found}; allowed: {' or '.join(sorted(kinds))}"
+        if machine.count < self.gpus:
+            return f"its machine has {machine.count} devices; allowed: the {self.gpus} that it says it has, at least"
+        here = {name: other for name, other in others.items() if other.machine and other.machine.boot == machine.boot}
+        for name, other in here.items():
+            if both := sorted({*other.devices} & {*hello.devices}):
+                return f"{', '.join(both)} of its machine is node {name}'s; allowed: others, named by --devices"
+        needed = (1 + len(here)) * self.memory_bytes
+        if machine.memory_bytes < needed:
+            return (
+                f"pool.rollout.memory_gb: its machine has {machine.memory_bytes} bytes of memory for {1 + len(here)} "
+                f"nodes; allowed: at least {needed}"
+            )
+        return ""
+
+
+def devices_on(node: NodeId, devices: Sequence[DeviceName]) -> list[DeviceName]:
+    """Return the names by which the pool tells devices of another machine from its own."""
+    return [f"{device}@{node}" for device in devices]

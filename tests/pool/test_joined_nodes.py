@@ -1,0 +1,184 @@
+"""Rollout nodes on other machines: real keepers that join the pool's real process by tickets, from directories of
+their own. What is killed comes back; what is drained goes."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from elastic.pool.gateway import PoolTokens
+from elastic.pool.journal import pool_secret
+from elastic.pool.machines import NodeTicket
+from elastic.protocol.run_control import CommandRefused
+from tests.pool.test_pool_process import finished, leftovers, running
+
+pytestmark = pytest.mark.slow
+
+
+class OtherMachine:
+    """A directory, and the keepers that people start there."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        self.directory = directory
+        self.keepers: dict[str, subprocess.Popen[bytes]] = {}
+
+    def join(self, ticket: NodeTicket, *options: str, at: str = "") -> "subprocess.Popen[bytes]":
+        file = self.directory / f"{ticket.node}.ticket"
+        file.write_bytes(msgspec.json.encode(ticket))
+        words = ("pool", "join", *([at] if at else []), "--ticket-file", file.name, *options)
+        command = [sys.executable, "-P", "-m", "elastic.cli", *words]
+        with (self.directory / f"{ticket.node}.log").open("ab") as log:
+            keeper = subprocess.Popen(command, cwd=self.directory, stderr=log, start_new_session=True)
+        self.keepers[ticket.node] = keeper
+        return keeper
+
+    def said(self, ticket: NodeTicket) -> str:
+        return (self.directory / f"{ticket.node}.log").read_text()
+
+    def kill(self, node: str) -> None:
+        self.keepers[node].kill()
+        self.keepers[node].wait()
+
+    async def ended(self, keeper: "subprocess.Popen[bytes]") -> int:
+        return await asyncio.to_thread(keeper.wait, 40)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[OtherMachine]:
+    machine = OtherMachine(tmp_path / "elsewhere")
+    yield machine
+    for keeper in machine.keepers.values():
+        keeper.terminate()
+    for keeper in machine.keepers.values():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            keeper.wait(20)
+        keeper.kill()
+    assert not leftovers(machine.directory)
+
+
+def up(*nodes: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether these are the rollout nodes, with their keepers."""
+    return lambda status: (
+        {node["name"] for node in status["nodes"] if node["phase"] == "rollout"} == {*nodes}
+        and all(node["keeper"]["up"] for node in status["nodes"])
+    )
+
+
+async def test_a_job_runs_on_a_machine_that_joins_though_the_pool_s_process_is_killed(
+    tmp_path: Path, elsewhere: OtherMachine
+) -> None:
+    async with running(tmp_path, host="0.0.0.0", kind="joined", silence_s=30.0) as pool:
+        await pool.until(up(), "there are rollout nodes")
+        await pool.begin("one", steps=4, rollout_s=0.5)
+        assert (await pool.job("one"))["state"] == "queued"
+        ticket = await pool.control.ticket("mine", 600, "mint")
+        assert ticket.fingerprint
+        with pytest.raises(CommandRefused, match="not shown again"):
+            await pool.control.ticket("mine", 600, "mint")
+        keeper = elsewhere.join(ticket)
+        await pool.until(lambda status: any(one["phase"] == "rollout" for one in status["permits"]), "no turn")
+        (node,) = [node for node in (await pool.status())["nodes"] if node["phase"] == "rollout"]
+        assert (node["name"], node["devices"]) == (ticket.node, [f"cpu:0@{ticket.node}"])
+        assert node["machine"]["label"] == "mine"
+        assert node["machine"]["memory_bytes"] > 0
+        assert ticket.token not in (pool.directory / "logs" / "pool.log").read_text() + elsewhere.said(ticket)
+
+        there = records(elsewhere)
+        pool.kill()
+        pool.start()
+        await pool.until(up(ticket.node), "its keeper is not back")
+        assert records(elsewhere) == there, "it went on with what it has"
+        await finished(pool, "one")
+        assert pool.replayed_digest() == (await pool.status())["digest"]
+        await pool.control.stop()
+        assert pool.process is not None
+        assert await asyncio.to_thread(pool.process.wait, 40) == 0
+        assert await elsewhere.ended(keeper) == 0
+        assert "the pool has been stopped" in elsewhere.said(ticket)
+
+
+@pytest.mark.nightly
+async def test_a_machine_comes_back_by_its_session_alone_and_its_node_is_drained_while_a_job_is_at_work(
+    tmp_path: Path, elsewhere: OtherMachine
+) -> None:
+    async with running(tmp_path, kind="joined", silence_s=3.0) as pool:
+        await pool.begin("one", steps=10_000, rollout_s=0.6)
+        first, second = await pool.control.ticket("", 600), await pool.control.ticket("", 600)
+        elsewhere.join(first)
+        await pool.until(lambda status: any(one["phase"] == "rollout" for one in status["permits"]), "no turn")
+        elsewhere.kill(first.node)
+        again = elsewhere.join(first)  # As its machine does when it starts anew.
+        await pool.until(up(first.node), "the machine does not come back")
+        other = OtherMachine(tmp_path / "another")
+        assert await other.ended(other.join(first)) == 1, "a ticket is good for one machine"
+        assert "was used already" in other.said(first)
+        assert await elsewhere.ended(elsewhere.join(second)) == 1
+        assert f"cpu:0 of its machine is node {first.node}'s" in elsewhere.said(second)
+        elsewhere.join(second, "--devices", "cpu:1")
+        await pool.until(up(first.node, second.node), "the second does not join")
+
+        (node,) = (await pool.job("one"))["rollout"]
+        (pool.jobs["one"] / "stop").touch()  # A stub's process looks for it at its step's end.
+        await pool.control.drain(node)
+        rest = {first.node: second.node, second.node: first.node}[node]
+        await pool.until(up(rest), "the node does not go")
+        for marker in ("stop", "stopped"):
+            (pool.jobs["one"] / marker).unlink()
+        assert await elsewhere.ended(again if node == first.node else elsewhere.keepers[node]) == 1
+        done = (await pool.job("one"))["steps_done"]
+        await pool.until(lambda status: status["jobs"][0]["steps_done"] > done, "it does not go on there")
+        job = await pool.job("one")
+        assert (job["rollout"], job["restarts"]) == ([rest], 0)
+        await pool.control.cancel("one")
+        await pool.until_over("one")
+        assert pool.replayed_digest() == (await pool.status())["digest"]
+
+
+def records(elsewhere: OtherMachine) -> set[str]:
+    return {path.read_text() for path in elsewhere.directory.glob("nodes/*/leases/*.json")}
+
+
+@pytest.mark.nightly
+async def test_a_machine_that_was_cut_off_comes_back_without_what_it_had_and_wrong_tickets_let_nobody_in(
+    tmp_path: Path, elsewhere: OtherMachine
+) -> None:
+    async with running(tmp_path, kind="joined", silence_s=1.0, orphan_s=60.0) as pool:
+        await pool.begin("one", steps=8, rollout_s=0.5)
+        first, late = await pool.control.ticket("", 600), await pool.control.ticket("", 0.01)
+        keeper = elsewhere.join(first)
+        await pool.until(lambda status: any(one["phase"] == "rollout" for one in status["permits"]), "no turn")
+        os.kill(keeper.pid, 19)  # SIGSTOP: as if its link were cut.
+        await pool.until(up(), "the node is not given up")
+        assert (await pool.job("one"))["state"] == "queued"
+        os.kill(keeper.pid, 18)
+        await pool.until(up(first.node), "the machine does not come back")
+        assert "comes again without its residents" in elsewhere.said(first)
+        assert await elsewhere.ended(elsewhere.join(late)) == 1
+        assert f"the ticket of node {late.node} has expired" in elsewhere.said(late)
+
+        token = PoolTokens(b"of another pool").ticket(late.node, 1)
+        assert PoolTokens(pool_secret(pool.directory)).ticket(late.node, 1) == late.token
+        assert await elsewhere.ended(elsewhere.join(msgspec.structs.replace(late, token=token))) == 1
+        assert "unknown node or wrong token: is it of this pool?" in elsewhere.said(late)
+        assert await elsewhere.ended(elsewhere.join(late, at="nowhere")) == 2
+        with pytest.raises(CommandRefused, match=r"no node of another machine; those are: rollout-1, rollout-2"):
+            await pool.control.drain("train-1")
+        await finished(pool, "one")
+
+
+@pytest.mark.nightly
+async def test_what_a_pool_of_other_machines_cannot_take_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path, kind="joined") as pool:
+        with pytest.raises(CommandRefused, match="largest: 2"):
+            await pool.begin("large", rollout_nodes=3)
+    async with running(tmp_path / "local") as local:
+        with pytest.raises(CommandRefused, match=r"pool.rollout.kind: found 'local'"):
+            await local.control.ticket("", 60)
