@@ -241,7 +241,9 @@ class Keeper:
 
     async def _launch(self, resident: _OwnResident) -> None:
         order, own = resident.order, self._ticket.directory
-        interpreter, *words = order.command
+        command = [*order.command]
+        if command[:1] == [w.OWN_PYTHON]:
+            command[0] = sys.executable
         ours, theirs = here().socketpair()
         try:
             environment = self._inherited(order) | resident.recorded.marks | order.environment
@@ -253,8 +255,7 @@ class Keeper:
             resident.recorded.write()
             with _appended(own / order.log) as output:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable if interpreter == w.OWN_PYTHON else interpreter,
-                    *words,
+                    *command,
                     env=environment | {w.KEEPER_VARIABLE: str(theirs.fileno())},
                     cwd=own / order.directory,
                     stdin=asyncio.subprocess.DEVNULL,
