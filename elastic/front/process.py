@@ -136,7 +136,7 @@ def open_doors(config: Config, doors: DoorsConfig, front: AgentFront, turns_max:
         config=described,
     )
     return TrainerDoors(
-        run=LinkedRun(link, model, facts, frozenset(model.tokenizer.special), front.times.hold_s),
+        run=LinkedRun(link, model.tokenizer.decoder, facts, frozenset(model.tokenizer.special), front.times.hold_s),
         roots=WeightsRoots(read_root(said) for said in doors.roots),
         access=DoorAccess(front.secrets, [read_network(said) for said in doors.plain]),
         alive=lambda: link.up,

@@ -4,6 +4,7 @@ The text is opaque to the core. Whoever offers makes it, with what tells an unch
 """
 
 import os
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -13,10 +14,14 @@ WEIGHTS = "*.safetensors*"
 
 
 class OfferedWeights(msgspec.Struct, frozen=True):
-    """A Hugging Face directory. `lasting`: its files are never written again, so that they may be kept by links."""
+    """A Hugging Face directory. `lasting`: its files are never written again, so that they may be kept by links.
+
+    `look` is the directory's as it was offered: if it has another one it was written again. Empty is not compared.
+    """
 
     directory: str
     lasting: bool = False
+    look: str = ""
 
 
 _decoder = msgspec.json.Decoder(OfferedWeights)
@@ -32,10 +37,10 @@ def read_source(source: str) -> OfferedWeights:
 
 
 def look_of(directory: Path) -> str:
-    """What is the same as long as a directory's weights are not written again: its path, and the inode, size and time
-    of each of their files. Raises `OSError`."""
+    """What is the same as long as a directory's weights are not written again: a digest of its path, and of the inode,
+    size and time of each of their files. Raises `OSError`."""
     parts = [str(directory)]
     for path in sorted(directory.glob(WEIGHTS)):
         found = os.stat(path)
         parts += [path.name, str(found.st_ino), str(found.st_size), str(found.st_mtime_ns)]
-    return "\n".join(parts)
+    return blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

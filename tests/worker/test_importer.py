@@ -195,6 +195,20 @@ def test_what_is_no_offer_is_refused(importer: ImportedTrainer) -> None:
         importer.take("")
 
 
+def test_what_was_written_again_since_it_was_offered_is_refused_and_can_be_asked_for_again(
+    importer: ImportedTrainer, root: Path
+) -> None:
+    directory = write(root / "w", policy(1))
+    offered = OfferedWeights(str(directory), look=look_of(directory))
+    write(directory, policy(2))
+    with pytest.raises(OfferRefused, match="written again since it was offered") as refused:
+        importer.take(source_of_offer(offered))
+    assert refused.value.again
+    importer.take(source_of_offer(OfferedWeights(str(directory), look=look_of(directory))))
+    importer.update()
+    assert equal(importer.tensors(), policy(2))
+
+
 def test_a_directory_looks_the_same_until_its_weights_are_written_again(root: Path) -> None:
     directory = write(root / "1", policy(1))
     before = look_of(directory)

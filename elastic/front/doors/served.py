@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from elastic.core.ids import agent_id, parse_turn
-from elastic.front.asked import ServedModel
 from elastic.front.choices import Choice
 from elastic.front.doors.base import (
     DoorRefused,
@@ -23,6 +22,7 @@ from elastic.front.doors.base import (
     WeightsOffer,
 )
 from elastic.front.link import ChoiceOver, LinkLost, RunLink, TokensCame, TurnInbox
+from elastic.front.rendering.reading import Decoding
 from elastic.protocol.front_messages import (
     CHOICES_MAX,
     DIGEST_BYTES,
@@ -94,13 +94,18 @@ class _OpenRequest:
 
 class LinkedRun:
     """`hold_s` is the longest that a call waits for its first token, or for the run. `silent` are token ids that end a
-    turn and are no text."""
+    turn and are no text; `make_decoder` makes the text of the others."""
 
     def __init__(
-        self, link: RunLink, served: ServedModel, facts: ServedModelFacts, silent: frozenset[int], hold_s: float
+        self,
+        link: RunLink,
+        make_decoder: Callable[[], Decoding],
+        facts: ServedModelFacts,
+        silent: frozenset[int],
+        hold_s: float,
     ) -> None:
         self._link = link
-        self._served = served
+        self._make_decoder = make_decoder
         self._facts = facts
         self._silent = silent
         self._hold_s = hold_s
@@ -186,7 +191,7 @@ class LinkedRun:
 
     def _new_choice(self, request: TokenRequest) -> Choice:
         silent = self._silent | frozenset(request.stop_token_ids)
-        return Choice(self._served.tokenizer.decoder(), None, request.stop, silent)
+        return Choice(self._make_decoder(), None, request.stop, silent)
 
     def _hear(self, one: _Sampled, news: Any) -> None:
         match news:
@@ -231,7 +236,7 @@ class LinkedRun:
             look = await asyncio.to_thread(look_of, offer.directory)
         except OSError as error:
             raise DoorRefused(f"{offer.directory}: cannot be read ({error.strerror or error})") from error
-        source = source_of_offer(OfferedWeights(str(offer.directory), offer.lasting))
+        source = source_of_offer(OfferedWeights(str(offer.directory), offer.lasting, look))
         message = OfferWeights(0, source, f"{offer.label}\n{look}", offer.label, offer.abort_running)
         served = await self._ask(message, VersionServed, math.inf)
         return VersionRun(version=served.version, tokens=0, label=served.label)

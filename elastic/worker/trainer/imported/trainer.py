@@ -12,7 +12,7 @@ from torch import Tensor
 from elastic.core.types import LogprobCheck
 from elastic.engine.model.stored import CheckpointError
 from elastic.protocol import wire
-from elastic.protocol.offers import read_source
+from elastic.protocol.offers import OfferedWeights, look_of, read_source
 from elastic.system.files import sync
 from elastic.system.host import here
 from elastic.system.parking import Switch
@@ -73,6 +73,7 @@ class ImportedTrainer:
         if odd := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), ""):
             raise OfferRefused(f"{offered.directory}: {odd}: found numbers that are not finite; allowed: none")
         files.check()
+        _check_look(offered)
         self._taken = _ReadVersion(tensors, files, offered.lasting, here().monotonic() - began_s, source)
 
     def update(self) -> dict[str, float]:
@@ -136,6 +137,16 @@ class ImportedTrainer:
 
     def resume(self) -> Switch:
         return Switch(0.0, 0)
+
+
+def _check_look(offered: OfferedWeights) -> None:
+    """Raises `OfferRefused` for a directory that was written again since it was offered."""
+    try:
+        same = offered.look in ("", look_of(Path(offered.directory)))
+    except OSError:
+        same = False
+    if not same:
+        raise OfferRefused(f"{offered.directory}: was written again since it was offered", again=True)
 
 
 def _keep(file: Path, at: Path, *, by_link: bool) -> None:
