@@ -8,7 +8,7 @@ import msgspec
 
 from elastic.core.types import Nanoseconds, SamplingParameters, TrajectoryId, TurnId
 from elastic.protocol.front_messages import HISTORY_BYTES_MAX, AgentCall
-from elastic.protocol.sampled import TOKEN_BYTES, SampledBranch, SampledRun
+from elastic.protocol.sampled import TOKEN_BYTES, SampledBranch, SampledRun, ids_of
 from elastic.runtime.agents.branches import Branches, Opening
 from elastic.runtime.agents.joining import Calls
 from elastic.runtime.agents.notes import TurnAsked
@@ -71,7 +71,10 @@ class AgentTurn:
         if self.aborted:
             return "abort"
         sampling = self.generated.sampling
-        return "length" if sampling is not None and self.tokens >= sampling.max_new_tokens else "stop"
+        if sampling is None or self.tokens < sampling.max_new_tokens:
+            return "stop"
+        last = ids_of(self.generated.token_ids[-TOKEN_BYTES:])
+        return "length" if set(last).isdisjoint(sampling.stop_token_ids) else "stop"
 
     def shorten(self, kept: int) -> None:
         """It ends behind its first `kept` tokens."""

@@ -8,7 +8,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, SamplingParameters
 from elastic.protocol.front_messages import AgentCall, AgentCaller, BranchFound, LookUp, OpenTurns, WantedSampling
-from elastic.protocol.sampled import pack_ids
+from elastic.protocol.sampled import pack_ids, pack_logprobs
 from elastic.runtime.agents import AgentLimits, RequestRollouts
 from elastic.runtime.agents.trajectory import AgentTurn
 from policies.seeding import FixedWindow
@@ -97,3 +97,14 @@ def test_a_request_that_is_asked_again_goes_on_with_what_it_had(served: Served, 
         served.requests.alone(turn)
     served.updated()
     assert served.asked(call(key), caller) == (old, True)
+
+
+@pytest.mark.parametrize(("last", "finish"), [(1, "stop"), (2, "length")])
+def test_a_turn_whose_last_token_ends_it_has_stopped_though_it_may_have_no_further_one(last: int, finish: str) -> None:
+    turn, _ = Served().asked(call())
+    limit = turn.generated.sampling
+    assert limit is not None
+    ids = [2] * (limit.max_new_tokens - 1) + [last]
+    turn.generated.accept(pack_ids(ids), pack_logprobs([0.0] * len(ids)), 0, "worker")
+    turn.generated.ended = ""
+    assert turn.finish == finish
