@@ -51,19 +51,25 @@ def simulate(
     ] = False,
     worlds: Annotated[int, typer.Option(min=1, help="With --faults: how many seeds, from --seed on.")] = 1,
     world: Annotated[
-        str, typer.Option(metavar="NAME", help="With --faults: core, run, pool, pool-shell (docs/simulation.md).")
+        str,
+        typer.Option(metavar="NAME", help="With --faults: core, run, outside, pool, pool-shell (docs/simulation.md)."),
     ] = "core",
     only: Annotated[
-        str, typer.Option(metavar="KINDS", help="With --world run or pool: draw only faults of these kinds.")
+        str, typer.Option(metavar="KINDS", help="With --world run, outside or pool: draw only faults of these kinds.")
     ] = "",
     keep: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="With --world run or pool: of the faults drawn only these, or none.")
+        str,
+        typer.Option(
+            metavar="NUMBERS", help="With --world run, outside, pool: of the faults drawn only these, or none."
+        ),
     ] = "",
     shrink_within: Annotated[
         float,
         typer.Option(metavar="SECONDS", help="With --world run: so long leave out faults that a failure needs not."),
     ] = 0.0,
-    log: Annotated[bool, typer.Option("--log", help="With --world run or pool: print what processes log.")] = False,
+    log: Annotated[
+        bool, typer.Option("--log", help="With --world run, outside or pool: print what processes log.")
+    ] = False,
     jobs: Annotated[
         Path | None,
         typer.Option(

@@ -1,9 +1,9 @@
 """Plants bugs of the production shell, one at a time, and lives through worlds until one fails.
 
 Each of `bugs/*.patch`, here and in `tests/pool`, is a bug. Its first line names the faults that show it best in worlds
-of a run, or the worlds that show it (`World: core`, `World: pool`, `World: pool-shell`); its second is a seed that
-does. A bug is planted in a fork, into the functions that are imported already, so that it costs no more than its
-worlds.
+of a run, or the worlds that show it (`World: core`, `World: outside`, `World: pool`, `World: pool-shell`); its second
+is a seed that does. A bug is planted in a fork, into the functions that are imported already, so that it costs no more
+than its worlds.
 
 python tests/chaos/planted.py [--known | --first N --seeds N] [NAME ...]     prints {name: seed or null} as JSON
 """

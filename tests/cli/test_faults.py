@@ -42,8 +42,8 @@ def test_worlds_are_for_faults(elastic) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--world", "moon"), "allowed: core, run, pool, pool-shell"),
-        (("--world", "core", "--only", "cut"), "--only is for --world run and --world pool"),
+        (("--world", "moon"), "allowed: core, run, outside, pool, pool-shell"),
+        (("--world", "core", "--only", "cut"), "--only is for --world run and --world outside and --world pool"),
         (("--world", "pool", "--shrink-within", "3"), "--shrink-within is for --world run"),
         (("--world", "run", "--only", "cut,rain"), "unknown rain; allowed: kill_worker"),
         (("--world", "run", "--only", "kill_pool"), "unknown kill_pool"),

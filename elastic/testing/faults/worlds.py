@@ -10,10 +10,11 @@ from elastic.testing.faults.kinds import KINDS_OF_RUNS, FaultKind
 from elastic.testing.faults.outcome import Lived, WorldFailed
 
 if TYPE_CHECKING:
+    from elastic.testing.faults.shell.outside.plan import OutsidePlan
     from elastic.testing.faults.shell.plan import WorldPlan
     from elastic.testing.faults.shell.pooled.plan import PooledPlan
 
-PlanT = TypeVar("PlanT", "WorldPlan", "PooledPlan")
+PlanT = TypeVar("PlanT", "WorldPlan", "OutsidePlan", "PooledPlan")
 
 
 class WorldOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +28,8 @@ class WorldOptions(msgspec.Struct, frozen=True, kw_only=True):
     tell: Callable[[str], None] | None = None
 
 
+OF_THE_SHELL = "run", "outside", "pool"
+"""The worlds of the production shell."""
 DRAWN = WorldOptions()
 """All that the seed draws."""
 
@@ -36,11 +39,13 @@ def live(world: str, seed: int, options: WorldOptions = DRAWN) -> Lived:
     it."""
     if world not in WORLDS:
         raise ConfigError(f"--world: found {world}; allowed: {', '.join(WORLDS)}")
-    if world not in ("run", "pool"):
+    if world not in OF_THE_SHELL:
         for option in ("only", "keep", "tell"):
             if getattr(options, option):
                 named = "log" if option == "tell" else option
-                raise ConfigError(f"--{named} is for --world run and --world pool, found --world {world}")
+                raise ConfigError(
+                    f"--{named} is for --world {' and --world '.join(OF_THE_SHELL)}, found --world {world}"
+                )
     if world != "run" and options.shrink_s:
         raise ConfigError(f"--shrink-within is for --world run, found --world {world}")
     return WORLDS[world](seed, options)
@@ -67,6 +72,14 @@ def _run(seed: int, options: WorldOptions) -> Lived:
         raise shrunk(plan, options.shrink_s)[1] from None
 
 
+def _outside(seed: int, options: WorldOptions) -> Lived:
+    from elastic.testing.faults.shell.outside.plan import KINDS, draw_outside
+    from elastic.testing.faults.shell.outside.world import live_outside
+
+    plan = _kept(options.keep, draw_outside(seed, _kinds(options.only, KINDS)))
+    return live_outside(seed, plan, options.tell)
+
+
 def _pool(seed: int, options: WorldOptions) -> Lived:
     from elastic.testing.faults.shell.pooled.plan import KINDS, draw_pooled
     from elastic.testing.faults.shell.pooled.world import live_pooled
@@ -84,6 +97,7 @@ def _pool_shell(seed: int, _: WorldOptions) -> Lived:
 WORLDS: dict[str, Callable[[int, WorldOptions], Lived]] = {
     "core": _core,
     "run": _run,
+    "outside": _outside,
     "pool": _pool,
     "pool-shell": _pool_shell,
 }

@@ -24,8 +24,11 @@ from elastic.testing.faults.shell.network import Network, NetworkLoop
 from elastic.testing.faults.shell.process import Process
 
 if TYPE_CHECKING:
+    from elastic.testing.faults.shell.outside.world import OutsideWorld
     from elastic.testing.faults.shell.pooled.world import PooledWorld
     from elastic.testing.faults.shell.simulate import RunWorld
+
+    DrivenWorld = RunWorld | PooledWorld | OutsideWorld
 
 STEPS_MAX = 4_000_000
 WORK_NS = 2_000
@@ -144,7 +147,7 @@ class Stage:
         return chosen, True
 
 
-def live_on_stage(name: str, world: "RunWorld | PooledWorld", drawn: tuple[Fault, ...]) -> Lived:
+def live_on_stage(name: str, world: "DrivenWorld", drawn: tuple[Fault, ...]) -> Lived:
     """Live through a world of this name until it is over and no process is left, and judge it. `drawn` are the faults
     of its seed. Raises `WorldFailed`, also if it takes much too long."""
     stage, plan = world.stage, world.plan
@@ -161,11 +164,11 @@ def live_on_stage(name: str, world: "RunWorld | PooledWorld", drawn: tuple[Fault
             raise WorldFailed(name, plan.seed, found, options_of(plan.only, plan.faults, drawn)) from error
 
 
-def _befall(world: "RunWorld | PooledWorld", fault: Fault) -> None:
+def _befall(world: "DrivenWorld", fault: Fault) -> None:
     world.stage.befalls(fault, world.strike(fault))
 
 
-def _go_on(world: "RunWorld | PooledWorld") -> None:
+def _go_on(world: "DrivenWorld") -> None:
     stage, until_ns = world.stage, round(world.limit_s * NS_PER_S)
     for _ in range(STEPS_MAX):
         if world.is_over() and not stage.alive:

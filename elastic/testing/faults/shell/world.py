@@ -118,71 +118,72 @@ def busy_now_and_then() -> float:
 
 
 def config_of(plan: WorldPlan, checkpoint: str = "none") -> Config:
+    return validate(Config, settings_of(plan, checkpoint), "chaos")
+
+
+def settings_of(plan: WorldPlan, checkpoint: str = "none") -> dict[str, dict[str, Any]]:
+    """The sections of the run's configuration."""
     long = plan.token_s > 1
     outside = {"name": OUTSIDE, "settings": {"deadline_s": plan.deadline_s, "idle_s": plan.idle_s}}
-    return validate(
-        Config,
-        {
-            "run": {
-                "name": RUN,
-                "seed": plan.seed,
-                "steps": plan.steps,
-                "orchestrator_timeout_s": ORCHESTRATOR_TIMEOUT_S,
-                "host": ADDRESS if plan.far else "127.0.0.1",
-            },
-            "model": {"checkpoint": checkpoint},
-            "rollout": {
-                "groups": plan.groups,
-                "group_size": 2,
-                "max_turns": 1 if long else AGENT_TURNS * plan.max_turns if plan.agents else plan.max_turns,
-                "max_tokens_per_turn": plan.max_tokens,
-                "staleness_bound": plan.staleness_bound,
-                "staleness_drop": plan.staleness_drop if plan.staleness_bound else "group",
-                "refill_most": plan.refill_most,
-                # Environments may be down for as long as a short run takes.
-                "max_failed_share": 1,
-            },
-            "trainer": {
-                "updates_per_step": 1,
-                "max_restarts": 1000,
-                "checkpoint_every_steps": plan.checkpoint_every,
-                "step_timeout_s": 30,
-                "gpus": plan.ranks,
-            },
-            "engine": {"max_context_tokens": 4096, "max_batch": plan.max_batch, "max_pending": plan.max_pending},
-            "seeding": {"window_s": 0.2, "reserved_engines": 2, "policy": "auto" if plan.ranks == 1 else "none"},
-            "scheduler": {
-                "boot_timeout_s": 20,
-                "load_timeout_s": 20,
-                "retry_base_s": 0.2,
-                "retry_max_s": 2,
-                "heartbeat_interval_s": 5 if long else 0.5,
-                "heartbeat_timeout_s": 15 if long else 3,
-                "stall_timeout_s": 100 if long else 4,
-                "turn_stall_timeout_s": 100 if long else 20,
-            },
-            # Of turns that take hours, a second tells nothing.
-            **({"balancing": {"interval_s": 10}} if long else {}),
-            **({"evaluation": {"every": 1, "samples": 2, "tasks": plan.evaluates}} if plan.evaluates else {}),
-            "rewards": {"timeout_s": 2, "max_retries": plan.reward_retries},
-            "environment": {"step_timeout_s": 3, **(outside if plan.agents else {})},
-            **({"front": {"policies": POLICIES}} if plan.agents else {}),
-            "weights": {
-                "mode": "keep",
-                "pull_timeout_s": PULL_TIMEOUT_S,
-                "keyframe_every": plan.keyframe_every,
-                "merge_every": plan.merge_every,
-                "keep_versions": 2,
-            },
-            "journal": {
-                "durable_against": plan.durable_against,
-                "pending_mb": plan.pending_mb,
-                "commit_interval_s": 5 if long else 0.1,
-            },
-            "providers": {ELASTIC: {"max_workers": plan.places}, JOINED: {}},
+    return {
+        "run": {
+            "name": RUN,
+            "seed": plan.seed,
+            "steps": plan.steps,
+            "orchestrator_timeout_s": ORCHESTRATOR_TIMEOUT_S,
+            "host": ADDRESS if plan.far else "127.0.0.1",
         },
-        "chaos",
-    )
+        "model": {"checkpoint": checkpoint},
+        "rollout": {
+            "groups": plan.groups,
+            "group_size": 2,
+            "max_turns": 1 if long else AGENT_TURNS * plan.max_turns if plan.agents else plan.max_turns,
+            "max_tokens_per_turn": plan.max_tokens,
+            "staleness_bound": plan.staleness_bound,
+            "staleness_drop": plan.staleness_drop if plan.staleness_bound else "group",
+            "refill_most": plan.refill_most,
+            # Environments may be down for as long as a short run takes.
+            "max_failed_share": 1,
+        },
+        "trainer": {
+            "updates_per_step": 1,
+            "max_restarts": 1000,
+            "checkpoint_every_steps": plan.checkpoint_every,
+            "step_timeout_s": 30,
+            "gpus": plan.ranks,
+        },
+        "engine": {"max_context_tokens": 4096, "max_batch": plan.max_batch, "max_pending": plan.max_pending},
+        "seeding": {"window_s": 0.2, "reserved_engines": 2, "policy": "auto" if plan.ranks == 1 else "none"},
+        "scheduler": {
+            "boot_timeout_s": 20,
+            "load_timeout_s": 20,
+            "retry_base_s": 0.2,
+            "retry_max_s": 2,
+            "heartbeat_interval_s": 5 if long else 0.5,
+            "heartbeat_timeout_s": 15 if long else 3,
+            "stall_timeout_s": 100 if long else 4,
+            "turn_stall_timeout_s": 100 if long else 20,
+        },
+        # Of turns that take hours, a second tells nothing.
+        **({"balancing": {"interval_s": 10}} if long else {}),
+        **({"evaluation": {"every": 1, "samples": 2, "tasks": plan.evaluates}} if plan.evaluates else {}),
+        "rewards": {"timeout_s": 2, "max_retries": plan.reward_retries},
+        "environment": {"step_timeout_s": 3, **(outside if plan.agents else {})},
+        **({"front": {"policies": POLICIES}} if plan.agents else {}),
+        "weights": {
+            "mode": "keep",
+            "pull_timeout_s": PULL_TIMEOUT_S,
+            "keyframe_every": plan.keyframe_every,
+            "merge_every": plan.merge_every,
+            "keep_versions": 2,
+        },
+        "journal": {
+            "durable_against": plan.durable_against,
+            "pending_mb": plan.pending_mb,
+            "commit_interval_s": 5 if long else 0.1,
+        },
+        "providers": {ELASTIC: {"max_workers": plan.places}, JOINED: {}},
+    }
 
 
 class World:
@@ -566,14 +567,15 @@ class World:
             known = self._learnt, has, self.seen.__setitem__, self.config.trainer.mismatch_max, self.plan.proves
             return make(*known, ranks)
 
-        def no_engine(welcome: wire.Welcome) -> IdleEngine:
-            self._building.pop(worker, None)
-            return idle_engine(welcome)
-
         poll_s = max(1.0, self.rare_s)
-        build = engine if ranks.size == 1 else no_engine
+        build = engine if ranks.size == 1 else partial(self._no_engine, worker)
         host = TrainerHost(self.config, self.run.path, True, trainer, build, shares_device, poll_s)
         return host
+
+    def _no_engine(self, worker: WorkerId, welcome: wire.Welcome) -> IdleEngine:
+        """Of a trainer whose device does not generate."""
+        self._building.pop(worker, None)
+        return idle_engine(welcome)
 
     def ranks_of(self, worker: WorkerId) -> TrainerRanks | None:
         """Those of a trainer with several, once it is made."""

@@ -115,13 +115,11 @@ def chained(before: bytes, message: Message) -> bytes:
     return blake2b(before + pack_ids(message), digest_size=m.DIGEST_BYTES).digest()
 
 
-class ModelFront:
-    """One front. Its calls run on the loop of its clients, as its link does."""
+class LinkedFront:
+    """A front's process, as far as it is one: its link to the run, and the calls that end with it. They run on the loop
+    of its clients, as its link does."""
 
-    def __init__(self, record: AgentRecord, found: Callable[[str], None]) -> None:
-        self.record = record
-        self.found = found
-        """Is told of what must not be."""
+    def __init__(self) -> None:
         self.link = RunLink(self._connect)
         self.served_by: object = None
         """The process of the run to which it is connected."""
@@ -144,7 +142,7 @@ class ModelFront:
         for call in list(self._calls):
             call.cancel()
 
-    async def _attended(self, work: Coroutine[Any, Any, T]) -> T:
+    async def attended(self, work: Coroutine[Any, Any, T]) -> T:
         """What becomes of a client's request. Raises `FrontGone` if the front is killed meanwhile."""
         if not self.alive:
             work.close()
@@ -161,9 +159,19 @@ class ModelFront:
             raise FrontGone
         return call.result()
 
+
+class ModelFront(LinkedFront):
+    """One front of agents."""
+
+    def __init__(self, record: AgentRecord, found: Callable[[str], None]) -> None:
+        super().__init__()
+        self.record = record
+        self.found = found
+        """Is told of what must not be."""
+
     async def request(self, make: Callable[[int], m.FromFront]) -> Any:
         """The answer to a request that asks for no turns. Raises `FrontGone` and `FrontRefusal`."""
-        return await self._attended(self._requested(make))
+        return await self.attended(self._requested(make))
 
     async def _requested(self, make: Callable[[int], m.FromFront]) -> Any:
         try:
@@ -178,7 +186,7 @@ class ModelFront:
 
     async def serve(self, asked: AgentAsk) -> list[Message]:
         """The answers of all choices. Raises `FrontGone`, `StreamTorn` and `FrontRefusal`."""
-        return await self._attended(_Call(self, asked).answer())
+        return await self.attended(_Call(self, asked).answer())
 
 
 class _Call:

@@ -1,0 +1,36 @@
+"""Runs that others train, on virtual time: whatever goes wrong, who asks is answered, by weights that were offered."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from elastic.testing.faults.kinds import FaultKind
+from elastic.testing.faults.shell.outside.plan import draw_outside
+from elastic.testing.faults.shell.outside.world import live_outside
+
+SEED = 7
+KILLS = [FaultKind.KILL_TRAINER, FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_WORKER, FaultKind.KILL_FRONT]
+
+
+def test_who_asks_is_answered_whatever_is_killed() -> None:
+    assert live_outside(SEED, draw_outside(SEED, KILLS)).faults
+
+
+@pytest.mark.nightly
+def test_whatever_goes_wrong_too() -> None:
+    first = int.from_bytes(os.urandom(3), "big")
+    for seed in (*range(12), *range(first, first + 12)):
+        live_outside(seed)
+
+
+@pytest.mark.nightly
+def test_one_seed_gives_one_history_whatever_the_hashes() -> None:
+    program = (
+        f"from elastic.testing.faults.shell.outside.world import live_outside; print(live_outside({SEED}).history)"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "2"}
+    command = [sys.executable, "-c", program]
+    told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    assert told.stdout.strip() == live_outside(SEED).history
