@@ -10,12 +10,16 @@ from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.shell.outside.plan import draw_outside
 from elastic.testing.faults.shell.outside.world import live_outside
 
-SEED = 7
+SEED, SEVERAL_SEED = 7, 35
 KILLS = [FaultKind.KILL_TRAINER, FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_WORKER, FaultKind.KILL_FRONT]
 
 
 def test_who_asks_is_answered_whatever_is_killed() -> None:
     assert live_outside(SEED, draw_outside(SEED, KILLS)).faults
+
+
+def test_a_request_of_several_choices_is_answered_whole_where_some_were_given_and_others_not() -> None:
+    assert live_outside(SEVERAL_SEED).faults
 
 
 @pytest.mark.nightly

@@ -146,7 +146,11 @@ class LinkedRun:
         """Raises `LinkLost`: then it may be tried again, and goes on where the run has it."""
         request, inbox = asked.request, TurnInbox()
         try:
-            taken = await self._taken(asked, inbox)
+            taken = await self._joined(asked, inbox)
+            if taken is None:
+                self._link.leave(inbox)
+                inbox = TurnInbox()
+                taken = await self._opened(asked, inbox)
             asked.caller = AgentCaller(trajectory=taken.trajectory)
             sampled = {turn.choice: _Sampled(turn.stream, self._new_choice(request)) for turn in taken.turns}
             while not all(one.settled for one in sampled.values()):
@@ -166,11 +170,18 @@ class LinkedRun:
             now=_now(told),
         )
 
-    async def _taken(self, asked: _OpenRequest, inbox: TurnInbox) -> TurnsTaken:
+    async def _joined(self, asked: _OpenRequest, inbox: TurnInbox) -> TurnsTaken | None:
+        """The turns of the request that this one repeats, if the run still has those of all choices."""
+        caller, call = asked.caller, asked.call
+        found = await self._link.ask(lambda number: LookUp(number, caller, call), inbox)
+        if isinstance(found, Declined):
+            raise declined(found)
+        if not isinstance(found, TurnsTaken):
+            return None
+        return found if len({turn.choice for turn in found.turns}) == asked.request.choices else None
+
+    async def _opened(self, asked: _OpenRequest, inbox: TurnInbox) -> TurnsTaken:
         request, call = asked.request, asked.call
-        found = await self._link.ask(lambda number: LookUp(number, asked.caller, call), inbox)
-        if isinstance(found, TurnsTaken):
-            return found
         sampling = WantedSampling(
             request.max_tokens,
             request.temperature,
