@@ -47,7 +47,7 @@ def forget_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "found", "seeds"),
     [
-        (forget_stopping, "are billed, the budget was", (6,)),
+        (forget_stopping, "are billed, the budget was", (10,)),
         (forget_caps, "capped at", (35,)),
         (forget_ids, "commands forgotten", (39,)),
     ],

@@ -49,7 +49,7 @@ def forget_former(paths: Iterable[Path]) -> None:
             if TABLES[StateRow].find(connection, "0") == (gone := StateRow(events=last, saved=b"")):
                 continue
             connection.execute("BEGIN IMMEDIATE")
-            TABLES[StateRow].insert(connection, [gone])
+            TABLES[StateRow].insert(connection, [TABLES[StateRow].kept(gone)])
             forget(connection, 0, last, 2**63 - 1)
             connection.execute("COMMIT")
             connection.execute("VACUUM")

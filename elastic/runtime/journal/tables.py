@@ -54,30 +54,28 @@ class JournalTable(Generic[R]):
         self._insert_many = self._insert(ROWS_AT_ONCE)
         self._select = f'SELECT {_names(self.columns)} FROM "{self.name}"'
 
-    def kept(self, record: R) -> "R | Row":
-        """Return what to keep of a record until it is inserted: the record, or its values if the record could still
-        change."""
-        return self._row(record) if self._as_json else record
-
-    def _row(self, record: R) -> Row:
-        row = list(msgspec.structs.astuple(record))
+    def kept(self, record: R) -> Row:
+        """What to keep of a record until it is inserted: its values, as they are now."""
+        row = msgspec.structs.astuple(record)
+        if not self._as_json:
+            return row
+        values = list(row)
         for index in self._as_json:
-            if row[index] is not None:
-                row[index] = _encode_json(row[index]).decode()
-        return tuple(row)
+            if values[index] is not None:
+                values[index] = _encode_json(values[index]).decode()
+        return tuple(values)
 
-    def size_bytes(self, kept: "R | Row") -> int:
+    def size_bytes(self, row: Row) -> int:
         """About what it takes in memory."""
-        if not self._large:
-            return ROW_BYTES
-        values = kept if isinstance(kept, tuple) else msgspec.structs.astuple(kept)
-        return ROW_BYTES + sum([len(values[index] or "") for index in self._large])
+        size_bytes = ROW_BYTES
+        for index in self._large:
+            size_bytes += len(row[index] or "")
+        return size_bytes
 
-    def insert(self, connection: sqlite3.Connection, kept: "Sequence[R | Row]") -> None:
-        """Insert what was `kept` of records, in order."""
+    def insert(self, connection: sqlite3.Connection, rows: Sequence[Row]) -> None:
+        """Insert rows, in order."""
         if self.kind.LATER:
             connection.execute(self.create.replace("CREATE TABLE", "CREATE TABLE IF NOT EXISTS", 1))
-        rows = [values if isinstance(values, tuple) else msgspec.structs.astuple(values) for values in kept]
         whole = len(rows) - len(rows) % ROWS_AT_ONCE
         for begin in range(0, whole, ROWS_AT_ONCE):
             values = tuple(chain.from_iterable(rows[begin : begin + ROWS_AT_ONCE]))

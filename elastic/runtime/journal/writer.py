@@ -77,7 +77,7 @@ class _Batch:
     """Rows that are committed together, in order within each table."""
 
     def __init__(self) -> None:
-        self.rows: dict[JournalTable, list[JournalRecord | Row]] = {table: [] for table in TABLES.values()}
+        self.rows: dict[JournalTable, list[Row]] = {table: [] for table in TABLES.values()}
         self.bytes = 0
         self.waiting: list[Future[None]] = []
         self.forgotten: tuple[int, int, Nanoseconds] | None = None
@@ -134,20 +134,20 @@ class SqliteJournal:
 
     def append(self, *records: JournalRecord) -> None:
         """All of them, or none, become durable."""
-        put: list[tuple[JournalTable, JournalRecord | Row]] = []
+        put: list[tuple[JournalTable, Row]] = []
         size_bytes = 0
         for record in records:
             table = TABLES[type(record)]
-            kept = table.kept(record)
-            put.append((table, kept))
-            size_bytes += table.size_bytes(kept)
+            row = table.kept(record)
+            put.append((table, row))
+            size_bytes += table.size_bytes(row)
         self._put(put, size_bytes)
 
     def forget(self, state: StateRow, before_ns: Nanoseconds) -> None:
         """Keep the state in place of what led to it, at once or not at all, and no figures of before a moment."""
         table = TABLES[StateRow]
-        kept = table.kept(state)
-        self._put([(table, kept)], table.size_bytes(kept), (self._forgotten, state.events, before_ns))
+        row = table.kept(state)
+        self._put([(table, row)], table.size_bytes(row), (self._forgotten, state.events, before_ns))
         self._forgotten = state.events - 1
 
     def meta(self, key: str, value: str) -> None:
@@ -201,7 +201,7 @@ class SqliteJournal:
 
     def _put(
         self,
-        put: Sequence[tuple[JournalTable, JournalRecord | Row]],
+        put: Sequence[tuple[JournalTable, Row]],
         size_bytes: int,
         forgotten: tuple[int, int, Nanoseconds] | None = None,
     ) -> None:
@@ -211,15 +211,15 @@ class SqliteJournal:
             if self.failed is not None:
                 return
             batch = self._batch
-            for table, kept in put:
-                batch.rows[table].append(kept)
+            for table, row in put:
+                batch.rows[table].append(row)
+                self.events += table is _EVENTS
             if forgotten is not None:
                 since = forgotten if batch.forgotten is None else batch.forgotten
                 batch.forgotten = (since[0], *forgotten[1:])
             self.appended_bytes += size_bytes
-            self.events += sum(table is _EVENTS for table, _ in put)
             batch.bytes += size_bytes
-            if self.waiting_bytes <= self._bound_bytes:
+            if self._committing_bytes + batch.bytes <= self._bound_bytes:
                 return
             fell_behind, self.behind = not self.behind, True
             self._hurry = True
@@ -339,7 +339,7 @@ class SqliteJournal:
                     if not table.kind.LATER:
                         connection.execute(table.create)
                 all_notes = {"schema_version": str(SCHEMA_VERSION), **notes}
-                TABLES[NoteRow].insert(connection, [NoteRow(key=key, value=value) for key, value in all_notes.items()])
+                TABLES[NoteRow].insert(connection, list(all_notes.items()))
                 connection.execute("COMMIT")
             os.link(beside, self.path)
         except FileExistsError as error:
