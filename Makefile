@@ -50,7 +50,7 @@ test: setup
 test-shared: setup
 	$(BIN)/python -m compileall -qq -j 2 benchmarks elastic functions policies providers traces
 	$(BIN)/python -c "from elastic.weights.codecs import warm_up; warm_up()"
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(FOLDERS_ELSEWHERE) -m "not alone and $(ELSEWHERE)"
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(FOLDERS_ELSEWHERE) -m "not alone and $(ELSEWHERE)"
 
 # As root: a run and its worker in two network namespaces, with a bad link between them.
 test-netns: setup
@@ -231,7 +231,7 @@ test-vllm: $(VLLM)/installed
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	NODE_OPTIONS=--max-semi-space-size=128 $(BIN)/pyright
+	NODE_OPTIONS=--max-semi-space-size=512 $(BIN)/pyright
 	$(BIN)/lint-imports
 
 bench: setup

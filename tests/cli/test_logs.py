@@ -1,5 +1,6 @@
 """What processes log: enough to find a fault, and no secrets."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -32,10 +33,9 @@ def test_a_worker_that_fails_leaves_a_traceback_without_tokens(start, monkeypatc
     ended = ""
     while not ended and time.monotonic() < deadline_s:
         assert process.poll() is None
-        try:
+        time.sleep(0.1)
+        with contextlib.suppress(httpx.TransportError):
             ended = ask("POST", "/lend", msgspec.json.encode(order)).ended_error or ask("GET", "/load").ended_error
-        except httpx.TransportError:
-            time.sleep(0.1)
     assert "nowhere" in ended
     os.kill(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=START_TIMEOUT_S)

@@ -227,8 +227,15 @@ def test_early_ends_give_everything_back(ending: RunEnding) -> None:
         assert simulate(3, SETTINGS, faults).failed or ending is RunEnding.TRAINER_LOST
 
 
-@pytest.mark.parametrize("way", [FaultKind.KILL_TRAINER, FaultKind.CUT])
-@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize(
+    ("bound", "way"),
+    [
+        (2, FaultKind.KILL_TRAINER),
+        (0, FaultKind.CUT),
+        pytest.param(0, FaultKind.KILL_TRAINER, marks=pytest.mark.nightly),
+        pytest.param(2, FaultKind.CUT, marks=pytest.mark.nightly),
+    ],
+)
 def test_the_trainer_goes_at_any_time(bound: int, way: FaultKind) -> None:
     """It catches up with what its checkpoint does not have, or stands where it stood, and the run goes on."""
     plan = Plan(steps=3, groups=2, group_size=3, staleness_bound=bound)
@@ -244,15 +251,15 @@ def test_the_trainer_goes_at_any_time(bound: int, way: FaultKind) -> None:
     assert again > 2
 
 
-def test_silence_hides_the_end_of_a_lease_that_nobody_remembers() -> None:
+@pytest.mark.parametrize("seed", seeds(1, 7))
+def test_silence_hides_the_end_of_a_lease_that_nobody_remembers(seed: int) -> None:
     """Its journal is lost, a new incarnation gives its name to a lease of its own, and only then silence ends."""
-    for seed in range(2):
-        at_s = 3 + seed % 7
-        kinds = (FaultKind.SILENT_PROVIDER, FaultKind.TAKE, FaultKind.PREEMPT)
-        faults = [Fault(kind=kind, at_s=at_s + n / NS_PER_S, duration_s=2, target=0.1) for n, kind in enumerate(kinds)]
-        crash = Fault(kind=FaultKind.LOSE_JOURNAL, at_s=at_s + 1 / 4, duration_s=1 / 4, chance=1)
-        plan = FaultPlan(end_ns=round(crash.at_s * NS_PER_S), faults=(*faults, crash))
-        assert simulate(seed, SETTINGS, plan).failed == ""
+    at_s = 3 + seed
+    kinds = (FaultKind.SILENT_PROVIDER, FaultKind.TAKE, FaultKind.PREEMPT)
+    faults = [Fault(kind=kind, at_s=at_s + n / NS_PER_S, duration_s=2, target=0.1) for n, kind in enumerate(kinds)]
+    crash = Fault(kind=FaultKind.LOSE_JOURNAL, at_s=at_s + 1 / 4, duration_s=1 / 4, chance=1)
+    plan = FaultPlan(end_ns=round(crash.at_s * NS_PER_S), faults=(*faults, crash))
+    assert simulate(seed, SETTINGS, plan).failed == ""
 
 
 def crash_at(at_s: float, kind: FaultKind = FaultKind.KILL_ORCHESTRATOR, down_s: float = 1.0) -> FaultPlan:

@@ -20,6 +20,7 @@ from elastic.testing.trainers import step_of
 from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer import checkpoint
 from elastic.worker.trainer.embedded.trainer import GRPOTrainer
+from tests.seeds import examples
 from tests.small_files import small_files
 
 GROUPS = 6
@@ -548,7 +549,8 @@ def test_no_flipped_bit_is_read(trainer, group, tmp_path: Path):
     raw, rng = path.read_bytes(), random.Random(27)
     header_bytes = int.from_bytes(raw[:8], "little")
     resumed = trainer(seed=1)
-    for at in [*rng.sample(range(8 + header_bytes), 150), *rng.sample(range(8 + header_bytes, len(raw)), 50)]:
+    header, rest = range(8 + header_bytes), range(8 + header_bytes, len(raw))
+    for at in [*rng.sample(header, examples(50, 150)), *rng.sample(rest, examples(20, 50))]:
         flipped = bytearray(raw)
         flipped[at] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
@@ -572,7 +573,7 @@ class FailingMemory:
     """A memory policy that fails once it has something to do before, which it does first."""
 
     def __init__(self) -> None:
-        self.before_failing = None
+        self.before_failing: Callable[[], object] | None = None
         self._policy = PreemptiveMemory()
 
     def __getattr__(self, name: str):
@@ -676,7 +677,10 @@ def test_a_profile_that_cannot_be_kept_is_used_all_the_same(make_device, turn, t
     device.check_serves(turn("s"))
 
 
-@pytest.mark.parametrize(("seed", "vmm"), [(0, False), (1, False), (2, True), (3, True)])
+@pytest.mark.parametrize(
+    ("seed", "vmm"),
+    [(0, False), (2, True), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((1, False), (3, True)))],
+)
 def test_whatever_happens_every_request_ends_once_and_no_page_is_lost(make_device, turn, rollout_weights, seed, vmm):
     """Requests, aborts, bursts, sleep, new weights, runs that come and go, in any order. Where pages are mapped,
     whoever touches one that is not crashes."""
