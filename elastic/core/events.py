@@ -193,7 +193,8 @@ class TurnRequested(_Event, frozen=True, omit_defaults=True):
     """An environment loop, or an agent, asks for a turn of `prompt_tokens` tokens of context.
 
     Turns with the same `tag` are thought to be alike in what they cost. `note` is what the shell keeps of an agent's
-    call, opaque here.
+    call, opaque here. Turns with one of their `marks` in common are thought to have work in common, those with
+    the first of them the most.
     """
 
     turn: TurnId
@@ -202,6 +203,7 @@ class TurnRequested(_Event, frozen=True, omit_defaults=True):
     max_new_tokens: int
     tag: str = ""
     note: bytes = b""
+    marks: tuple[str, ...] = ()
 
 
 class TurnCut(_Event, frozen=True):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from elastic.core.affinity import Affinity
 from elastic.core.events import VersionOffered
 
 LABELS_KEPT = 64
@@ -21,3 +22,4 @@ class Serving:
     """Whether turns that wait are held in the queue."""
     idle: bool = False
     """Whether nothing was requested for so long that leases go back."""
+    affinity: Affinity = field(default_factory=Affinity)

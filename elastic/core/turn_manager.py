@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.affinity import CACHED_SHARE, has_too_much
 from elastic.core.fleet import STRUCK_OUT, RemainingFleet, Worker
 from elastic.core.leaving import Leaving
 from elastic.core.patience import MARGIN
@@ -66,9 +67,16 @@ class TurnManager:
     def request(self, event: e.TurnRequested, oldest_version: int) -> None:
         """Queue a turn of a running trajectory. Asking twice is asking once."""
         run = self._run
-        run.turns.request(
+        turn = run.turns.request(
             event.turn, event.trajectory, event.prompt_tokens, event.max_new_tokens, oldest_version, event.tag
         )
+        if turn is not None and run.serving is not None:
+            holder = run.serving.affinity.asked(event.turn, event.marks)
+            worker = None if holder is None else run.fleet.workers.get(holder)
+            known = len(run.turns.live), run.fleet.helping_workers
+            if worker is not None and not has_too_much(worker.outstanding, *known):
+                turn.affine_worker = worker.id
+                turn.affine_tokens = round(CACHED_SHARE * turn.prompt_tokens)
 
     def dispatch(self) -> None:
         """Send queued turns to workers while any worker has room (invariant 9).
@@ -203,6 +211,8 @@ class TurnManager:
         if turn.moved_at is not None:
             turn.moved_at = turn.accepted  # What came while it was handed over has not come of the move.
         turn.slot = run.fleet.assign(worker, turn.id, turn.due_tokens)
+        if run.serving is not None:
+            run.serving.affinity.began(turn.id, worker.id)
         if turn.avoided:
             run.timers.clear("retry", turn.id)
         self._expect_whole(turn)
@@ -653,6 +663,7 @@ class TurnManager:
         self._run.turns.move(turn, state, self._run.now_ns, cause)
         if self._run.serving is not None:  # It was a request, whose trajectory is over with it.
             self._run.turns.forget(turn.trajectory)
+            self._run.serving.affinity.over(turn.id)
 
     def _leave_worker(self, turn: Turn) -> None:
         self._clear_waits(turn)

@@ -26,7 +26,7 @@ from elastic.protocol.connection import MessageCodec
 from elastic.protocol.frames import MAX_FRAME_BYTES, RefusedFrame, WireError, framed
 from elastic.protocol.metrics import Buckets
 
-FRONT_VERSION = 5
+FRONT_VERSION = 6
 SOCKET = "front.sock"
 """The socket's name in the run's directory."""
 DIGEST_BYTES = 16
@@ -152,6 +152,8 @@ class OpenTurns(_FrontMessage, frozen=True):
     first_choice: Count = 0
     choices: Annotated[int, msgspec.Meta(ge=1, le=CHOICES_MAX)] = 1
     sampling: WantedSampling = WantedSampling()
+    session: str = ""
+    """Turns of one session go well together on one worker; empty for none."""
 
 
 class CutTurn(_FrontMessage, frozen=True):

@@ -6,6 +6,7 @@ import pytest
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.affinity import MARKS_KEPT, Affinity
 from elastic.core.digest import digest
 from elastic.core.invariants import check
 from elastic.core.saved_state import restore, save
@@ -13,6 +14,7 @@ from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import NS_PER_S, EndCause, FinishReason, Plan
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
+from policies.routing import AffinityRouting
 from policies.seeding import FixedWindow
 from tests.core.conftest import CoreHarness
 from tests.core.test_scheduler_fuzz import Monkey
@@ -23,7 +25,10 @@ PLAN = {"steps": 10**9, "groups": 0, "staleness_bound": 10**9, "driven_outside":
 @pytest.fixture
 def core() -> CoreHarness:
     """A run whose importer is there, and asleep."""
-    core = CoreHarness(seeding=FixedWindow(0), **PLAN)
+    return with_importer(CoreHarness(seeding=FixedWindow(0), **PLAN))
+
+
+def with_importer(core: CoreHarness) -> CoreHarness:
     core.trainer(capacity=0)
     core.tell(e.WorkerSlept(worker="trainer", epoch=1))
     return core
@@ -296,3 +301,47 @@ def test_a_replay_and_a_saved_state_lead_to_the_same() -> None:
         restore(restored, save(peer.scheduler))
         check(restored)
         assert digest(restored) == digest(peer.scheduler)
+
+
+def asked(core: CoreHarness, number: int, *marks: str) -> str:
+    """The worker that is given a request with these marks, and has begun with it."""
+    trajectory = f"0/{number}/0"
+    core.tell(
+        e.TurnRequested(
+            turn=f"{trajectory}/0", trajectory=trajectory, prompt_tokens=64, max_new_tokens=8, marks=tuple(marks)
+        )
+    )
+    begun = core.one(c.StartTurn)
+    core.tokens(begun, 1)
+    return begun.worker
+
+
+def test_requests_with_a_mark_in_common_come_to_one_worker_while_it_has_its_share() -> None:
+    core = with_importer(CoreHarness(seeding=FixedWindow(0), routing=AffinityRouting(hardware=False), **PLAN))
+    for _ in range(4):
+        core.worker(capacity=8)
+    first = asked(core, 0, "session a", "prefix")
+    other = asked(core, 1, "session b")
+    assert other != first
+    assert asked(core, 2, "session a") == first
+    assert asked(core, 3, "session b", "prefix") == other, "the strongest mark counts"
+    assert asked(core, 4, "unknown", "prefix") == other, "of one mark the last request counts"
+    given = [asked(core, number, "session a") for number in range(5, 15)]
+    assert given[0] == first
+    assert given[-1] != first, "others come first where it has too much"
+    check(core.scheduler)
+
+
+def test_affinity_ends_with_its_worker_and_what_is_known_is_bounded(core: CoreHarness) -> None:
+    core.worker(capacity=8)
+    first = asked(core, 0, "a")
+    core.tell(e.LeaseEnded(lease=core.scheduler.fleet.workers[first].lease, cause=EndCause.LOST))
+    second = core.worker(capacity=8)
+    assert core.scheduler.turns.live["0/0/0/0"].worker == second
+    affinity = Affinity()
+    for number in range(2 * MARKS_KEPT):
+        affinity.asked(f"{number}", (f"mark {number}",))
+        affinity.began(f"{number}", "worker")
+        affinity.over(f"{number}")
+    last, lost = (f"mark {number}" for number in (2 * MARKS_KEPT - 1, MARKS_KEPT - 1))
+    assert (affinity.asked("x", (last,)), affinity.asked("y", (lost,))) == ("worker", None)

@@ -193,7 +193,10 @@ class LinkedRun:
         )
         ids = pack_ids(request.prompt_ids)
         opened = await self._link.ask(
-            lambda number: OpenTurns(number, NOBODY, call, None, 0, ids, 0, request.choices, sampling), inbox
+            lambda number: OpenTurns(
+                number, NOBODY, call, None, 0, ids, choices=request.choices, sampling=sampling, session=request.session
+            ),
+            inbox,
         )
         if isinstance(opened, Declined):
             raise declined(opened)

@@ -7,6 +7,7 @@ delivered, with a key a while after that.
 """
 
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -37,6 +38,9 @@ from elastic.runtime.ports import Feed
 
 KEPT_S = 600.0
 """How long a request with a key is kept once it was delivered."""
+PREFIX_LEAST = 32
+"""Tokens of a beginning that is worth computing once."""
+MARK_BYTES = 8
 STOPPING = f"{InfrastructureCause.CAPACITY}: the run is stopping"
 
 
@@ -105,6 +109,7 @@ class RequestRollouts(AgentRollouts):
         prompt_tokens = len(ask.ids) // TOKEN_BYTES
         sampling = self._sampling(wanted, prompt_tokens)
         version, number = self._scheduler.version or 0, self._asked
+        marks = marks_of(ask.session, ask.ids)
         turns: list[AgentTurn] = []
         for choice in range(ask.choices):
             trajectory = trajectory_id(version, number, choice)
@@ -130,6 +135,7 @@ class RequestRollouts(AgentRollouts):
                     prompt_tokens=prompt_tokens,
                     max_new_tokens=sampling.max_new_tokens,
                     note=notes.encode_note(asked),
+                    marks=marks,
                 )
             )
         return turns, False
@@ -338,3 +344,13 @@ class RequestRollouts(AgentRollouts):
                 self._forget(note.turn)
             case _:
                 super()._apply(note)
+
+
+def marks_of(session: str, prompt: bytes) -> tuple[str, ...]:
+    """What a request may have in common with others that go well with it on one worker: its session, and how its packed
+    prompt begins, by the largest power of two of tokens that it has, and by half as many."""
+    parts = [b"session " + session.encode()] if session else []
+    tokens = len(prompt) // TOKEN_BYTES
+    largest = 1 << (tokens.bit_length() - 1) if tokens else 0
+    parts += [prompt[: size * TOKEN_BYTES] for size in (largest, largest // 2) if size >= PREFIX_LEAST]
+    return tuple(blake2b(part, digest_size=MARK_BYTES).hexdigest() for part in parts)

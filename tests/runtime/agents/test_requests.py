@@ -10,6 +10,7 @@ from elastic.core.types import NS_PER_S, SamplingParameters
 from elastic.protocol.front_messages import AgentCall, AgentCaller, BranchFound, LookUp, OpenTurns, WantedSampling
 from elastic.protocol.sampled import pack_ids, pack_logprobs
 from elastic.runtime.agents import AgentLimits, RequestRollouts
+from elastic.runtime.agents.requests import marks_of
 from elastic.runtime.agents.trajectory import AgentTurn
 from policies.seeding import FixedWindow
 from tests.core.conftest import CoreHarness
@@ -108,3 +109,13 @@ def test_a_turn_whose_last_token_ends_it_has_stopped_though_it_may_have_no_furth
     turn.generated.accept(pack_ids(ids), pack_logprobs([0.0] * len(ids)), 0, "worker")
     turn.generated.ended = ""
     assert turn.finish == finish
+
+
+def test_what_requests_have_in_common_is_their_session_and_a_long_beginning() -> None:
+    prompt = list(range(100))
+    session, whole, half = marks_of("one", pack_ids(prompt))
+    assert marks_of("two", pack_ids(prompt)) == (marks_of("two", b"")[0], whole, half)
+    assert marks_of("one", b"") == (session,)
+    assert marks_of("", pack_ids([*prompt[:64], 7, 7])) == (whole, half), "they begin with the same 64 tokens"
+    assert marks_of("", pack_ids([*prompt[:40], 7] * 3))[1] == half, "with the same 32"
+    assert marks_of("", pack_ids(prompt[:31])) == ()
