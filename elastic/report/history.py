@@ -43,6 +43,7 @@ TIMES = (
 )
 NAMES = ("lease", "worker", "from_worker", "to_worker")
 RESULTS = (StepRow, GroupRow, TrajectoryRow)
+STEPS_MAX = 10**9
 
 
 class StepExtent(NamedTuple):
@@ -87,7 +88,10 @@ class Segment:
 
     def rows(self, kind: type[R]) -> list[R]:
         """Records of a kind, as in `JournalReader`."""
-        rows = [row for journal in self.journals for row in journal.rows(kind)]
+        return self._as_whole(kind, [row for journal in self.journals for row in journal.rows(kind)])
+
+    def _as_whole(self, kind: type[R], rows: list[R]) -> list[R]:
+        """Records of a kind as the whole has them: the last one of each key, in its time, unless it was undone."""
         if kind.KEY and len(self.journals) > 1:
             rows = list({getattr(row, kind.KEY): row for row in rows}.values())
         if self.begun_ns or self.prefix:
@@ -107,28 +111,33 @@ class Segment:
             retold = msgspec.structs.replace(event, **self._retold(msgspec.structs.asdict(event)))
             yield self.begun_ns + t_ns, cast(E, retold)
 
-    def mean_rewards(self) -> dict[int, float]:
-        """The mean reward of each step's scored trajectories."""
+    def steps(self, behind: int) -> list[StepRow]:
+        """What each step `behind` one came to, as `rows` has it."""
+        rows = [row for journal in self.journals for row in journal.since(StepRow, behind + 1, STEPS_MAX)]
+        return self._as_whole(StepRow, rows)
+
+    def mean_rewards(self, behind: int = -1) -> dict[int, float]:
+        """The mean reward of the scored trajectories of each step `behind` one."""
         sums, scored = defaultdict[int, float](float), defaultdict[int, int](int)
-        for step, count, total in (row for journal in self.journals for row in journal.reward_sums()):
+        for step, count, total in (row for journal in self.journals for row in journal.reward_sums(behind)):
             if step < self.undone_from:
                 scored[step] += count
                 sums[step] += total
         return {step: sums[step] / count for step, count in scored.items()}
 
-    def lengths(self) -> dict[int, StepExtent]:
-        """How long each step's trajectories were."""
+    def lengths(self, behind: int = -1) -> dict[int, StepExtent]:
+        """How long the trajectories of each step `behind` one were."""
         found: dict[int, StepExtent] = {}
-        for step, over, failed, truncated, tokens, most in (row for j in self.journals for row in j.step_sums()):
+        for step, over, failed, truncated, tokens, most in (row for j in self.journals for row in j.step_sums(behind)):
             if step < self.undone_from:
                 more = StepExtent(over, failed, truncated, tokens, most)
                 found[step] = found[step].plus(more) if step in found else more
         return found
 
-    def ages(self) -> dict[int, tuple[float, int]]:
-        """The mean and the highest age, in versions, of the tokens that each step has trained."""
+    def ages(self, behind: int = -1) -> dict[int, tuple[float, int]]:
+        """The mean and the highest age, in versions, of the tokens that each step `behind` one has trained."""
         sums: dict[int, tuple[int, int, int]] = {}
-        for step, tokens, total, most in (row for j in self.journals for row in j.age_sums()):
+        for step, tokens, total, most in (row for j in self.journals for row in j.age_sums(behind)):
             if step < self.undone_from:
                 before = sums.get(step, (0, 0, 0))
                 sums[step] = (before[0] + tokens, before[1] + total, max(before[2], most))
@@ -178,17 +187,21 @@ class History:
     def rows(self, kind: type[R]) -> list[R]:
         return [row for segment in self.segments for row in segment.rows(kind)]
 
-    def mean_rewards(self) -> dict[int, float]:
-        """The mean reward of each step's scored trajectories."""
-        return {step: mean for segment in self.segments for step, mean in segment.mean_rewards().items()}
+    def steps(self, behind: int) -> list[StepRow]:
+        """What each step `behind` one came to, as `rows` has it."""
+        return [row for segment in self.segments for row in segment.steps(behind)]
 
-    def lengths(self) -> dict[int, StepExtent]:
-        """How long each step's trajectories were."""
-        return {step: found for segment in self.segments for step, found in segment.lengths().items()}
+    def mean_rewards(self, behind: int = -1) -> dict[int, float]:
+        """The mean reward of the scored trajectories of each step `behind` one."""
+        return {step: mean for segment in self.segments for step, mean in segment.mean_rewards(behind).items()}
 
-    def ages(self) -> dict[int, tuple[float, int]]:
-        """The mean and the highest age, in versions, of the tokens that each step has trained."""
-        return {step: found for segment in self.segments for step, found in segment.ages().items()}
+    def lengths(self, behind: int = -1) -> dict[int, StepExtent]:
+        """How long the trajectories of each step `behind` one were."""
+        return {step: found for segment in self.segments for step, found in segment.lengths(behind).items()}
+
+    def ages(self, behind: int = -1) -> dict[int, tuple[float, int]]:
+        """The mean and the highest age, in versions, of the tokens that each step `behind` one has trained."""
+        return {step: found for segment in self.segments for step, found in segment.ages(behind).items()}
 
     def events_of(self, *kinds: type[E]) -> Iterator[tuple[Nanoseconds, E]]:
         return (entry for segment in self.segments for entry in segment.events_of(*kinds))

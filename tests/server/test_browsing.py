@@ -134,6 +134,25 @@ def test_a_long_series_is_thinned_and_ends_where_the_run_does(tmp_path: Path, mo
     assert len(told) == 250 or len(told) > most // 2
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_later_steps_are_those_of_the_whole_series(tmp_path: Path, goes_on: bool) -> None:
+    """Also where a journal goes on from another, or where a segment has done steps of the one before again."""
+    directory, told = RunDirectory(tmp_path), dict[str, str]()
+    for first in (0, 2):
+        notes = {"run": "run", **told}
+        journal = directory.begin_journal(JournalConfig(), notes=notes)  # type: ignore[call-arg]
+        for step in range(first, first + 4):
+            journal.append(row(f"{step}/{first}/0", step, float(first)))
+            journal.append(StepRow(step=step, t_ns=step, record=step_record(step), success_rate=None, trainer={}))
+        journal.close()
+        told = {CONTINUES: directory.journal_paths()[-1].name} if goes_on else {}
+    whole = metrics_of(tmp_path, "run", Wanted(9)).steps
+    assert {one.step for one in whole} == set(range(6))
+    for behind in range(-1, 6):
+        later = metrics_of(tmp_path, "run", Wanted(9, step=behind)).steps
+        assert later == [one for one in whole if one.step > behind]
+
+
 def settled(run_dir: Path) -> None:
     """What was written there was written a while ago."""
     past_ns = time.time_ns() - round(2e9 * SETTLED_S)

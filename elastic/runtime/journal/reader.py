@@ -171,32 +171,34 @@ class JournalReader:
             found = self._connection.execute(query).fetchone()[0]
         return math.inf if found is None else found
 
-    def reward_sums(self) -> list[tuple[int, int, float]]:
-        """Each step with how many of its trajectories were scored, and the sum of their rewards."""
+    def reward_sums(self, behind: int = -1) -> list[tuple[int, int, float]]:
+        """Each step `behind` one with how many of its trajectories were scored, and the sum of their rewards."""
         query = (
-            "SELECT step, count(*), sum(reward) FROM trajectories WHERE cause = '' AND reward IS NOT NULL GROUP BY step"
+            "SELECT step, count(*), sum(reward) FROM trajectories "
+            "WHERE step > ? AND cause = '' AND reward IS NOT NULL GROUP BY step"
         )
         with self._reading():
-            return self._connection.execute(query).fetchall()
+            return self._connection.execute(query, (behind,)).fetchall()
 
-    def step_sums(self) -> list[tuple[int, int, int, int, int, int]]:
-        """Each step with how many of its trajectories are over, failed and were truncated, and the sum and the most of
-        their policy tokens; those that were cut off, or wait for their score, do not count."""
+    def step_sums(self, behind: int = -1) -> list[tuple[int, int, int, int, int, int]]:
+        """Each step `behind` one with how many of its trajectories are over, failed and were truncated, and the sum and
+        the most of their policy tokens; those that were cut off, or wait for their score, do not count."""
         query = (
             "SELECT step, count(*), sum(cause != ''), sum(truncated), sum(policy_tokens), max(policy_tokens) "
-            "FROM trajectories WHERE cause NOT IN (?, ?) GROUP BY step"
+            "FROM trajectories WHERE step > ? AND cause NOT IN (?, ?) GROUP BY step"
         )
         with self._reading():
-            return self._connection.execute(query, (CUT_OFF, NOT_SCORED)).fetchall()
+            return self._connection.execute(query, (behind, CUT_OFF, NOT_SCORED)).fetchall()
 
-    def age_sums(self) -> list[tuple[int, int, int, int]]:
-        """Each step with how many tokens were trained in it, the sum of their ages in versions, and the highest age."""
+    def age_sums(self, behind: int = -1) -> list[tuple[int, int, int, int]]:
+        """Each step `behind` one with how many tokens were trained in it, the sum of their ages in versions, and the
+        highest age."""
         query = (
             "SELECT step, sum(e.value), sum(e.key * e.value), max(CAST(e.key AS INTEGER)) "
-            "FROM groups, json_each(groups.tokens_by_age) AS e WHERE dropped = '' GROUP BY step"
+            "FROM groups, json_each(groups.tokens_by_age) AS e WHERE step > ? AND dropped = '' GROUP BY step"
         )
         with self._reading():
-            return self._connection.execute(query).fetchall()
+            return self._connection.execute(query, (behind,)).fetchall()
 
     def behind_last(self, most: int, unread: Collection[str], within: int, end: int) -> int:
         """The number behind which the last `most` events are that are neither token frames nor of `unread` kinds, of

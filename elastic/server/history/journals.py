@@ -174,8 +174,9 @@ class Wanted(msgspec.Struct, frozen=True):
 def metrics_of(run_dir: Path, run: str, wanted: Wanted) -> Metrics:
     """Return the run's series. Raises `JournalError`."""
     with history_in(run_dir) as history:
-        rows = _thinned([row for row in history.rows(StepRow) if row.step > wanted.step], wanted.steps_max)
-        means, lengths, ages = history.mean_rewards(), history.lengths(), history.ages()
+        rows = _thinned(history.steps(wanted.step), wanted.steps_max)
+        behind = wanted.step
+        means, lengths, ages = history.mean_rewards(behind), history.lengths(behind), history.ages(behind)
         steps = [_step(row, means.get(row.step), lengths.get(row.step), ages.get(row.step)) for row in rows]
         samples = [status for t_ns, status in history.samples(wanted.samples_max) if t_ns > wanted.at_s * NS_PER_S]
         evaluations = evaluations_of(history)
