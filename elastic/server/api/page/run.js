@@ -21,6 +21,7 @@ const PARTS = {
   configuration: ["Configuration", showConfiguration],
 };
 const REFRESH_MS = 2000;
+const PATIENCE = 4; // What takes long to read is read so many times less often than it could be.
 
 export const phaseOf = (run) => el("span", { className: `phase ${run.phase}`, textContent: run.phase });
 
@@ -73,18 +74,22 @@ export function showRun(main, { signal, parts: [id, name], wrong, go }) {
   const tabs = el("nav", { className: "tabs", ariaLabel: "Of this run" }, Object.entries(PARTS).map(link), el("a", { href: `${place}/report?format=html`, textContent: "Report", target: "_blank", rel: "noopener" }));
   const body = el("div", { className: "body" });
   fill(main, title, buttons, cause, tabs, name === "" ? [tiles, evaluated, waits] : null, body);
-  const view = { id, place, signal, wrong, run: null };
+  const view = { id, place, signal, wrong, run: null, budget: null };
   let part = null;
-  let due = 0;
+  let [due, tookMs] = [0, 0];
   let acts = "";
 
   async function more() {
+    const began = performance.now();
     try {
       const budget = name === "" ? await get(`${place}/budget`, signal) : null;
+      view.budget = budget;
       if (name === "") fill(tiles, tilesOf(view.run, budget).map(tile));
       await part?.refresh?.();
     } catch (error) {
       if (!(error instanceof Refused)) throw error; // A run that has not begun has nothing to read yet; others say so where they stand.
+    } finally {
+      tookMs = performance.now() - began;
     }
   }
 
@@ -94,7 +99,7 @@ export function showRun(main, { signal, parts: [id, name], wrong, go }) {
     due = setTimeout(() => {
       due = 0;
       if (!document.hidden && !signal.aborted) more().catch(wrong);
-    }, REFRESH_MS);
+    }, Math.max(REFRESH_MS, PATIENCE * tookMs));
   }
   signal.addEventListener("abort", () => clearTimeout(due));
 
