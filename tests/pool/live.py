@@ -25,10 +25,12 @@ POOL = """
 name = "lab"
 directory = "{directory}"
 devices = "cpu"
+{reached}
 [pool.rollout]
 nodes = 1
 usd_per_gpu_hour = 1.85
 memory_gb = 8
+{rollout}
 [pool.train]
 nodes = 1
 usd_per_gpu_hour = 5.28
@@ -87,9 +89,11 @@ class LivePool:
         assert ended.returncode == 0, (arguments, ended.stdout, ended.stderr)
         return json.loads(ended.stdout)
 
-    def start(self, *, train_gpus: int = 1, start_s: float = 60) -> None:
+    def start(self, *, train_gpus: int = 1, start_s: float = 60, reached: str = "", rollout: str = "") -> None:
+        """With what `[pool]` says of how it is `reached`, and `[pool.rollout]` further."""
         file = self._tmp_path / "pool.toml"
-        file.write_text(POOL.format(directory=self._tmp_path, train_gpus=train_gpus, start_s=start_s))
+        said = {"train_gpus": train_gpus, "start_s": start_s, "reached": reached, "rollout": rollout}
+        file.write_text(POOL.format(directory=self._tmp_path, **said))
         self.elastic("pool", "start", file)
 
     def write_job(self, name: str, seed: int, beside: str = "", train_s: float = 10) -> Path:
