@@ -241,7 +241,7 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
     devices = DeviceAllotment(pool_devices(config), set_aside)
     tokens = PoolTokens(pool_secret(directory))
     isolated = IsolatedLoop("pool", wiring.faults, clock=asyncio.get_running_loop().time)
-    welcome = w.KeeperWelcome("", limits.silence_s, limits.orphan_s, limits.measure_s, limits.stall_s)
+    welcome = w.KeeperWelcome("", limits.silence_s, limits.orphan_s, limits.measure_s, limits.stall_s, limits.still_s)
     gateway = PoolGateway(tokens, journal, welcome, isolated)
     certificate = _certificate(config, directory)
     address = await _listen(gateway, config, journal, certificate)

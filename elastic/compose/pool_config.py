@@ -140,6 +140,12 @@ class PoolLimits(_PoolPart):
     stall_s: float = Field(
         30.0, ge=1, description="in which a resident that is up says nothing; then it hangs, and is killed"
     )
+    still_s: float = Field(
+        1.5,
+        ge=0,
+        description="the same of a resident that neither uses a processor nor waits for one meanwhile, or three times "
+        "as long as it has lately been still before it went on; 0 for never",
+    )
     park_s: float = Field(10.0, gt=0, description="for a resident that was told to park; then it is killed")
 
 

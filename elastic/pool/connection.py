@@ -46,8 +46,8 @@ def _codec(decoder: "msgspec.msgpack.Decoder[M]") -> MessageCodec[msgspec.Struct
 
 def show_life(link: PoolLink[M], environment: Mapping[str, str] = os.environ) -> None:
     """Say from now on, on a resident's connection, that it lives, if its keeper listens for that."""
-    if stall_s := environment.get(w.STALL_VARIABLE, ""):
-        link.beat(w.StillHere(), float(stall_s) / 3)
+    if beat_s := environment.get(w.BEAT_VARIABLE, ""):
+        link.beat(w.StillHere(), float(beat_s))
 
 
 FROM_DIALLER = _codec(msgspec.msgpack.Decoder(FromDialler))

@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 import structlog
@@ -33,12 +34,13 @@ from elastic.pool.keeper_state import (
     Untaken,
     WakeupDue,
 )
+from elastic.pool.stillness import Stillness
 from elastic.protocol.connection import ConnectionLost, Greeting, SessionRefused, dial, over_socket
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.devices import DeviceName, faults, visible
 from elastic.system.host import here
 from elastic.system.isolation import IsolatedLoop, LoopFaults
-from elastic.system.processes import OF_SITE, inherited
+from elastic.system.processes import OF_SITE, inherited, is_due, used_ticks
 from elastic.system.supervision import RecordedProcesses, how_ended
 
 log = structlog.get_logger(__name__)
@@ -71,11 +73,23 @@ class KeeperEnd(msgspec.Struct, frozen=True):
     how: Literal["unheard", "refused", "given_up", "dismissed"] = "unheard"
 
 
+class SilenceLimits(NamedTuple):
+    """For how long a resident may say nothing, and while it does nothing either; 0 for ever."""
+
+    stall_s: float = 0.0
+    still_s: float = 0.0
+
+    @property
+    def beat_s(self) -> float:
+        """How often a resident says that it lives; 0 for never."""
+        return min(filter(None, self), default=0.0) / 3
+
+
 class _OwnResident:
     """The processes of a resident."""
 
-    def __init__(self, launch: BeginResident, recorded: RecordedProcesses, stall_s: float) -> None:
-        self.order, self.quietly, self.stall_s = launch.order, launch.quietly, stall_s
+    def __init__(self, launch: BeginResident, recorded: RecordedProcesses, limits: SilenceLimits) -> None:
+        self.order, self.quietly, self.limits = launch.order, launch.quietly, limits
         self.recorded = recorded
         self.process: asyncio.subprocess.Process | None = None
         self.link: PoolLink[w.FromResident] | None = None
@@ -83,6 +97,7 @@ class _OwnResident:
         """Whether it has come up."""
         self.silent = ""
         """Why its connection is lost."""
+        self.hangs = False
         self._told: Signal | None = None
 
     def signal(self, told: Signal | None) -> None:
@@ -117,7 +132,7 @@ class Keeper:
         self._recorded = recorded
         self._token = ticket.token
         self._state = KeeperState()
-        self._stall_s = 0.0
+        self._limits = SilenceLimits()
         self._residents: dict[JobId, _OwnResident] = {}
         self._wakeup: asyncio.TimerHandle | None = None
         self._link: PoolLink[w.ToKeeper] | None = None
@@ -151,7 +166,7 @@ class Keeper:
             log.info("joined the pool", pool=self._ticket.pool, node=self._ticket.node)
             self._let_in(welcome.session)
             self._link, self._token, within_s = link, welcome.session, welcome.orphan_s
-            self._stall_s = welcome.stall_s
+            self._limits = SilenceLimits(welcome.stall_s, welcome.still_s)
             link.watch(welcome.silence_s)
             measuring = asyncio.create_task(self._measure(welcome.measure_s), name="memory")
             try:
@@ -203,7 +218,7 @@ class Keeper:
                 name = f"{self._ticket.node}-{order.job}-{order.placement}"
                 owner = f"{RESIDENTS} {self._ticket.node}"
                 recorded = self._recorded(self._ticket.records, self._ticket.pool, owner, name)
-                resident = self._residents[order.job] = _OwnResident(command, recorded, self._stall_s)
+                resident = self._residents[order.job] = _OwnResident(command, recorded, self._limits)
                 self._spawn(self._attend(resident))
             case Signal(job=job, cause=cause):
                 log.info("resident is ended", job=job, cause=cause, at_once=command.kill)
@@ -248,8 +263,8 @@ class Keeper:
         try:
             environment = self._inherited(order) | resident.recorded.marks | order.environment
             environment |= visible(self._ticket.devices)
-            if resident.stall_s:
-                environment[w.STALL_VARIABLE] = str(resident.stall_s)
+            if resident.limits.beat_s:
+                environment[w.BEAT_VARIABLE] = str(resident.limits.beat_s)
             if resident.quietly:
                 environment[w.QUIET_VARIABLE] = "1"
             resident.recorded.write()
@@ -286,17 +301,20 @@ class Keeper:
         assert resident.process is not None
         waiting = asyncio.create_task(resident.process.wait())
         hearing = asyncio.create_task(self._listen(resident))
+        looking = asyncio.create_task(self._look(resident, resident.process.pid))
         try:
             await asyncio.wait((waiting, hearing), return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done() and not resident.order.script:
+            if not waiting.done() and not resident.order.script and not resident.hangs:
                 # Its socket is closed: either it is ending right now, or it is of no use any more.
                 await asyncio.wait((waiting,), timeout=0.5)
             if not waiting.done() and resident.order.script:
                 await waiting
             status = waiting.result() if waiting.done() else None
         finally:
-            for task in (waiting, hearing):
+            for task in (waiting, hearing, looking):
                 task.cancel()
+        if status is None and resident.hangs:
+            return resident.silent, None
         if status is None:
             return f"it does not speak with its keeper any more: {resident.silent}", None
         output = self._ticket.directory / resident.order.log
@@ -314,12 +332,29 @@ class Keeper:
                 message = await link.receive()
                 if isinstance(message, w.Warm) and not resident.began:
                     resident.began = True
-                    if resident.stall_s:  # It may take long to start, and says nothing meanwhile.
-                        link.watch(resident.stall_s)
+                    if resident.limits.stall_s:  # It may take long to start, and says nothing meanwhile.
+                        link.watch(resident.limits.stall_s)
                 with self._isolated.attempt(f"message of {resident.order.job}"):
                     self._heed(ResidentSaid(resident.order.job, message))
         except ConnectionLost as loss:
-            resident.silent = str(loss)
+            resident.silent = resident.silent or str(loss)
+
+    async def _look(self, resident: _OwnResident, pid: int) -> None:
+        """Cut a resident off that is up, says nothing and does nothing."""
+        link, still_s = resident.link, resident.limits.still_s
+        if link is None or not still_s:
+            return
+        stillness, heard_s = Stillness(still_s), link.heard_s
+        while link.open:
+            await asyncio.sleep(still_s / 6)
+            now_s = _now_s()
+            if not resident.began or link.heard_s != heard_s:
+                heard_s = link.heard_s
+                stillness.spoke(now_s)
+            elif for_s := stillness.hangs(used_ticks(pid), partial(is_due, pid), now_s):
+                resident.hangs = True
+                resident.silent = f"it hangs: for {for_s:.1f} s it has said nothing and done nothing"
+                link.abort()
 
     async def _measure(self, every_s: float) -> None:
         while True:

@@ -24,8 +24,8 @@ from elastic.protocol.frames import RefusedFrame, Seconds
 POOL_PROTOCOL_VERSION = 1
 KEEPER_VARIABLE = "ELASTIC_KEEPER_FD"
 """Environment variable with the descriptor of a resident's socket to its keeper."""
-STALL_VARIABLE = "ELASTIC_STALL_S"
-"""Environment variable of a resident whose keeper ends it after so many seconds in which it says nothing."""
+BEAT_VARIABLE = "ELASTIC_BEAT_S"
+"""Environment variable of a resident that says at least so often, in seconds, that it lives."""
 OWN_PYTHON = "python"
 """First word of a resident's command on another machine, for the interpreter of its keeper."""
 UNFIT_STATUS = 70
@@ -325,6 +325,8 @@ class KeeperWelcome(_PoolMessage, frozen=True):
     measure_s: Seconds
     stall_s: Seconds = 0.0
     """After which a resident that says nothing is ended; 0 for never."""
+    still_s: Seconds = 0.0
+    """The same of a resident that neither uses a processor nor waits for one, at the least."""
 
 
 class StartResidentFrame(_PoolMessage, frozen=True, tag="StartResident"):

@@ -117,6 +117,11 @@ class Connection(asyncio.Protocol, Generic[SaysT, HearsT]):
         return self.cause is None and not self._closing
 
     @property
+    def heard_s(self) -> float:
+        """When something was last heard, by the loop's clock."""
+        return self._heard_s
+
+    @property
     def address(self) -> str:
         """The peer's host."""
         peer = self.transport.get_extra_info("peername")

@@ -81,7 +81,20 @@ def identity(pid: int) -> Identity | None:
     return Identity(pid, int(fields[19]), here().boot_id()) if fields else None
 
 
-def _fields(pid: int) -> list[str]:
+def used_ticks(pid: int) -> int | None:
+    """Return the processor time that a process has used, in ticks; None where there is none."""
+    fields = _fields(pid)
+    return int(fields[11]) + int(fields[12]) if fields else None
+
+
+def is_due(pid: int) -> bool:
+    """Return whether a thread of a process runs, or waits for a processor or a disk."""
+    with contextlib.suppress(OSError):
+        return any(_fields(f"{pid}/task/{thread}")[:1] in (["R"], ["D"]) for thread in os.listdir(f"/proc/{pid}/task"))
+    return False
+
+
+def _fields(pid: int | str) -> list[str]:
     """What the system says of a process, from its state on; nothing where there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

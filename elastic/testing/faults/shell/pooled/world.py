@@ -111,6 +111,7 @@ class PooledWorld:
                 "limits": {
                     "notice_s": plan.notice_s,
                     "silence_s": plan.silence_s,
+                    "still_s": 0,
                     "park_s": plan.park_s,
                     "overrun_share": 0.5,
                     "late_share": 0.5,

@@ -1,0 +1,49 @@
+"""Whether a silent process hangs: it neither uses a processor nor waits for one. Pure.
+
+A process that computes, or whose machine is too busy to let it, is silent and does not hang; one that was stopped, or
+whose threads all wait for each other, does. Who was still for long and spoke again earns itself patience, as in
+`elastic.core.patience`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic.core.patience import MARGIN, Longest
+from elastic.core.types import NS_PER_S
+
+
+@dataclass(slots=True)
+class Stillness:
+    """One process's. It hangs once it was still for `still_s`, or three times as long as it has lately been still
+    before it spoke again. Times are seconds of any clock that never goes back."""
+
+    still_s: float
+    _used: int | None = None
+    _since_s: float = 0.0
+    _longest: Longest = field(default_factory=lambda: Longest(0))
+
+    def limit_s(self, now_s: float) -> float:
+        return max(self.still_s, MARGIN * self._longest.lately_ns(round(now_s * NS_PER_S)) / NS_PER_S)
+
+    def spoke(self, now_s: float) -> None:
+        """Note that it has said something since it was last looked at."""
+        if self._used is not None:
+            self._longest.note(round((now_s - self._since_s) * NS_PER_S), round(now_s * NS_PER_S))
+            self._used = None
+
+    def hangs(self, used: int | None, is_due: Callable[[], bool], now_s: float) -> float:
+        """Return for how long the silent process has been still, if that is too long, or 0.
+
+        `used`: the processor time that it has had, None once it is gone. `is_due`: whether it runs, or waits for a
+        processor or a disk.
+        """
+        before, self._used = self._used, used
+        if before is None or used != before:
+            self._since_s = now_s
+        still_s = now_s - self._since_s
+        if used is None or still_s < self.limit_s(now_s):
+            return 0.0
+        if is_due():
+            self._since_s = now_s
+            return 0.0
+        return still_s
