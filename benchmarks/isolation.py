@@ -16,8 +16,9 @@ victim has done a step again, and the other job `STEPS_BETWEEN` more.
 - `others_slowdown`: the mean of these steps over the median of those before the first stroke; `others_longest` is the
   longest of them over that.
 - `others_identical_share`: the other job's trajectories that are, token for token, those of a run alone, unpaced.
-- `device_free_s`: from the death, for `hang` from the deadline, until the victim's permit is over and its process is
-  gone: then the device is the next job's. Strokes at times at which the victim had no device do not count.
+- `device_free_s`: from the death, for `hang` from the stroke, or the deadline where that comes first, until the
+  victim's permit is over and its process is gone: then the device is the next job's. Strokes at times at which the
+  victim had no device do not count.
 - `recovered_s`: from the stroke until the end of a phase that the victim began after it and finished.
 - `leftovers`: processes that are there once the pool has stopped.
 
