@@ -5,6 +5,7 @@ import importlib.metadata
 import platform
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +16,18 @@ from rich.table import Table
 
 from elastic.cli.capacity import examined, plan_of
 from elastic.cli.options import AsJson
-from elastic.cli.output import EXIT_FAILED, console, emit
+from elastic.cli.output import EXIT_FAILED, console, emit, program
+from elastic.cli.pool import SUPERVISOR
 from elastic.compose.execution import end_left_behind
 from elastic.compose.modal_deployment import rewards_fault
+from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool
+from elastic.compose.runs import is_claimed
 from elastic.compose.scheduling import short_limits
 from elastic.config import Config, ConfigError, load_config
+from elastic.core.cluster.types import PhaseKind
+from elastic.pool.control_messages import PoolControl
+from elastic.pool.standing import PoolStatus
+from elastic.protocol.run_control import ControlError
 from elastic.runtime.journal import DirectoryStore
 from elastic.runtime.left_behind import left_behind
 from elastic.system.cores import cores
@@ -49,12 +57,18 @@ def doctor(
         typer.Argument(metavar="CONFIG", help="A run's TOML file, whose limits to look at too.", show_default=False),
     ] = None,
     as_json: AsJson = False,
+    pools: Annotated[Path, typer.Option("--pools", help="Where pools are kept, which are looked at, too.")] = Path(
+        "pools"
+    ),
 ) -> int:
-    """Check what this machine has, and with CONFIG what the clouds of its providers say: credentials, quotas, reach.
+    """Check what this machine has, how its pools do, and with CONFIG what the clouds of its providers say: credentials,
+    quotas, reach.
 
     Example: elastic doctor examples/frozenlake.toml
     """
     findings = findings_of(load_config(config) if config is not None else None)
+    for directory in sorted(path.parent for path in pools.glob(f"*/{POOL_CONFIG}")):
+        findings += _pool(directory)
     healthy = all(finding.ok for finding in findings)
     if as_json:
         emit({"healthy": healthy, "findings": findings})
@@ -74,6 +88,32 @@ def findings_of(config: Config | None) -> list[Finding]:
     return findings + (
         [*_limits(config), *_clouds(config), *_rewards(config), *_left_behind(config)] if config is not None else []
     )
+
+
+def _pool(directory: Path) -> list[Finding]:
+    """How a pool of this machine is that has been started and not stopped."""
+    name = f"pool {directory.name}"
+    if not is_claimed(directory) and not is_claimed(directory, SUPERVISOR):
+        return [Finding(name, True, "it does not run")]
+    try:
+        config, standing = load_pool(directory / POOL_CONFIG), asyncio.run(PoolControl(directory).standing())
+    except (ConfigError, ControlError) as error:
+        return [Finding(name, False, str(error), f"look into {directory / 'logs'}", "silent")]
+    return findings_of_pool(name, config, standing.status)
+
+
+def findings_of_pool(name: str, config: PoolConfig, status: PoolStatus) -> list[Finding]:
+    """Return what is to be said of a pool that runs. Nodes that are on their way are no fault; devices that are set
+    aside are."""
+    wanted = {PhaseKind.ROLLOUT: config.pool.rollout.nodes, PhaseKind.TRAIN: config.pool.train.nodes}
+    up = Counter(node.phase for node in status.nodes if node.keeper.up)
+    there = ", ".join(f"{up[phase]} of {count} {phase} nodes" for phase, count in wanted.items())
+    missing = any(up[phase] < count for phase, count in wanted.items())
+    found = [Finding(name, True, there, fault="short" if missing else "missing", warns=missing)]
+    for device, reason in status.set_aside.items():
+        hint = f"once it is mended: {program()} pool put-back {device}"
+        found.append(Finding(f"{name}: {device}", False, reason, hint, "set aside"))
+    return found
 
 
 def _clouds(config: Config) -> list[Finding]:

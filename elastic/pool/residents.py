@@ -18,8 +18,9 @@ from elastic.pool.slices import PoolSlices
 
 MEMORY_NEWS = 1.1
 """Growth of host memory that is reported to the cluster, besides growth beyond the declared size."""
-SCRIPT_ENDS: Mapping[int | None, HowEnded] = {0: "finished", 2: "failed"}
-"""What exit statuses of scripts mean. 2 is bad input: another start would end in the same way."""
+SCRIPT_ENDS: Mapping[int | None, HowEnded] = {0: "finished", 2: "failed", w.UNFIT_STATUS: "failed"}
+"""What exit statuses of scripts mean. Bad input, and other devices than the node has, would end another start in the
+same way."""
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
 

@@ -56,14 +56,18 @@ def named_devices(environment: Mapping[str, str] = os.environ) -> tuple[DeviceNa
     return tuple(filter(None, environment.get(DEVICES_VARIABLE, "").split(",")))
 
 
-def mismatch(environment: Mapping[str, str], gpus: int) -> str:
+def mismatch(environment: Mapping[str, str], gpus: int | None) -> str:
     """Return how what a process sees differs from what it was told to see; empty if it does not. It sees so many
-    GPUs."""
+    GPUs, if that is known."""
     devices = named_devices(environment)
     for variable, value in visible(devices).items():
         if (found := environment.get(variable)) != value:
             return f"{variable}: found {found!r}; allowed: {value!r}, of {', '.join(devices)}"
-    if devices and gpus != (there_are := 0 if kind_of(devices) is DeviceKind.CPU else len(devices)):
+    if (
+        devices
+        and gpus is not None
+        and gpus != (there_are := 0 if kind_of(devices) is DeviceKind.CPU else len(devices))
+    ):
         return f"it sees {gpus} GPUs; allowed: {there_are}, of {', '.join(devices)}"
     return ""
 

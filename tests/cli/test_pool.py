@@ -3,12 +3,16 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastic.cli.doctor import Finding, findings_of_pool
 from elastic.compose.pool_config import load_pool, save_pool
-from elastic.compose.runs import load_run_config
+from elastic.compose.runs import claimed, load_run_config
+from elastic.core.cluster import Cluster
 from elastic.core.cluster import events as e
+from elastic.pool.standing import standing
 from tests.pool.stand_in import POOL, StandIn
 
 JOB = """
@@ -251,3 +255,31 @@ def test_a_pool_goes_on_with_what_it_was_begun_with(refused, elastic, pool_file:
     (directory / "journal.sqlite").touch()
     pool_file.write_text(pool_file.read_text().replace("usd_per_gpu_hour = 5.0", "usd_per_gpu_hour = 6.0"))
     refused(elastic("pool", "start", pool_file), "pool.rollout and pool.train", "was begun with others")
+
+
+def test_doctor_tells_how_pools_do(elastic: Any, pool_file: Path) -> None:
+    def findings() -> dict[str, Finding]:
+        found = json.loads(elastic("doctor", "--json").out)["findings"]
+        return {one["what"]: Finding(**one) for one in found if one["what"].startswith("pool ")}
+
+    assert findings() == {}
+    save_pool(load_pool(pool_file))
+    assert findings()["pool lab"].found == "it does not run"
+    with claimed(save_pool(load_pool(pool_file))):
+        silent = findings()["pool lab"]
+    assert (silent.ok, silent.fault) == (False, "silent")
+    with StandIn(pool_file):
+        up = findings()["pool lab"]
+    assert (up.ok, up.warns, up.found) == (True, True, "0 of 2 rollout nodes, 0 of 1 train nodes")
+
+
+def test_doctor_names_devices_that_are_set_aside_and_how_they_are_put_back(pool_file: Path) -> None:
+    config = load_pool(pool_file)
+    status = standing(Cluster(config.spec(), config.policies(), config.wait_limits(), 0))
+    for node in status.nodes:
+        node.keeper.up = True
+    status.set_aside = {"cuda:1": "it is ill"}
+    whole, device = findings_of_pool("pool lab", config, status)
+    assert (whole.found, whole.warns) == ("2 of 2 rollout nodes, 1 of 1 train nodes", False)
+    assert (device.what, device.ok, device.found) == ("pool lab: cuda:1", False, "it is ill")
+    assert device.hint.endswith("pool put-back cuda:1")

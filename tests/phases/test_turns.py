@@ -17,6 +17,7 @@ from elastic.pool import messages as w
 from elastic.pool import phases
 from elastic.pool.phases import PhaseError
 from elastic.pool.phases.slime import SlimePhases
+from elastic.system.devices import visible
 from tests.phases.stub_pool import PATIENCE_S, StubPool
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
@@ -338,3 +339,16 @@ def test_elastic_is_light() -> None:
     environment = {"PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_script_that_sees_other_devices_than_its_node_has_ends_before_its_first_phase(pool: StubPool) -> None:
+    code = (
+        "import os, elastic\n"
+        "os.environ['CUDA_VISIBLE_DEVICES'] = '0,1'\n"
+        "with elastic.phase('rollout'):\n"
+        "    print('it computes')\n"
+    )
+    environment = {"PATH": "/usr/bin:/bin", **pool.environment(), **visible(("cuda:0",))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (w.UNFIT_STATUS, "")
+    assert "CUDA_VISIBLE_DEVICES: found '0,1'; allowed: '0', of cuda:0" in done.stderr

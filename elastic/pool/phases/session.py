@@ -1,6 +1,8 @@
 """The turns of a script: which phase is under way, the order of phases, and the states that move with them."""
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -8,9 +10,11 @@ from typing import Any
 
 from elastic.core.cluster.types import Permit, PhaseKind
 from elastic.pool.client import PoolMembership, PoolUnavailable
+from elastic.pool.messages import UNFIT_STATUS
 from elastic.pool.phases import PhaseError, ScriptPhase
 from elastic.pool.phases.client import Consolidate, PhaseClient
 from elastic.pool.phases.states import StateArena
+from elastic.system.devices import mismatch
 
 _log = logging.getLogger("elastic.pool.phases")
 
@@ -32,7 +36,15 @@ class PhaseSession:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> "PhaseSession":
-        """Make the session from environment variables. Raises `PhaseError` if one is missing or no number."""
+        """Make the session from environment variables. Raises `PhaseError` if one is missing or no number.
+
+        Ends a process that sees other devices than its node has: it must not compute on them.
+        """
+        torch = sys.modules.get("torch")
+        if differs := mismatch(environment, None if torch is None else torch.cuda.device_count()):
+            sys.stderr.write(f"this script sees other devices than its node has: {differs}\n")
+            sys.stderr.flush()
+            os._exit(UNFIT_STATUS)
         try:
             membership = PoolMembership.of(environment)
         except PoolUnavailable as error:
