@@ -21,7 +21,16 @@ from elastic.protocol.api import ENDED, EvaluationFigures, HostedRun, RunBudget
 from elastic.protocol.api_client import Client
 from elastic.report import as_json as report_as_json
 from elastic.report import closing_table, evaluation_words, source_words, sources_of, summarise
-from elastic.runtime.journal import RUNNING, UNEXPECTED, DirectoryStore, JournalError, RunDirectory, SampleRow
+from elastic.runtime.journal import (
+    PUBLISHER,
+    RELAY,
+    RUNNING,
+    UNEXPECTED,
+    DirectoryStore,
+    JournalError,
+    RunDirectory,
+    SampleRow,
+)
 from elastic.runtime.status import RunStatus, core_words, refilled_words, tokens_at_risk, upstream_words
 
 runs = typer.Typer(cls=WholeHelp, name="runs", rich_markup_mode=None)
@@ -88,6 +97,15 @@ def _row(run: RunDirectory) -> dict[str, str]:
     return {"run": run.name} | {key: meta.get(key, "") for key in ("started_at", "providers", "status")}
 
 
+def _source(run: RunDirectory) -> dict[str, str] | None:
+    """Return what whoever pulls the run's weights needs to know: where they are, and whose signature counts."""
+    with run.newest_journal() as journal:
+        meta = journal.meta()
+    if PUBLISHER not in meta or RELAY not in meta:
+        return None
+    return {"run": run.name, "relay": meta[RELAY], "publisher": meta[PUBLISHER]}
+
+
 def _newest_sample(run: RunDirectory) -> RunStatus | None:
     """Return how the run stood when its journal last said so."""
     with run.newest_journal() as journal:
@@ -131,7 +149,7 @@ def show(
             "kill_loses_tokens": tokens_at_risk(now.tokens_per_s, now.flush_interval_s),
         }
         upstream = now and msgspec.to_builtins(now.upstream)
-        about = {"directory": str(run.path), "core": core, "upstream": upstream}
+        about = {"directory": str(run.path), "core": core, "upstream": upstream, "weights": _source(run)}
         emit(row | about | {"report": report_as_json(summary, None)})
         return
     shown = console()

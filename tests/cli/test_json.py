@@ -120,7 +120,8 @@ def test_the_latest_run_is_one_run_in_every_command(elastic, config: Path) -> No
     for number in range(2):
         run = RunDirectory(new_run_dir(settings))
         journal = run.begin_journal(settings.journal)
-        journal.meta("status", f"stopped: {number}")
+        for name, text in (("status", f"stopped: {number}"), ("relay", "/there"), ("publisher", f"{number}b")):
+            journal.meta(name, text)
         journal.close()
         (run.path / "logs").mkdir(exist_ok=True)
         (run.path / "logs" / "orchestrator.log").write_text(f"{run.name}\n")
@@ -128,6 +129,7 @@ def test_the_latest_run_is_one_run_in_every_command(elastic, config: Path) -> No
     shown = parsed(elastic("runs", "show", "latest", *where, "--json").out)
     assert shown["status"] == "stopped: 1"
     assert shown["run"] == parsed(elastic("runs", *where, "--json").out)["runs"][-1]["run"]
+    assert shown["weights"] == {"run": shown["run"], "relay": "/there", "publisher": "1b"}
     assert elastic("logs", "latest", *where).out.split() == [shown["run"]]
     assert parsed(elastic("report", "latest", *where, "--json").out)["run"] == shown["run"]
     assert elastic("runs", "show", *where).out.startswith(f"{shown['run']}  stopped: 1  in ")
