@@ -34,7 +34,7 @@ from elastic.worker.agent import AgentExit, Ticket, run_agent
 
 MessageT = TypeVar("MessageT")
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
 """A tiny policy."""
 RUN = "run"

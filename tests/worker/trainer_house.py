@@ -2,13 +2,14 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from elastic.config import Config
 from elastic.protocol import wire
 from elastic.testing.trajectories import PlainTrajectory
+from elastic.weights.codecs import warm_up
 from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust
 from elastic.worker.agent import AgentExit
@@ -48,6 +49,11 @@ class TrainerHouse(Orchestra):
         self.run_dir = run_dir
         self.parts: dict[str, Any] = {}
         """What its hosts are made of besides, by the parameter's name."""
+
+    async def __aenter__(self) -> Self:
+        """What a publisher encodes with is compiled before anybody waits for a version of it."""
+        warm_up()
+        return await super().__aenter__()
 
     def host(self, worker: str = "w", resume: bool = False) -> asyncio.Task[AgentExit]:
         self.expect(worker, trains=True)
