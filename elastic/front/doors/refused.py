@@ -23,6 +23,7 @@ _EXPERTS = "which experts a token went to is not told"
 
 _VLLM: Mapping[str, str] = {
     "/init_weight_transfer_engine": f"{_BY_GROUP}; {_TRL}; or {_SKYRL}",
+    "/init_communicator/": f"{_BY_GROUP}; {_TRL}",
     "/start_weight_update": f"{_BY_GROUP}; {_TRL}; or {_SKYRL}",
     "/finish_weight_update": f"{_BY_GROUP}; {_TRL}; or {_SKYRL}",
     "/init_broadcaster": f"{_BY_GROUP}; {_PRIME_RL}",
@@ -37,6 +38,7 @@ _SGLANG: Mapping[str, str] = {
     "/destroy_weights_update_group": f"{_BY_GROUP}; {_SLIME}; or {_AREAL}",
     "/update_weights_from_distributed": f"{_BY_GROUP}; {_SLIME}; or {_AREAL}",
     "/update_weights_from_tensor": f"{_BY_GROUP}; {_SLIME}; or {_AREAL}",
+    "/update_weights_from_ipc": f"{_BY_GROUP}; {_SLIME}; or {_AREAL}",
     "/areal_init_weights_update_group": f"{_BY_GROUP}; {_AREAL}",
     "/areal_set_update_weight_meta": f"{_BY_GROUP}; {_AREAL}",
     "/areal_set_update_weight_meta_lora": f"{_BY_GROUP}; {_AREAL}",

@@ -18,7 +18,7 @@ _EXPERTS = (
     "which experts a token went to is not told; set prime-rl's trainer.enable_router_replay and AReaL's "
     "rollout.return_routed_experts to false, and leave out slime's --use-rollout-routing-replay"
 )
-_IMAGES = "prompts are of text alone: token ids, without images"
+_IMAGES = "prompts are of text alone: token ids, without images; leave out slime's --multimodal-keys"
 _SCORES = (
     "tokens of a prompt are not scored; have a server of its own score them (prime-rl: base_url of "
     "[orchestrator.algo.teacher])"

@@ -240,10 +240,12 @@ class LinkedRun:
 
     async def offer(self, offer: WeightsOffer) -> VersionRun:
         if offer.adapter and not self._facts.adapts:
-            said = f"lora_name: found {offer.adapter!r:.200}; allowed: whole models, without engine.vllm.base"
+            said = f"lora_name: found {offer.adapter!r:.200}; allowed: none, but in a run with engine.vllm.base set"
             raise DoorRefused(said, param="lora_name")
         if not offer.adapter and self._facts.adapts:
-            raise DoorRefused("found a whole model; allowed: adapters to the base, by /load_lora_adapter")
+            raise DoorRefused(
+                "found a whole model; allowed: adapters, by /load_lora_adapter, while engine.vllm.base is set"
+            )
         if offer.adapter == self._facts.name:
             raise DoorRefused(f"lora_name: found the base's name, {offer.adapter!r:.200}", param="lora_name")
         try:
