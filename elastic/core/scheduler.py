@@ -115,7 +115,8 @@ class Scheduler:
         if run.timers.due(run.now_ns):
             for what, key in run.timers.pop_due(run.now_ns):
                 changed = most(changed, self._due[what](key))
-        if changed is not Changed.PROGRESS or run.fleet.struck:  # What strikes lead to depends on the time, too.
+        # What strikes lead to depends on the time, too; and turns may wait for the next event to be sent.
+        if changed is not Changed.PROGRESS or run.fleet.struck or self._turn_manager.goes_on:
             self._settle(changed)
         out, run.out = run.out, []
         return out

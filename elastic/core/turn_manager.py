@@ -36,7 +36,7 @@ pass, which the next event makes (dispatch)."""
 SENT_AT_ONCE = 2
 """Turns that one pass over the queue sends: a worker that is lost leaves many, and other events wait meanwhile."""
 NEXT_NS = 1
-"""What is due then is for the next event, and not for the one that is being handled."""
+"""After as long the core is woken for the next pass, where no event comes before."""
 STRUCK_LOOK_NS = NS_PER_S // 20
 """Pause after a look at the turns of workers with strikes that has led to nothing: these may be many, and events come
 by thousands a second."""
@@ -48,6 +48,8 @@ class TurnManager:
         self._run = run
         self._looked_ns: Nanoseconds = -STRUCK_LOOK_NS
         """When the turns of workers with strikes were looked at last, to no avail."""
+        self._took_away = False
+        """Whether the event that is being handled has taken many turns off a worker: sending is for those after it."""
         self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.TokensReceived: self._on_tokens,
             e.TurnCut: self._on_cut,
@@ -63,6 +65,12 @@ class TurnManager:
         }
 
     # Out to workers
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next event is to send turns, whatever it is."""
+        run = self._run
+        return bool(run.turns.queue.heads) and run.timers.waiting("dispatch", "queue")
 
     def request(self, event: e.TurnRequested, oldest_version: int) -> None:
         """Queue a turn of a running trajectory. Asking twice is asking once."""
@@ -89,7 +97,9 @@ class TurnManager:
             self._clear_queue_waits()
             return
         queue, timers = run.turns.queue, run.timers
-        if queue.heads and timers.waiting("dispatch", "queue"):
+        took_away, self._took_away = self._took_away, False
+        if took_away and queue.heads:
+            run.wait("dispatch", "queue", NEXT_NS)
             return
         if run.fleet.struck:
             self._take_from_struck()
@@ -104,8 +114,10 @@ class TurnManager:
             self._clear_queue_waits()
         if queue.heads:
             self._expect_place()
-            if goes_on:
-                run.wait("dispatch", "queue", NEXT_NS)
+        if goes_on and queue.heads:
+            run.wait("dispatch", "queue", NEXT_NS)
+        else:
+            timers.clear("dispatch", "queue")
 
     def _take_from_struck(self) -> None:
         """Route a turn again, as soon as another worker has a place, of which one with strikes has brought nothing, or
@@ -610,8 +622,7 @@ class TurnManager:
             self._note_unheard(turn, worker)
             self._clear_waits(turn)
             self._queue(turn, cause)
-        if len(turns) > SENT_AT_ONCE:
-            run.wait("dispatch", "queue", NEXT_NS)
+        self._took_away |= len(turns) > SENT_AT_ONCE
 
     def cancel(self, trajectory: TrajectoryId, cause: str) -> None:
         """The trajectory is over: so are its turns, and nothing of it is remembered."""

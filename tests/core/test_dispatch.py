@@ -101,3 +101,27 @@ def test_turns_of_a_lost_worker_are_sent_a_few_at_a_time(make_core) -> None:
         sent.append(core.sent(c.StartTurn))
     assert [len(starts) for starts in sent] == [0, SENT_AT_ONCE, SENT_AT_ONCE, 1]
     assert [start.turn for starts in sent for start in starts] == [f"0/0/{member}#0" for member in range(5)]
+
+
+def test_whatever_comes_next_sends_turns_of_a_lost_worker_however_late_the_clock_rings(make_core) -> None:
+    """A shell that is late says all events of then with one time: tokens of others must not wait for its clock."""
+    core = make_core(group_size=6)
+    core.trainer(capacity=0)
+    busy = core.worker("serving", capacity=1)
+    core.request("0/0/0")
+    playing = core.one(c.StartTurn)
+    assert playing.worker == busy
+    core.tokens(playing, 1)
+    lost = core.worker("spot", capacity=5)
+    for member in range(1, 6):
+        core.request(f"0/0/{member}")
+        core.tokens(core.one(c.StartTurn), 1)
+    for _ in range(3):
+        core.worker("reserve")
+    core.tell(e.WorkerDisconnected(worker=lost, epoch=1))
+    sent = [len(core.sent(c.StartTurn))]
+    for start in range(1, 5):
+        core.tokens(playing, 1, start=start)
+        sent.append(len(core.sent(c.StartTurn)))
+    assert sent == [0, SENT_AT_ONCE, SENT_AT_ONCE, 1, 0]
+    assert not core.scheduler.timers.waiting("dispatch", "queue")
