@@ -359,7 +359,8 @@ class TurnManager:
     def _accept(self, turn: Turn, worker: Worker, chunk: Chunk) -> None:
         run, count, finish = self._run, chunk.count, chunk.finish
         turn.accepted += count
-        turn.prefilled += chunk.prefilled
+        # What others are expected to cost follows from it: no attempt has computed more than its context.
+        turn.prefilled = min(turn.prefilled + chunk.prefilled, turn.attempt * turn.context_tokens)
         begins = bool(count or chunk.prefilled) and not worker.turns.get(turn.id)
         if begins:
             turn.computed = True

@@ -451,7 +451,8 @@ class Scribe:
                         turn.first_token_ns = now_ns
         for prompt in chunks.prompts:
             if (turn := self._turns.get(names[prompt.place])) is not None:
-                turn.cached_tokens += prompt.cached
+                most = turn.attempts * (turn.prompt_tokens + turn.tokens)
+                turn.cached_tokens = min(turn.cached_tokens + prompt.cached, most)
         worker = self._scheduler.fleet.workers.get(event.worker)
         if worker is not None:
             self._count(worker.provider).tokens += tokens

@@ -25,6 +25,8 @@ LINK_BYTES_PER_S = 100_000_000_000
 """Faster than any worker's link."""
 TOKENS_PER_S_MAX = 1_000_000
 """More than any one worker decodes."""
+WORDLESS_CHUNKS_MAX = 4
+"""Most chunks without tokens in a frame for each turn that its worker has: how it begins and how it ends, and again."""
 IDS_MAX = 1 << 31
 """More than any vocabulary has. Read without their sign, negative ids are no less."""
 
@@ -150,6 +152,9 @@ class Claims:
         chunks = tokens.chunks
         if not self._slots.issuperset(chunks.slots):
             raise Implausible("tokens of a turn that it was not sent, or that it has ended")
+        ids = np.frombuffer(tokens.token_ids, np.uint32)
+        if len(chunks) > len(ids) + WORDLESS_CHUNKS_MAX * len(self._slots):
+            raise Implausible("more chunks without tokens than its turns can have")
         if chunks.ends:
             last = {slot: place for place, slot in enumerate(chunks.slots)}
             if any(last[chunks.slots[end.place]] != end.place for end in chunks.ends):
@@ -157,7 +162,6 @@ class Claims:
             self._slots.difference_update([chunks.slots[end.place] for end in chunks.ends])
         if chunks.versions and max(chunks.versions)[0] > self._newest:
             raise Implausible("tokens of a weights version that it was never told to load")
-        ids = np.frombuffer(tokens.token_ids, np.uint32)
         if len(ids) and np.maximum.reduce(ids) >= self._bounds.vocab_size:
             raise Implausible("token id outside the vocabulary")
 

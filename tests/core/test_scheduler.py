@@ -145,6 +145,13 @@ class TestTurns:
         core.tokens(start, 8, finish=FinishReason.ABORTED)
         assert core.one(c.FinishTurn).turn == start.turn
 
+    def test_no_attempt_is_believed_to_have_computed_more_than_its_context(self, core) -> None:
+        start = running(core)
+        for _ in range(3):
+            core.tokens(start, 0, prefilled=2**31 - 1)
+        core.tokens(start, 5, finish=FinishReason.STOP)
+        assert core.scheduler.turns.demands[""].prefill_tokens == 10
+
     def test_engine_that_sends_too_much_fails_the_turn_in_the_end(self, core) -> None:
         core.tokens(running(core), 5, finish=FinishReason.STOP)
         core.request(B, max_new_tokens=8)

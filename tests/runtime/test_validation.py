@@ -55,6 +55,7 @@ def told(*slots: int, bounds: Bounds = BOUNDS) -> Claims:
         (tokens(0, 7), "was not sent"),
         (tokens(0, version=2), "never told to load"),
         (tokens(0, 1, 0, ends=(0,)), "after its end"),
+        (wire.Tokens.of([(Chunk(0, 0, 0, -1), [], [])] * 1000), "chunks without tokens"),
     ],
 )
 def test_tokens_that_cannot_be_are_named(lie: wire.Tokens, named: str) -> None:
