@@ -34,7 +34,7 @@ from elastic.system.installed import installed, is_ours, load_point
 from elastic.system.named_code import CodeUnusable, missing
 from elastic.worker.trainer import generates, resolve_trainer, seeding_engines, trainer_device
 from elastic.worker.trainer.base import TrainerKind, TrainerSettings
-from providers.base import Provider, ProviderSettings
+from providers.base import INCREMENTS_S, Billing, Provider, ProviderSettings
 
 PROVIDERS_OPTION = "--providers"
 RANKS_A_CORE = 8
@@ -347,6 +347,13 @@ def unpriced(rows: Sequence[Acquisition]) -> list[str]:
         for row in rows
         if row.usd_per_hour_max is None
     ]
+
+
+def longest_increment_s(plan: RunPlan) -> int:
+    """Return how long the longest increment is that a provider of the run bills, its trainer's device included; 0 where
+    time is billed as it is."""
+    billings: list[Billing] = [plan.config.trainer.billing, *(each.billing for each in plan.providers.values())]
+    return max(INCREMENTS_S.get(billing, 0) for billing in billings)
 
 
 def reward_calls(plan: RunPlan) -> RewardCalls | None:

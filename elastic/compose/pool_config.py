@@ -32,6 +32,13 @@ POOL_CONFIG = "pool.json"
 _WAITS = WaitLimits()
 
 
+def cluster_policies(name: str) -> ClusterPolicies:
+    """Return the policies of a pool by their name. Raises `ValueError` for another."""
+    if name not in CLUSTER_POLICIES:
+        raise ValueError(f"unknown policy; allowed: {', '.join(CLUSTER_POLICIES)}")
+    return CLUSTER_POLICIES[name]
+
+
 class _PoolPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -113,8 +120,7 @@ class PoolSection(_PoolPart):
     @field_validator("policy")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in CLUSTER_POLICIES:
-            raise ValueError(f"unknown policy; allowed: {', '.join(CLUSTER_POLICIES)}")
+        cluster_policies(name)
         return name
 
 
@@ -179,7 +185,7 @@ class PoolConfig(_PoolPart):
 
     def policies(self) -> ClusterPolicies:
         """Return the policies of `pool.policy`."""
-        return CLUSTER_POLICIES[self.pool.policy]
+        return cluster_policies(self.pool.policy)
 
     def wait_limits(self) -> WaitLimits:
         return in_nanoseconds(WaitLimits, self.limits)

@@ -2,9 +2,8 @@
 
 import msgspec
 
-from elastic.compose.plan import RunPlan, acquisitions, kind_of, reward_calls
+from elastic.compose.plan import RunPlan, acquisitions, kind_of, longest_increment_s, reward_calls
 from elastic.core.ledger import NANO_USD_PER_USD
-from providers.base import INCREMENTS_S, Billing
 
 SLICE_S = 900.0
 """How long a slice of a project's budget lasts at the least, with all that the run may hold."""
@@ -31,9 +30,8 @@ class RunNeeds(msgspec.Struct, frozen=True):
 def needs_of(plan: RunPlan) -> RunNeeds:
     """A slice lasts long enough to begin whatever increments are billed, and to stop."""
     config = plan.config
-    billings: list[Billing] = [config.trainer.billing, *(settings.billing for settings in plan.providers.values())]
     stopping_s = config.scheduler.drain_timeout_s + config.scheduler.release_timeout_s
-    slice_s = max(SLICE_S, 2 * (max(INCREMENTS_S.get(billing, 0) for billing in billings) + stopping_s))
+    slice_s = max(SLICE_S, 2 * (longest_increment_s(plan) + stopping_s))
     acquired = {row.provider: row for row in acquisitions(plan)}
     usd = sum(row.usd_per_hour_max or 0.0 for row in acquired.values()) * slice_s / 3600
     if (calls := reward_calls(plan)) is not None:

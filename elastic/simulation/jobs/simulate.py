@@ -7,14 +7,13 @@ from typing import Annotated
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from elastic.compose.pool_config import PoolNodesConfig, job_request
+from elastic.compose.pool_config import PoolNodesConfig, cluster_policies, job_request
 from elastic.config import ConfigError, JobNeeds, JobPlanConfig, read_sections, validate
 from elastic.core.cluster import ClusterError, PoolSpec, WaitLimits
 from elastic.report.jobs import NodeSlice, PoolReport
 from elastic.report.pool import history_of, pool_report
 from elastic.simulation.jobs.phases import Arrival, JobsWorld, S
 from elastic.simulation.jobs.workloads import PROFILES, RESTART_S, from_trace
-from policies.clusters import CLUSTER_POLICIES
 from traces import TraceError, find
 from traces.jobs import read_jobs
 
@@ -124,7 +123,7 @@ def _traced(trace: WorkloadTrace, seed: int) -> list[Arrival]:
 def spec_of(workload: Workload, where: str) -> PoolSpec:
     pool = workload.pool
     try:
-        rollout, train = pool.rollout.kind(), pool.train.kind()
+        rollout, train = pool.rollout.node_kind(), pool.train.node_kind()
         if workload.trace is not None:
             # A trace's jobs take one share each, so that so many fit.
             residents = workload.trace.residents
@@ -136,15 +135,15 @@ def spec_of(workload: Workload, where: str) -> PoolSpec:
 
 def simulate_jobs(workload: Workload, policy: str, where: str) -> tuple[PoolReport, list[NodeSlice]]:
     """Live through the workload under the named policy. Raises `ConfigError`, also for a job that no pool can take."""
-    if policy in OPTIMA:
-        raise ConfigError(
-            f"--policy: found {policy!r}, of which there would be only a bound here; allowed: "
-            f"{', '.join(CLUSTER_POLICIES)} (benchmarks/jobs_scale.py proves optima of a few jobs)"
+    try:
+        policies = cluster_policies(policy)
+    except ValueError as error:
+        bound = (
+            " (of an optimum there would be only a bound here: benchmarks/jobs_scale.py)" if policy in OPTIMA else ""
         )
-    if policy not in CLUSTER_POLICIES:
-        raise ConfigError(f"--policy: found {policy!r}; allowed: {', '.join(CLUSTER_POLICIES)}")
+        raise ConfigError(f"--policy: found {policy!r}: {error}{bound}") from None
     spec, arrivals = spec_of(workload, where), arrivals_of(workload, where)
-    world = JobsWorld(spec, CLUSTER_POLICIES[policy], arrivals, limits=WaitLimits(), seed=workload.seed)
+    world = JobsWorld(spec, policies, arrivals, limits=WaitLimits(), seed=workload.seed)
     for arrival in arrivals:
         if workload.trace is None:
             try:
@@ -156,6 +155,6 @@ def simulate_jobs(workload: Workload, policy: str, where: str) -> tuple[PoolRepo
 
 
 def report_of(world: JobsWorld, policy: str) -> tuple[PoolReport, list[NodeSlice]]:
-    history = history_of(world.journal, CLUSTER_POLICIES[policy])
+    history = history_of(world.journal, world.cluster.policies)
     report = pool_report(history, policy, now_ns=world.now_ns, alone_ns=world.alone_ns)
     return report, history.slices
