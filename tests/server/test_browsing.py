@@ -11,12 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.config import JournalConfig
+from elastic.core import events as e
+from elastic.core.types import EndCause
 from elastic.report.history import history_of
 from elastic.report.trajectories import NoSuchTrajectory
-from elastic.runtime.journal import CONTINUES, RunDirectory, SampleRow, StepRow, TrajectoryFilter, TrajectoryRow
+from elastic.runtime.journal import (
+    CONTINUES,
+    JournalReader,
+    RunDirectory,
+    SampleRow,
+    StepRow,
+    TrajectoryFilter,
+    TrajectoryRow,
+    event_row,
+)
 from elastic.runtime.status import RunStatus
 from elastic.server.history.answers import ENTRY_BYTES, KeptAnswers
 from elastic.server.history.journals import SETTLED_S, Wanted, metrics_of, version_of
+from elastic.server.history.kept_events import KeepingReader
 from elastic.server.history.trajectories import trajectories_of
 from elastic.testing.rows import run_status, step_record
 from tests.seeds import examples
@@ -151,6 +163,27 @@ def test_later_steps_are_those_of_the_whole_series(tmp_path: Path, goes_on: bool
     for behind in range(-1, 6):
         later = metrics_of(tmp_path, "run", Wanted(9, step=behind)).steps
         assert later == [one for one in whole if one.step > behind]
+
+
+def test_events_that_are_kept_are_those_of_the_journal(tmp_path: Path) -> None:
+    """Also as it grows, and where another has come in its place."""
+    directory, kinds = RunDirectory(tmp_path), ("LeaseEnded", "StopRequested")
+    path = tmp_path / "journal.sqlite"
+
+    def read(reader: type[JournalReader]) -> list[tuple[int, e.Event]]:
+        with reader(path) as journal:
+            return list(journal.events_of(*kinds))
+
+    for name in ("a", "b"):
+        journal = directory.begin_journal(JournalConfig(), notes={"run": "run", "incarnation": name})  # type: ignore[call-arg]
+        for number in range(4):
+            ended = e.LeaseEnded(lease=f"{name}{number}", cause=EndCause.PREEMPTED)
+            journal.append(event_row(e.Tick(), number), event_row(ended, number))
+            journal.durable().result()
+            assert read(KeepingReader) == read(KeepingReader) == read(JournalReader)
+            assert len(read(KeepingReader)) == number + 1
+        journal.close()
+        directory.discard_journal(path)
 
 
 def settled(run_dir: Path) -> None:

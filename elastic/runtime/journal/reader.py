@@ -73,6 +73,9 @@ def open_journal(path: Path, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
     return made
 
 
+EVENT_NUMBER_MAX = 2**63 - 1
+
+
 class JournalReader:
     """Read-only access to a journal, also while the run writes it. What cannot be read raises `JournalError`.
 
@@ -304,10 +307,14 @@ class JournalReader:
 
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
         """Events of the named kinds, in order; token frames are not among them."""
+        yield from self.events_between(0, EVENT_NUMBER_MAX, *kinds)
+
+    def events_between(self, behind: int, end: int, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
+        """Events of the named kinds behind one number and up to another, in order."""
         marks = ", ".join("?" * len(kinds))
-        query = f"SELECT t_ns, body FROM events WHERE kind IN ({marks}) ORDER BY seq"
+        query = f"SELECT t_ns, body FROM events WHERE kind IN ({marks}) AND seq > ? AND seq <= ? ORDER BY seq"
         with self._reading():
-            for t_ns, body in self._connection.execute(query, kinds):
+            for t_ns, body in self._connection.execute(query, (*kinds, behind, end)):
                 yield t_ns, _decode_event(body)
 
     def close(self) -> None:

@@ -93,10 +93,10 @@ class RunDirectory:
         return self.path / f"journal.{max([len(self._numbered(_MOVED)) + 1, *numbers]) + 1}.sqlite"
 
     @contextmanager
-    def journals(self) -> Iterator[Sequence[JournalReader]]:
+    def journals(self, reader: type[JournalReader] = JournalReader) -> Iterator[Sequence[JournalReader]]:
         with ExitStack() as stack:
             paths = self.journal_paths() or [self.path / JOURNAL]
-            yield [stack.enter_context(JournalReader(path)) for path in paths]
+            yield [stack.enter_context(reader(path)) for path in paths]
 
     def newest_journal(self) -> JournalReader:
         return JournalReader((self.journal_paths() or [self.path / JOURNAL])[-1])

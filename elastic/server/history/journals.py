@@ -31,7 +31,7 @@ from elastic.protocol.api import (
 from elastic.protocol.endpoint import Address
 from elastic.protocol.run_secrets import FILE, ROOT_BYTES, RunSecrets
 from elastic.report.evaluations import evaluations_of
-from elastic.report.history import History, StepExtent, history_of
+from elastic.report.history import History, StepExtent
 from elastic.report.lanes import WorkerLane, lanes
 from elastic.report.samples import Chosen
 from elastic.report.usage import lease_ends
@@ -48,6 +48,7 @@ from elastic.runtime.journal import (
 from elastic.runtime.status import RunStatus
 from elastic.server.clock import rfc3339
 from elastic.server.history.apart import apart
+from elastic.server.history.kept_events import KeepingReader
 from elastic.system.tenant_files import NotAFile, as_owner, files, opened
 
 T = TypeVar("T")
@@ -230,7 +231,7 @@ def _step(
 @apart()
 def workers_of(run_dir: Path) -> list[HostedWorker]:
     """Return every worker that the run has or had, newest first. Raises `JournalError`."""
-    with history_in(run_dir) as history:
+    with history_in(run_dir, KeepingReader) as history:
         books = history.books()
         # No lease counts as one that ran out of time until it has.
         found = {lane.worker: lane for lane in lanes(history, books, lease_ends(history, books), history.end_ns, 0)}
@@ -257,7 +258,7 @@ def _worker(book: DeviceBook, lane: WorkerLane) -> HostedWorker:
 @apart()
 def leases_of(run_dir: Path) -> list[HostedLease]:
     """Return every lease that the run has or had, newest first. Raises `JournalError`."""
-    with history_in(run_dir) as history:
+    with history_in(run_dir, KeepingReader) as history:
         books, end_ns = history.books(), history.end_ns
         causes = {end.lease: end.cause for end in lease_ends(history, books)}
     by_lease: dict[str, list[DeviceBook]] = {}
@@ -327,12 +328,12 @@ def agents_of(run_dir: Path, driver: str) -> tuple[str, str, str] | None:
 
 
 @contextlib.contextmanager
-def history_in(run_dir: Path) -> Iterator[History]:
-    """Return the run's history; empty before the run has a journal. Raises `JournalError`."""
+def history_in(run_dir: Path, reader: type[JournalReader] = JournalReader) -> Iterator[History]:
+    """Return the run's history, its journals read so; empty before it has one. Raises `JournalError`."""
     directory = RunDirectory(run_dir)
     with as_owner(run_dir):
         if not directory.journal_paths():
             yield History(directory.name, [])
             return
-        with history_of(directory) as history:
-            yield history
+        with directory.journals(reader) as journals:
+            yield History(directory.name, journals)
