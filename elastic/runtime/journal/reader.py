@@ -74,6 +74,8 @@ def open_journal(path: Path, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
 
 
 EVENT_NUMBER_MAX = 2**63 - 1
+LAST_EVENTS = 1_000
+"""Among which the one of the last moment is, where threads that wrote at once were not in the order of their times."""
 
 
 class JournalReader:
@@ -258,8 +260,9 @@ class JournalReader:
             return self._connection.execute("SELECT MAX(seq) FROM events").fetchone()[0] or 0
 
     def last_ns(self) -> Nanoseconds:
-        """The last moment that the journal knows of."""
-        columns = (("t_ns", "events"), ("finished_ns", "turns"), ("t_ns", "steps"), ("t_ns", "samples"))
+        """The last moment that the journal knows of. Events are in the order of their times, so the last ones tell."""
+        events = f"(SELECT t_ns FROM events ORDER BY seq DESC LIMIT {LAST_EVENTS})"
+        columns = (("t_ns", events), ("finished_ns", "turns"), ("t_ns", "steps"), ("t_ns", "samples"))
         with self._reading():
             lasts = [self._connection.execute(f"SELECT MAX({c}) FROM {table}").fetchone()[0] for c, table in columns]
         ends = [book.cursor_ns if book.closed_ns is None else book.closed_ns for book in self.books()]
