@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import httpx
+import psutil
 from _served import DoorsRun, write_version
 
 from elastic.protocol.http_clients import async_client
@@ -23,6 +25,8 @@ PROMPT_TOKENS = 8
 VOCABULARY = 100
 KILL_EVERY_S = 5.0
 UPDATES = 5
+ROUND = 200
+"""Requests to each version where hours are measured."""
 CALM = 4
 """A share of as many of the requests comes before anything is killed."""
 WORKERS = 4
@@ -148,6 +152,58 @@ def measured_churn(run: DoorsRun, offered: int, requests: int) -> dict[str, Any]
         "p99_over_calm": seen.p99_s() / quiet.p99_s(),
         "killed": dict(run.kills),
     }
+
+
+class _Size(NamedTuple):
+    """Of the run's own process, and of its journals."""
+
+    memory_bytes: int
+    journal_bytes: int
+
+
+def measured_hours(run: DoorsRun, offered: int, hours: float) -> dict[str, Any]:
+    """Churn for so long, with a version to every `ROUND` requests. What has grown is the median of the last third of
+    the rounds over that of the second; a worker that is killed leaves a few rows of leases and costs for ever."""
+    seen, sizes, ends_s = SeenRequests(), list[_Size](), time.monotonic() + 3600 * hours
+    ended = threading.Event()
+    killer = threading.Thread(target=_killing, args=(run, ended, 2))
+    killer.start()
+    try:
+        for number in itertools.count(1):
+            asyncio.run(_round(run, seen, offered + number))
+            sizes.append(_size(run))
+            if time.monotonic() > ends_s:
+                break
+    finally:
+        ended.set()
+        killer.join()
+    third = len(sizes) // 3
+    before, after = (zip(*part, strict=True) for part in (sizes[third : 2 * third], sizes[2 * third :]))
+    memory, journal = (median(last) / median(first) for first, last in zip(before, after, strict=True))
+    return {
+        "requests": seen.requests,
+        "failed": seen.failed,
+        "older_than_answered": seen.older,
+        "updates": len(sizes),
+        "killed": dict(run.kills),
+        "memory_growth": memory,
+        "journal_growth": journal,
+        "memory_mb": sizes[-1].memory_bytes / 2**20,
+        "journal_mb": sizes[-1].journal_bytes / 2**20,
+    }
+
+
+async def _round(run: DoorsRun, seen: SeenRequests, version: int) -> None:
+    seen.another = asyncio.Event()  # Each round has a loop of its own.
+    before = seen.requests
+    updates = _updated(run, seen, [version], before + ROUND // 2)
+    await asyncio.gather(_asked(run, ROUND, seen, version), updates)
+
+
+def _size(run: DoorsRun) -> _Size:
+    [orchestrator] = run.processes("orchestrator")
+    files = run.run_dir.glob("journal*")
+    return _Size(psutil.Process(orchestrator).memory_info().rss, sum(path.stat().st_size for path in files))
 
 
 def _churned(run: DoorsRun, offered: int, requests: int, seen: SeenRequests) -> None:

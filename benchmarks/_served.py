@@ -3,7 +3,7 @@ weights."""
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +164,14 @@ def write_adapter(run: DoorsRun, version: int) -> Path:
 
 def stepped(base: Path, version: int, share: float = 1.0) -> dict[str, torch.Tensor]:
     """The weights of that directory."""
-    noise = torch.Generator().manual_seed(version)
+    return step_on(load_file(base / "model.safetensors"), version, share)
+
+
+def step_on(tensors: Mapping[str, torch.Tensor], seed: int, share: float) -> dict[str, torch.Tensor]:
+    """These weights after a step that changes such a share of them."""
+    noise = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(base / "model.safetensors").items():
+    for name, tensor in tensors.items():
         changed = torch.rand(tensor.shape, generator=noise) < share
         step = torch.where(torch.rand(tensor.shape, generator=noise) < 0.5, -1.0, 1.0) * 2.0**-7
         weights[name] = torch.where(changed, (tensor.float() * (1 + step)).to(tensor.dtype), tensor)

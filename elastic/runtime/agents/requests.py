@@ -75,10 +75,14 @@ class RequestRollouts(AgentRollouts):
     def look_up(self, ask: LookUp) -> list[AgentTurn] | BranchFound:
         """The turns of the request that this one repeats, or nothing to go on from. Raises `CallRefused`."""
         turns = self._named(ask.caller.trajectory) or self._repeated(ask.call)
+        self._attend(turns)
+        return turns or BranchFound(ask.request, "")
+
+    def _attend(self, turns: list[AgentTurn]) -> None:
+        """A client waits for them again."""
         for turn in turns:
             turn.alone_ns = None
             self._alone.pop(turn.id, None)
-        return turns or BranchFound(ask.request, "")
 
     def _named(self, trajectory: TrajectoryId) -> list[AgentTurn]:
         """The turns of the request that the trajectory is of, in the order of their choices."""
@@ -101,8 +105,12 @@ class RequestRollouts(AgentRollouts):
         return next(iter(orphans.values()), [])
 
     def open(self, ask: OpenTurns) -> tuple[list[AgentTurn], bool]:
-        """The request's turns, one for each choice; none is joined. Raises `CallRefused`."""
+        """The request's turns, one for each choice, and whether it has joined those of an equal one: that a front is
+        gone may be known only after its client has begun to ask again at another one. Raises `CallRefused`."""
         limits, wanted = self._limits, ask.sampling
+        if len(repeated := self._repeated(ask.call)) == ask.choices:
+            self._attend(repeated)
+            return repeated, True
         limits.check_ids(ask.ids)
         if len(self._turns) + ask.choices > limits.open_turns_max:
             raise CallRefused(429, TOO_MANY_TURNS, f"{len(self._turns)} turns are open already", retry_after_s=1.0)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from elastic.core import commands as c
@@ -109,6 +110,18 @@ def test_a_turn_whose_last_token_ends_it_has_stopped_though_it_may_have_no_furth
     turn.generated.accept(pack_ids(ids), pack_logprobs([0.0] * len(ids)), 0, "worker")
     turn.generated.ended = ""
     assert turn.finish == finish
+
+
+def test_a_request_joins_turns_whose_client_is_known_to_have_vanished_only_after_it_was_looked_for() -> None:
+    served = Served()
+    turn, _ = served.asked(call())
+    assert isinstance(served.requests.look_up(LookUp(1, NOBODY, call())), BranchFound)
+    served.requests.alone(turn)
+    ask = OpenTurns(2, NOBODY, call(), None, 0, pack_ids([5, 6]))
+    several = msgspec.structs.replace(ask, choices=2)
+    assert not served.requests.open(several)[1], "of another number of choices"
+    assert served.requests.open(ask) == ([turn], True)
+    assert served.requests.open(ask)[1] is False, "somebody waits for it"
 
 
 def test_what_requests_have_in_common_is_their_session_and_a_long_beginning() -> None:

@@ -1,0 +1,106 @@
+"""What it takes until a directory of weights is served that a trainer elsewhere has written, and what it is made of."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from _served import DoorsRun, client, step_on, under_way
+from _updates import CONFIG
+from safetensors.torch import load_file, save_file
+
+from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
+from elastic.engine.model.qwen3 import Qwen3
+from elastic.engine.model.stored import stored_tensors
+from elastic.front.tiny import write_tokenizer
+from elastic.runtime.journal import PullRow, RunDirectory
+from elastic.weights.publisher import Publisher
+from elastic.weights.relay import open_relay
+from elastic.worker.trainer.imported.forms import read_tensors
+
+CHANGED = 0.013
+"""The share of weights that an AdamW step at 1e-6 changes in bfloat16."""
+OFFERS = 4
+"""The first of which is not counted: workers load their first weights meanwhile."""
+TIMEOUT_S = 300.0
+SETTINGS = ("engine.kv_blocks=64", "engine.max_context_tokens=256")
+
+
+def measured_update(directory: Path, memory: Path) -> dict[str, Any]:
+    """`memory` is a directory in memory, as relays of runs are."""
+    base = write_large(directory / "large")
+    with under_way(directory, *SETTINGS, policy=base) as run:
+        run.until("a turn", lambda: _answers(run), TIMEOUT_S)
+        offered = [_written(run, number, base) for number in range(1, OFFERS + 1)]
+        answered_s = [_answered_s(run, path) for path in offered]
+        last = run.until("the pull of the last version", lambda: _pulled_bytes(run, OFFERS))
+    alone = _alone_s([base, *offered], memory)
+    size = sum(path.stat().st_size for path in offered[-1].iterdir())
+    read_s, publish_s = (median(part[1:]) for part in zip(*alone, strict=True))
+    return {
+        "directory_bytes": size,
+        "read_s": read_s,
+        "publish_s": publish_s,
+        "answered_s": median(answered_s[1:]),
+        "ratio": median(answered_s[1:]) / (read_s + publish_s),
+        "wire_share": last / size,
+    }
+
+
+def write_large(directory: Path) -> Path:
+    """A policy of 61 M parameters, untrained."""
+    torch.manual_seed(0)
+    write_checkpoint(directory, CONFIG, model_tensors(Qwen3(CONFIG)))
+    write_tokenizer(directory)
+    return directory
+
+
+def _answers(run: DoorsRun) -> bool:
+    with client(run) as http:
+        return http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code == 200
+
+
+def _written(run: DoorsRun, number: int, base: Path) -> Path:
+    """The directory of this step, which goes on from the one before."""
+    before = base if number == 1 else run.root / f"step_{number - 1}"
+    directory = run.root / f"step_{number}"
+    directory.mkdir()
+    save_file(step_on(load_file(before / "model.safetensors"), number, CHANGED), directory / "model.safetensors")
+    return directory
+
+
+def _answered_s(run: DoorsRun, directory: Path) -> float:
+    with client(run) as http:
+        began_s = time.monotonic()
+        answer = http.post("/update_weights", json={"weight_dir": str(directory)}, timeout=TIMEOUT_S)
+        took_s = time.monotonic() - began_s
+    if answer.status_code != 200:
+        raise RuntimeError(f"{directory.name}: {answer.text}")
+    return took_s
+
+
+def _pulled_bytes(run: DoorsRun, version: int) -> int | None:
+    with RunDirectory(run.run_dir).newest_journal() as journal:
+        found = [row.bytes for row in journal.rows(PullRow) if row.version == version and not row.error]
+    return max(found, default=None)
+
+
+def _alone_s(directories: list[Path], memory: Path) -> list[tuple[float, float]]:
+    """Of each directory but the first, how long its files take to be read, and its version to be published, in this
+    process alone."""
+    publisher = Publisher(open_relay(str(memory / "relay")), "alone", {})
+    publisher.publish(0, _read(directories[0]))
+    times: list[tuple[float, float]] = []
+    for version, directory in enumerate(directories[1:], 1):
+        began_s = time.monotonic()
+        tensors = _read(directory)
+        read_s = time.monotonic() - began_s
+        publisher.publish(version, tensors)
+        times.append((read_s, time.monotonic() - began_s - read_s))
+    return times
+
+
+def _read(directory: Path) -> Mapping[str, torch.Tensor]:
+    return read_tensors(stored_tensors(directory))
