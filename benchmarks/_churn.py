@@ -201,9 +201,8 @@ async def _round(run: DoorsRun, seen: SeenRequests, version: int) -> None:
 
 
 def _size(run: DoorsRun) -> _Size:
-    [orchestrator] = run.processes("orchestrator")
     files = run.run_dir.glob("journal*")
-    return _Size(psutil.Process(orchestrator).memory_info().rss, sum(path.stat().st_size for path in files))
+    return _Size(psutil.Process(run.process.pid).memory_info().rss, sum(path.stat().st_size for path in files))
 
 
 def _churned(run: DoorsRun, offered: int, requests: int, seen: SeenRequests) -> None:
