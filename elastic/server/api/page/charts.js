@@ -141,7 +141,7 @@ class Chart {
 
   tell(at) {
     if (at < 0) return;
-    const items = this.series.map((one) => el("li", {}, swatch(one), `${one.label} `, el("b", { textContent: one.values[at] === null ? NONE : this.unit(one.values[at]) })));
+    const items = this.series.map((one) => el("li", {}, swatch(this.stacked ? { colour: one.colour } : one), `${one.label} `, el("b", { textContent: one.values[at] === null ? NONE : this.unit(one.values[at]) })));
     const here = el("li", { className: "soft", textContent: `at ${AXES[this.axis].unit(this.data[0][at])}` });
     fill(this.legend, items, this.marks.length ? el("li", {}, el("span", { className: "mark", textContent: "▼" }), this.marks[0].kind) : null, here);
   }
