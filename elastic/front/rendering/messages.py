@@ -114,11 +114,6 @@ def read_json(text: str) -> Any:
     return _strict.decode(text)
 
 
-def read_json_at_start(text: str) -> tuple[Any, int]:
-    """The same of the value with which a text begins, and where it ends."""
-    return _strict.raw_decode(text)
-
-
 def as_rendered(message: AnyMessage) -> dict[str, Any]:
     """The message as chat templates take it: text as one string, arguments of tool calls as JSON's values.
 
