@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from elastic.protocol.offers import OfferedWeights, look_of, source_of_offer
 from elastic.system.parking import Parkable
 from elastic.worker.trainer.base import OfferRefused, saved
 from elastic.worker.trainer.imported.forms import WholeModels
-from elastic.worker.trainer.imported.trainer import ImportedTrainer
+from elastic.worker.trainer.imported.trainer import PIECE, ImportedTrainer, is_finite
 from tests.worker.conftest import MODEL, policy
 from tests.worker.trainer_house import TrainerHouse
 
@@ -188,6 +189,18 @@ def test_what_cannot_be_served_is_refused_in_words_and_changes_nothing(
     assert (importer.version, equal(importer.tensors(), policy())) == (0, True)
     with pytest.raises(ValueError, match="no weights were offered"):
         importer.update()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype, odd: float) -> None:
+    largest = torch.finfo(dtype)
+    tensor = torch.full((3, PIECE), largest.min, dtype=dtype)
+    tensor[1] = largest.max
+    assert is_finite(tensor)
+    assert is_finite(tensor[:0])
+    tensor[2, -1] = odd
+    assert not is_finite(tensor)
 
 
 def test_what_is_no_offer_is_refused(importer: ImportedTrainer) -> None:
