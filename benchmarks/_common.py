@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,18 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def parse_arguments(description: str | None) -> Arguments:
     parsed = parser(description).parse_args()
     return Arguments(quick=parsed.quick, json=parsed.json)
+
+
+def multiple_of(least: int) -> Callable[[str], int]:
+    """Reads a command line's number, which is a positive multiple of `least`."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and int(text) and int(text) % least == 0):
+            wanted = "a positive number" if least == 1 else f"a positive multiple of {least}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return int(text)
+
+    return read
 
 
 def skipped_without_vllm() -> str:

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import psutil
-from _common import emit, parser
+from _common import emit, multiple_of, parser
 from _stand_ins import PATIENCE_S, Look
 from _streaming import STREAMS_PER_WORKER, StandInFleet, StreamedRun, comes_to, live_run, streaming_config, until, used
 
@@ -177,7 +177,8 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parse() -> argparse.Namespace:
     options = parser(__doc__)
-    options.add_argument("--workers", type=int, metavar="N", help=f"a multiple of {PROCESSES}; without it {WORKERS:,}")
+    words = f"a multiple of {PROCESSES}; without it {WORKERS:,}"
+    options.add_argument("--workers", type=multiple_of(PROCESSES), metavar="N", help=words)
     return options.parse_args()
 
 

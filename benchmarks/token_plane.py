@@ -45,7 +45,7 @@ import aiohttp
 import psutil
 import uvicorn
 import uvloop
-from _common import emit, parser
+from _common import emit, multiple_of, parser
 from _stand_ins import PATIENCE_S, TOKENS_PER_S, Look, Rest, Tell
 from _streaming import (
     STREAMS_PER_WORKER,
@@ -384,7 +384,7 @@ def parse() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument(
         "--streams",
-        type=lambda text: [int(size) for size in text.split(",")],
+        type=lambda text: [multiple_of(1)(size) for size in text.split(",")],
         metavar="N,N,…",
         help=f"these numbers of streams alone; without it {', '.join(map(str, SIZES))}",
     )

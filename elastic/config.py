@@ -1032,8 +1032,9 @@ class SchedulerConfig(_Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> "SchedulerConfig":
-        if self.flush_interval_max_s < self.flush_interval_s:
-            raise ValueError("flush_interval_max_s must be at least flush_interval_s")
+        least_s, most_s = self.flush_interval_s, self.flush_interval_max_s
+        if most_s < least_s:
+            raise ValueError(f"flush_interval_max_s ({most_s:g}) must be at least flush_interval_s ({least_s:g})")
         if self.heartbeat_timeout_s < 3 * self.heartbeat_interval_s:
             raise ValueError("heartbeat_timeout_s must be at least three heartbeat_interval_s")
         return self

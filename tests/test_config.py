@@ -131,3 +131,8 @@ def test_one_of_several_environments_is_overridden_by_its_number(tmp_path: Path)
     for wrong in ("environments.2.ratio=3", "environments.ratio=3", "environments.x.ratio=3"):
         with pytest.raises(ConfigError, match="environments"):
             load_config(file, [wrong])
+
+
+def test_flush_intervals_in_the_wrong_order_are_both_named() -> None:
+    with pytest.raises(ValueError, match=r"flush_interval_max_s \(0.25\) must be at least flush_interval_s \(0.5\)"):
+        Config.model_validate({"model": {"checkpoint": "p"}, "scheduler": {"flush_interval_s": 0.5}})

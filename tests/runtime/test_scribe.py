@@ -10,7 +10,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.steps import CUT_OFF
 from elastic.core.types import Chunk, Chunks, EndCause, InfrastructureCause, Plan, WorkerId
 from elastic.runtime.agents import notes
-from elastic.runtime.journal import NOT_SCORED, GroupRow, JournalRecord, NullJournal, TrajectoryRow
+from elastic.runtime.journal import NOT_SCORED, GroupRow, JournalRecord, NullJournal, TrajectoryRow, TurnRow
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import late_share
 from elastic.testing.faults.core.incarnation import policies
@@ -92,6 +92,21 @@ def sampled(scribe: Scribe, trajectory: str, turn: str, tokens: int, *commands: 
     chunks = Chunks.of([Chunk(slot=0, start=0, count=tokens, version=0)])
     accepted = c.AcceptTokens(chunks=(0,), turns=(turn,))
     scribe.record(0, e.TokensReceived(worker="spot-1.0", epoch=1, chunks=chunks), None, [accepted, *commands])
+
+
+def test_no_prompt_was_found_in_a_cache_more_often_than_it_was_sent() -> None:
+    pages = Pages()
+    scribe = recording(pages)
+    scribe.record(0, e.Tick(), None, [c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0",))])
+    scribe.record(0, e.TurnRequested(turn="t", trajectory="0/0/0", prompt_tokens=10, max_new_tokens=64), None, [])
+    start = c.StartTurn(worker="spot-1.0", epoch=1, turn="t", attempt=1, slot=0, start=0, recompute=False)
+    scribe.record(0, e.Tick(), None, [start])
+    lies = Chunks.of([Chunk(slot=0, start=0, count=0, version=-1, cached=2**31 - 1)] * 2)
+    accepted = c.AcceptTokens(chunks=(0, 1), turns=("t", "t"))
+    scribe.record(0, e.TokensReceived(worker="spot-1.0", epoch=1, chunks=lies), None, [accepted])
+    scribe.record(0, e.Tick(), None, [c.FinishTurn(turn="t")])
+    (row,) = (record for record in pages.records if isinstance(record, TurnRow))
+    assert row.cached_tokens == 10
 
 
 def test_what_was_cut_off_has_not_failed_and_its_tokens_are_lost_once() -> None:
