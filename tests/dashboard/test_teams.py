@@ -50,6 +50,24 @@ def test_a_pool_shows_who_computes_and_a_job_is_cancelled(tab: Any, served: Serv
     assert tab.locator("main button:visible").count() == 0
 
 
+def test_a_job_is_submitted_after_a_look_at_where_it_would_go(tab: Any, served: Served, job: str) -> None:
+    sign_in(tab, served, at="/#/pools")
+    tab.wait_for_selector("#pool-lanes >> text=rollout-1")
+    tab.click("text=Submit a job")
+    tab.wait_for_selector("#config")
+    assert tab.input_value("#where") == "lab"
+    text = tab.input_value("#config")
+    assert "[job.plan]" in text, "what is missing in the example is as a file would say it"
+    tab.fill("#config", text.replace("slo = 2", "slo = "))
+    tab.click("#check")
+    tab.wait_for_selector("#found >> text=is no TOML")
+    tab.fill("#config", text)
+    tab.click("#check")
+    tab.wait_for_selector("#found >> text=It would go to group")
+    tab.click("#submit")
+    tab.locator("#jobs tbody tr").nth(1).wait_for()
+
+
 def sign_out_and_in(tab: Any, served: Served, role: AccessRole) -> None:
     tab.click("#sign-out")
     tab.wait_for_selector("#key")
