@@ -58,7 +58,7 @@ def run_joined_node(ticket: NodeTicket, join: str, devices: Sequence[DeviceName]
         machine=this_machine(its),
         directory=directory.resolve(),
     )
-    with claimed(directory):
+    with claimed(directory, what="node"):
         return run_loop(_stay(known, NodeSession(directory / "session", ticket.token)))
 
 

@@ -219,7 +219,7 @@ def run_pool(directory: Path, wiring: PoolWiring | None = None) -> int:
     Raises `ConfigError` for a directory that is no pool's, or is another process's.
     """
     config = load_pool(directory / POOL_CONFIG)
-    with private(), claimed(directory):
+    with private(), claimed(directory, what="pool"):
         logs = directory / "logs"
         logs.mkdir(mode=0o700, exist_ok=True)
         with (logs / "pool.log").open("ab") as file:

@@ -99,8 +99,9 @@ CLAIM = "lock"
 
 
 @contextlib.contextmanager
-def claimed(run_dir: Path, claim: str = CLAIM) -> Iterator[None]:
-    """The run is ours alone. Raises `ConfigError` while another process is at it; a dead one's claim is void."""
+def claimed(run_dir: Path, claim: str = CLAIM, what: str = "run") -> Iterator[None]:
+    """The run, or `what` the directory is of, is ours alone. Raises `ConfigError` while another process is at it; the
+    claim of one that has died is void."""
     with (run_dir / claim).open("a") as lock:
         deadline_s = time.monotonic() + _CLAIM_WAIT_S
         while True:
@@ -109,7 +110,7 @@ def claimed(run_dir: Path, claim: str = CLAIM) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() > deadline_s:
-                    message = f"run {run_dir} is still going on in another process; stop that one first"
+                    message = f"{what} {run_dir} is still going on in another process; stop that one first"
                     raise ConfigError(message) from error
             time.sleep(0.02)
         with contextlib.suppress(OSError):  # On a full disk: then nobody can wait for its end.

@@ -15,11 +15,13 @@ from elastic.core.types import NS_PER_S
 @dataclass(slots=True)
 class Stillness:
     """One process's. It hangs once it was still for `still_s`, or three times as long as it has lately been still
-    before it spoke again. Times are seconds of any clock that never goes back."""
+    before it spoke again. Who looks at it less than twice in that time was held up, perhaps together with it, and knows
+    nothing of the time in between. Times are seconds of any clock that never goes back."""
 
     still_s: float
     _used: int | None = None
     _since_s: float = 0.0
+    _looked_s: float = 0.0
     _longest: Longest = field(default_factory=lambda: Longest(0))
 
     def limit_s(self, now_s: float) -> float:
@@ -38,7 +40,8 @@ class Stillness:
         processor or a disk.
         """
         before, self._used = self._used, used
-        if before is None or used != before:
+        looked_s, self._looked_s = self._looked_s, now_s
+        if before is None or used != before or now_s - looked_s > self.still_s / 2:
             self._since_s = now_s
         still_s = now_s - self._since_s
         if used is None or still_s < self.limit_s(now_s):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from elastic.cli.doctor import Finding, findings_of_pool
@@ -12,8 +13,9 @@ from elastic.compose.pool_config import load_pool, save_pool
 from elastic.compose.runs import claimed, load_run_config
 from elastic.core.cluster import Cluster
 from elastic.core.cluster import events as e
+from elastic.pool.machines import read_node_ticket
 from elastic.pool.standing import standing
-from tests.pool.stand_in import POOL, StandIn
+from tests.pool.stand_in import POOL, TICKET, StandIn
 
 JOB = """
 [job]
@@ -283,3 +285,49 @@ def test_doctor_names_devices_that_are_set_aside_and_how_they_are_put_back(pool_
     assert (whole.found, whole.warns) == ("2 of 2 rollout nodes, 1 of 1 train nodes", False)
     assert (device.what, device.ok, device.found) == ("pool lab: cuda:1", False, "it is ill")
     assert device.hint.endswith("pool put-back cuda:1")
+
+
+def test_a_ticket_is_in_a_file_for_its_user_alone_and_printed_where_none_is_named(
+    elastic: Any, pool: StandIn, tmp_path: Path
+) -> None:
+    code, out, err = elastic("pool", "ticket", "-o", tmp_path / "ticket")
+    assert (code, out) == (0, "")
+    assert "good for one machine within 60 min" in err
+    assert "only this machine can dial 127.0.0.1:1" in err
+    assert TICKET.token not in err
+    assert (tmp_path / "ticket").stat().st_mode & 0o777 == 0o600
+    assert read_node_ticket((tmp_path / "ticket").read_bytes()) == TICKET
+    assert read_node_ticket(elastic("pool", "ticket").out.encode()) == TICKET
+    assert json.loads(elastic("pool", "ticket", "--json").out)["content"]["token"] == TICKET.token
+
+
+def test_a_drained_node_is_waited_for(elastic: Any, pool: StandIn) -> None:
+    code, out, err = elastic("pool", "drain", "rollout-2", "--json")
+    assert (code, json.loads(out)["gone"]) == (0, True)
+    assert "node rollout-2 is no node of pool lab any more" in err
+    code, _, err = elastic("pool", "drain", "nowhere")
+    assert (code, "'nowhere' is no node of another machine" in err) == (2, True)
+
+
+def test_who_joins_is_told_what_is_wrong_with_the_ticket_the_address_and_the_devices(
+    elastic: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("good").write_bytes(msgspec.json.encode(TICKET))
+    Path("other").write_text('{"run": "one", "join": "a:1", "fingerprint": "", "ticket": "t", "token": "secret"}')
+    for options, told in (
+        ((), "give --ticket-file FILE, or ELASTIC_TICKET with a ticket"),
+        (("--ticket-file", "none"), "--ticket-file none: cannot be read (No such file or directory)"),
+        (("--ticket-file", "other"), "other: not a ticket as `elastic pool ticket` writes it"),
+        (("nowhere", "--ticket-file", "good"), "elastic pool join: "),
+        (("--ticket-file", "good", "--devices", "cpu:1"), "--devices: found cpu:1; allowed: 2 of cpu:0, cpu:1"),
+        (("--ticket-file", "good", "--directory", "good"), "cannot be made (Not a directory)"),
+    ):
+        code, _, err = elastic("pool", "join", *options)
+        assert code == 2, (options, err)
+        assert told in err
+        assert TICKET.token not in err
+    Path("nodes/lab-rollout-1").mkdir(parents=True)
+    with claimed(Path("nodes/lab-rollout-1")):
+        code, _, err = elastic("pool", "join", "--ticket-file", "good")
+    assert (code, "node nodes/lab-rollout-1 is still going on in another process" in err) == (2, True)

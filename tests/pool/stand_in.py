@@ -17,6 +17,8 @@ from elastic.pool.control_messages import (
     AskPoolStatus,
     AskVersion,
     CancelJob,
+    DrainNode,
+    MintTicket,
     PlanJob,
     PoolAcknowledged,
     PoolAnswer,
@@ -29,11 +31,16 @@ from elastic.pool.control_messages import (
     ResubmitJob,
     StopPool,
     SubmitJob,
+    TicketMinted,
 )
+from elastic.pool.machines import NodeTicket
 from elastic.pool.standing import PoolStatus, plan_of, standing
 from elastic.protocol.run_control import SOCKET, socket_address
 from policies.clusters import CLUSTER_POLICIES
 
+TICKET = NodeTicket(
+    pool="lab", node="rollout-1", join="127.0.0.1:1", fingerprint="", token="secret", gpus=2, devices="cpu"
+)
 POOL = """
 [pool]
 name = "lab"
@@ -142,6 +149,12 @@ class StandIn:
                 if self.cluster.jobs[request.job].state != "failed":
                     return PoolRefusal(kind="conflict", message=f"job {request.job} has not failed")
                 self.tell(e.ResubmitRequested(job=request.job))
+            case MintTicket():
+                return TicketMinted(id=request.id, ticket=TICKET)
+            case DrainNode(node=node):
+                if node not in self.cluster.state.nodes:
+                    return PoolRefusal(kind="invalid", message=f"node {node!r} is no node of another machine")
+                self.tell(e.NodeDrained(node=node))
             case StopPool():
                 pass
         return PoolAcknowledged(id=request.id)

@@ -29,6 +29,12 @@ def test_who_computes_or_waits_for_a_processor_or_is_gone_does_not() -> None:
     assert not any(looks(Stillness(2.0), [5, 5, None, None, None, None]))
 
 
+def test_what_was_not_looked_at_for_long_may_have_been_held_up_like_who_looks() -> None:
+    stillness = Stillness(2.0)
+    assert not any(looks(stillness, [5, 5]))
+    assert looks(stillness, [5, 5, 5], since_s=600.0) == [0, 0, 2]
+
+
 def test_who_was_still_and_spoke_again_has_three_times_as_long_for_a_while() -> None:
     stillness = Stillness(2.0)
     assert not any(looks(stillness, [5, 5]))
