@@ -14,7 +14,7 @@ from elastic.protocol.connection import Connection, MessageCodec, Peer
 from elastic.protocol.frames import WireError, framed
 
 FRAME_BYTES_MAX = 2 * 1024 * 1024
-POOL = Peer("the pool")
+POOL = Peer("the pool", pause_growth=1.15)
 
 M = TypeVar("M")
 W = TypeVar("W")

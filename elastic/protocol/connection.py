@@ -336,7 +336,9 @@ class Connection(asyncio.Protocol, Generic[SaysT, HearsT]):
 class Peer(NamedTuple):
     """Whom one dials, in the words of messages to users: its name, and what helps when dialling it fails.
 
-    `changes` says whether another one may have its certificate later.
+    `changes` says whether another one may have its certificate later. The pause before each attempt to dial it is up to
+    `pause_growth` times as long as the one before, from 0.1 s to 1 s: of a peer that few dial, and that is soon back
+    when it was away, little more than 1.
     """
 
     name: str
@@ -345,6 +347,7 @@ class Peer(NamedTuple):
     not_believed: str = ""
     in_plain_text: str = ""
     changes: bool = True
+    pause_growth: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -387,7 +390,7 @@ async def dial(
 
     attempts = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(_may_pass),
-        wait=tenacity.wait_random_exponential(multiplier=0.1, max=1.0),
+        wait=tenacity.wait_random_exponential(multiplier=0.1, max=1.0, exp_base=peer.pause_growth),
         stop=after(within_s),
         reraise=True,
     )
