@@ -17,7 +17,7 @@ from elastic.pool.gateway import PoolTokens
 from elastic.pool.journal import pool_secret
 from elastic.pool.machines import NodeTicket
 from elastic.protocol.run_control import CommandRefused
-from tests.pool.test_pool_process import finished, leftovers, running
+from tests.pool.test_pool_process import Pool, finished, leftovers, running
 
 pytestmark = pytest.mark.slow
 
@@ -77,14 +77,14 @@ async def test_a_job_runs_on_a_machine_that_joins_though_the_pool_s_process_is_k
 ) -> None:
     async with running(tmp_path, host="0.0.0.0", kind="joined", silence_s=30.0) as pool:
         await pool.until(up(), "there are rollout nodes")
-        await pool.begin("one", steps=4, rollout_s=0.5)
+        await pool.begin("one", steps=10_000, rollout_s=0.5)
         assert (await pool.job("one"))["state"] == "queued"
         ticket = await pool.control.ticket("mine", 600, "mint")
         assert ticket.fingerprint
         with pytest.raises(CommandRefused, match="not shown again"):
             await pool.control.ticket("mine", 600, "mint")
         keeper = elsewhere.join(ticket)
-        await pool.until(lambda status: any(one["phase"] == "rollout" for one in status["permits"]), "no turn")
+        await pool.until(lambda status: any(one["phase"] == "rollout" for one in status["permits"]), "no turn", 120.0)
         (node,) = [node for node in (await pool.status())["nodes"] if node["phase"] == "rollout"]
         assert (node["name"], node["devices"]) == (ticket.node, [f"cpu:0@{ticket.node}"])
         assert node["machine"]["label"] == "mine"
@@ -94,9 +94,11 @@ async def test_a_job_runs_on_a_machine_that_joins_though_the_pool_s_process_is_k
         there = records(elsewhere)
         pool.kill()
         pool.start()
-        await pool.until(up(ticket.node), "its keeper is not back")
+        await pool.until(up(ticket.node), "its keeper is not back", 120.0)
         assert records(elsewhere) == there, "it went on with what it has"
-        await finished(pool, "one")
+        await goes_on(pool)
+        await pool.control.cancel("one")
+        await pool.until_over("one")
         assert pool.replayed_digest() == (await pool.status())["digest"]
         await pool.control.stop()
         assert pool.process is not None
@@ -113,17 +115,17 @@ async def test_a_machine_comes_back_by_its_session_alone_and_its_node_is_drained
         await pool.begin("one", steps=10_000, rollout_s=0.6)
         first, second = await pool.control.ticket("", 600), await pool.control.ticket("", 600)
         elsewhere.join(first)
-        await pool.until(lambda status: any(one["phase"] == "rollout" for one in status["permits"]), "no turn")
+        await pool.until(lambda status: any(one["phase"] == "rollout" for one in status["permits"]), "no turn", 120.0)
         elsewhere.kill(first.node)
         again = elsewhere.join(first)  # As its machine does when it starts anew.
-        await pool.until(up(first.node), "the machine does not come back")
+        await pool.until(up(first.node), "the machine does not come back", 120.0)
         other = OtherMachine(tmp_path / "another")
         assert await other.ended(other.join(first)) == 1, "a ticket is good for one machine"
         assert "was used already" in other.said(first)
         assert await elsewhere.ended(elsewhere.join(second)) == 1
         assert f"cpu:0 of its machine is node {first.node}'s" in elsewhere.said(second)
         elsewhere.join(second, "--devices", "cpu:1")
-        await pool.until(up(first.node, second.node), "the second does not join")
+        await pool.until(up(first.node, second.node), "the second does not join", 120.0)
 
         (node,) = (await pool.job("one"))["rollout"]
         (pool.jobs["one"] / "stop").touch()  # A stub's process looks for it at its step's end.
@@ -133,13 +135,18 @@ async def test_a_machine_comes_back_by_its_session_alone_and_its_node_is_drained
         for marker in ("stop", "stopped"):
             (pool.jobs["one"] / marker).unlink()
         assert await elsewhere.ended(again if node == first.node else elsewhere.keepers[node]) == 1
-        done = (await pool.job("one"))["steps_done"]
-        await pool.until(lambda status: status["jobs"][0]["steps_done"] > done, "it does not go on there")
+        await goes_on(pool)
         job = await pool.job("one")
         assert (job["rollout"], job["restarts"]) == ([rest], 0)
         await pool.control.cancel("one")
         await pool.until_over("one")
         assert pool.replayed_digest() == (await pool.status())["digest"]
+
+
+async def goes_on(pool: Pool) -> None:
+    """Wait until the only job has done a further step."""
+    done = (await pool.job("one"))["steps_done"]
+    await pool.until(lambda status: status["jobs"][0]["steps_done"] > done, "it does not go on")
 
 
 def records(elsewhere: OtherMachine) -> set[str]:
@@ -154,12 +161,12 @@ async def test_a_machine_that_was_cut_off_comes_back_without_what_it_had_and_wro
         await pool.begin("one", steps=8, rollout_s=0.5)
         first, late = await pool.control.ticket("", 600), await pool.control.ticket("", 0.01)
         keeper = elsewhere.join(first)
-        await pool.until(lambda status: any(one["phase"] == "rollout" for one in status["permits"]), "no turn")
+        await pool.until(lambda status: any(one["phase"] == "rollout" for one in status["permits"]), "no turn", 120.0)
         os.kill(keeper.pid, 19)  # SIGSTOP: as if its link were cut.
         await pool.until(up(), "the node is not given up")
         assert (await pool.job("one"))["state"] == "queued"
         os.kill(keeper.pid, 18)
-        await pool.until(up(first.node), "the machine does not come back")
+        await pool.until(up(first.node), "the machine does not come back", 120.0)
         assert "comes again without its residents" in elsewhere.said(first)
         assert await elsewhere.ended(elsewhere.join(late)) == 1
         assert f"the ticket of node {late.node} has expired" in elsewhere.said(late)
