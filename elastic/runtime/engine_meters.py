@@ -6,7 +6,7 @@ A worker's figures are of those turns that it brought to their end, whoever bega
 from elastic.core import events as e
 from elastic.core.ids import lease_of
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import NS_PER_S, FinishReason, LeaseId, Nanoseconds, WorkerId, WorkerState
+from elastic.core.types import NS_PER_S, FinishReason, LeaseId, Nanoseconds, WorkerId, WorkerRole, WorkerState
 from elastic.protocol import metrics
 from elastic.protocol.front_messages import EngineFigures
 from elastic.protocol.metrics import Buckets
@@ -65,10 +65,12 @@ class EngineMeters:
         self._engines = {worker: engine for worker, engine in self._engines.items() if lease_of(worker) != lease}
 
     def figures(self) -> list[EngineFigures]:
-        """Those of the workers that there are, with what they have to do now."""
+        """Those of the workers that there are and have an engine, with what they have to do now."""
         told: list[EngineFigures] = []
+        imports = self._scheduler.serving is not None
         for worker in self._scheduler.fleet.workers.values():
-            shown = worker.served and worker.state is not WorkerState.GONE
+            engineless = imports and worker.role is WorkerRole.TRAINER
+            shown = worker.served and worker.state is not WorkerState.GONE and not engineless
             if shown and (engine := self._engine(worker.id)) is not None:
                 engine.running, engine.waiting = len(worker.turns) - worker.pending, worker.pending
                 told.append(engine)

@@ -1,5 +1,7 @@
 """What workers' engines are said to have come to, from the same events and commands as the journal."""
 
+from contextlib import closing
+
 import pytest
 
 from elastic.core import commands as c
@@ -18,16 +20,17 @@ TURN = "0/0/0/0"
 
 
 class Metered:
-    """A scribe with meters, of a core that has two workers."""
+    """A scribe with meters, of a core that has two workers and the trainer's."""
 
-    def __init__(self, journal: SqliteJournal) -> None:
-        settings = WorldSettings(plan=Plan(steps=1, groups=1, group_size=2))
+    def __init__(self, journal: SqliteJournal, groups: int = 1) -> None:
+        settings = WorldSettings(plan=Plan(steps=1, groups=groups, group_size=2))
         self.scheduler = Scheduler(settings.plan, SMALL_LIMITS, policies(settings), 0)
         self.scribe = Scribe(self.scheduler, journal)
         self.meters = self.scribe.meters = EngineMeters(self.scheduler)
         fleet = self.scheduler.fleet
-        for name in ("spot-1", "spot-2"):
-            worker = fleet.add(name, name, "spot", WorkerRole.ELASTIC)
+        roles = {"spot-1": WorkerRole.ELASTIC, "spot-2": WorkerRole.ELASTIC, "trainer-1": WorkerRole.TRAINER}
+        for name, role in roles.items():
+            worker = fleet.add(name, name, "spot", role)
             fleet.move(worker, WorkerState.LOADING, 0, "test")
             fleet.move(worker, WorkerState.READY, 0, "test")
 
@@ -104,8 +107,13 @@ def test_a_worker_that_ends_leaves_nothing(metered: Metered) -> None:
     assert (one.generation_tokens, one.prompt_tokens, one.prefix_hit_tokens, one.kv_used_share) == (40, 64, 16, 0.25)
     fleet = metered.scheduler.fleet
     fleet.move(fleet.workers["spot-1"], WorkerState.GONE, 2, "test")
-    assert [one.engine for one in metered.meters.figures()] == ["spot-2"]
+    assert [one.engine for one in metered.meters.figures()] == ["spot-2", "trainer-1"]
     fleet.forget("spot-1")
     metered.told(2, e.LeaseEnded(lease="spot-1", cause=EndCause.PREEMPTED))
     metered.told(3, report)
-    assert [one.engine for one in metered.meters.figures()] == ["spot-2"]
+    assert [one.engine for one in metered.meters.figures()] == ["spot-2", "trainer-1"]
+
+
+def test_an_importer_is_no_engine(tmp_path) -> None:
+    with closing(SqliteJournal(tmp_path / "journal.sqlite")) as journal:
+        assert [one.engine for one in Metered(journal, groups=0).meters.figures()] == ["spot-1", "spot-2"]

@@ -113,7 +113,8 @@ class RequestRollouts(AgentRollouts):
             return repeated, True
         limits.check_ids(ask.ids)
         if len(self._turns) + ask.choices > limits.open_turns_max:
-            raise CallRefused(429, TOO_MANY_TURNS, f"{len(self._turns)} turns are open already", retry_after_s=1.0)
+            said = f"{len(self._turns)} turns are open already; allowed: {limits.open_turns_max} (front.open_turns_max)"
+            raise CallRefused(429, TOO_MANY_TURNS, said, retry_after_s=1.0)
         prompt_tokens = len(ask.ids) // TOKEN_BYTES
         sampling = self._sampling(wanted, prompt_tokens)
         version, number = self._scheduler.version or 0, self._asked

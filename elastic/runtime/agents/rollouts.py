@@ -274,7 +274,8 @@ class AgentRollouts:
                 400, "max_turns", f"the trajectory has {left} turns left of {limits.max_turns}", param="n"
             )
         if len(self._turns) + ask.choices > limits.open_turns_max:
-            raise CallRefused(429, TOO_MANY_TURNS, f"{len(self._turns)} turns are open already", retry_after_s=1.0)
+            said = f"{len(self._turns)} turns are open already; allowed: {limits.open_turns_max} (front.open_turns_max)"
+            raise CallRefused(429, TOO_MANY_TURNS, said, retry_after_s=1.0)
         branch, tokens, ids = ask.branch, ask.tokens, ask.ids
         if branch is None:
             limits.check_ids(ids)
