@@ -131,6 +131,8 @@ def _deaths(summary: Summary) -> list[Figure]:
 def _learnt(summary: Summary, steps: str) -> list[Figure]:
     if summary.simulated:
         return [Figure("steps", units.count(len(summary.steps)), "simulated: no policy learns")]
+    if summary.steps and not summary.groups_trained and not summary.groups_dropped:
+        return [Figure("versions", units.count(len(summary.steps)), "offered by a trainer elsewhere")]
     return [
         Figure(
             "success",

@@ -249,6 +249,16 @@ def test_shaped_rewards_are_no_success(summary_of):
     assert (figures["success"], figures["mean reward"]) == ("25 %", "-1.875")
 
 
+def test_a_run_that_others_train_is_told_by_its_versions(summary_of):
+    def fill(run):
+        run.step(0, 1.0)
+        run.step(1, 2.0)
+
+    figures = {figure.name: figure.value for figure in tables.headline(summary_of(fill))}
+    assert figures["versions"] == "2"
+    assert not figures.keys() & {"success", "mean reward"}
+
+
 def test_what_was_truncated_and_what_was_of_no_use_is_counted(summary_of):
     def fill(run):
         run.group(0, 0, [1.0, 0.0, None], trained=True, cause="reset")
