@@ -105,10 +105,15 @@ class ClientReply:
 
     async def end(self, data: bytes) -> None:
         """Write the last of it. Raises `ClientLeft` if nobody is there to take it."""
-        if self._connection.gone:
+        if self.gone:
             raise ClientLeft
         self._done = True
         await self._send({"type": "http.response.body", "body": data})
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client's connection has ended."""
+        return self._connection.gone
 
     async def tear(self) -> None:
         """Cut the connection, so that nobody takes what was sent for a whole answer."""

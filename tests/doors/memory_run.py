@@ -7,6 +7,7 @@ tell what it was given.
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -57,8 +58,8 @@ class MemoryRun:
         self.offers: list[WeightsOffer] = []
         self.requests: list[TokenRequest] = []
         self.pauses: list[PauseMode] = []
-        self.left = 0
-        """Requests whose clients have vanished."""
+        self.given = self.left = 0
+        """Requests whose clients had the whole answer, and those whose clients have vanished before."""
         self.refuses: DoorRefused | None = None
         """What every call is refused with."""
         self.refused = 0
@@ -84,7 +85,7 @@ class MemoryRun:
         """How many turns have come to the gate."""
         return sum(turn.running and len(turn.ids) == self.gate for turn in self._turns)
 
-    async def generate(self, request: TokenRequest) -> TokenAnswer:
+    async def generate(self, request: TokenRequest, answering: ExitStack) -> TokenAnswer:
         await self._check(request)
         self.requests.append(request)
         turn = MemoryTurn(request, min(request.max_tokens or CONTEXT_TOKENS, CONTEXT_TOKENS - len(request.prompt_ids)))
@@ -98,7 +99,12 @@ class MemoryRun:
         finally:
             self._turns.remove(turn)
             await self._say()
+        answering.push(self._over)
         return self._answer(turn)
+
+    def _over(self, why_not: type[BaseException] | None, *_: object) -> None:
+        self.given += why_not is None
+        self.left += why_not is not None
 
     async def _check(self, request: TokenRequest) -> None:
         await self._refuse()

@@ -254,6 +254,15 @@ async def test_several_prompts_are_answered_in_their_order(served: ServedDoors) 
         assert refused.status_code == 400
 
 
+async def test_an_answer_is_given_once_it_was_written(served: ServedDoors) -> None:
+    async with client_of(served) as client:
+        body = {"prompt": [[1], [1, 2]], "max_tokens": 1}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        refused = await client.post("/v1/completions", json={**body, "prompt": [[1], [1] * CONTEXT_TOKENS]})
+        assert refused.status_code == 400
+        assert (served.run.given, served.run.left) == (2, 1)
+
+
 async def test_a_client_that_leaves_leaves_its_request(served: ServedDoors) -> None:
     served.run.gate = 0
     async with client_of(served) as client:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def no_decoder() -> Decoding:
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda run: run.generate(TokenRequest(prompt_ids=[1])),
+        lambda run: run.generate(TokenRequest(prompt_ids=[1]), ExitStack()),
         lambda run: run.offer(WeightsOffer(directory=Path("/"))),
         lambda run: run.pause(PauseMode.KEEP),
         lambda run: run.standing(),

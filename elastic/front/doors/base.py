@@ -10,6 +10,7 @@ offer goes on. While the run is started again a call waits, up to `[front] hold_
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -163,8 +164,12 @@ class ServedRun(Protocol):
     @property
     def model(self) -> ServedModelFacts: ...
 
-    async def generate(self, request: TokenRequest) -> TokenAnswer:
-        """Sample all choices, whatever becomes of the workers meanwhile."""
+    async def generate(self, request: TokenRequest, answering: ExitStack) -> TokenAnswer:
+        """Sample all choices, whatever becomes of the workers meanwhile.
+
+        `answering` ends once the peer has the whole answer, or with an exception where it has not: until then a request
+        that comes again is given the same tokens.
+        """
         ...
 
     async def offer(self, offer: WeightsOffer) -> VersionRun:

@@ -1,6 +1,7 @@
 """One request of a peer's, and what answers it: a route of a door, with the peer's shape of refusals."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 class DoorCall(NamedTuple):
     """`body` has the fields that say something; `own_url` is where the peer has reached the front.
 
-    `decode` makes text of token ids.
+    `decode` makes text of token ids. `answering` ends once the peer has its answer, or has left without.
     """
 
     run: ServedRun
@@ -28,6 +29,7 @@ class DoorCall(NamedTuple):
     query: QueryParams
     headers: Headers
     own_url: str
+    answering: ExitStack
 
     def read(self, kind: type[BodyT]) -> BodyT:
         """The body as of a kind; fields that it does not have are passed over. Raises `FrontError`."""

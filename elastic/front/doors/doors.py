@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,9 +151,14 @@ class _Endpoint:
         try:
             address = request.client.host if request.client else ""
             doors.access.check(request.headers, address, control=route.control)
-            call = await self._call(request)
-            async with reply.attended():
-                answer = await route.answer(call)
+            with ExitStack() as answering:
+                call = await self._call(request, answering)
+                async with reply.attended():
+                    answer = await route.answer(call)
+                await answer(scope, receive, send)
+                if reply.gone:
+                    raise ClientLeft
+            return
         except ClientLeft:
             return
         except DoorRefused as refused:
@@ -167,11 +173,12 @@ class _Endpoint:
             doors.calls.discard(task)
         await answer(scope, receive, send)
 
-    async def _call(self, request: Request) -> DoorCall:
+    async def _call(self, request: Request, answering: ExitStack) -> DoorCall:
         doors = self._doors
         own_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
         body = await _fields(request) if self._route.method == "POST" else {}
-        return DoorCall(doors.run, doors.roots, doors.decode, body, request.query_params, request.headers, own_url)
+        query, headers = request.query_params, request.headers
+        return DoorCall(doors.run, doors.roots, doors.decode, body, query, headers, own_url, answering)
 
 
 async def _fields(request: Request) -> Mapping[str, Any]:

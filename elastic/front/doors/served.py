@@ -4,6 +4,8 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -116,7 +118,7 @@ class LinkedRun:
     def model(self) -> ServedModelFacts:
         return self._facts
 
-    async def generate(self, request: TokenRequest) -> TokenAnswer:
+    async def generate(self, request: TokenRequest, answering: ExitStack) -> TokenAnswer:
         await self._check(request)
         body = msgspec.structs.replace(request, key="", session="")
         digest = hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=DIGEST_BYTES).digest()
@@ -126,7 +128,7 @@ class LinkedRun:
                 while True:
                     try:
                         await self._link.stands()
-                        return await self._attempt(asked, holding)
+                        return await self._attempt(asked, holding, answering)
                     except LinkLost:
                         holding.reschedule(asyncio.get_running_loop().time() + self._hold_s)
         except TimeoutError:
@@ -142,7 +144,7 @@ class LinkedRun:
         if not 1 <= request.choices <= CHOICES_MAX:
             raise DoorRefused(f"n: found {request.choices}; allowed: from 1 to {CHOICES_MAX}", param="n")
 
-    async def _attempt(self, asked: _OpenRequest, holding: asyncio.Timeout) -> TokenAnswer:
+    async def _attempt(self, asked: _OpenRequest, holding: asyncio.Timeout, answering: ExitStack) -> TokenAnswer:
         """Raises `LinkLost`: then it may be tried again, and goes on where the run has it."""
         request, inbox = asked.request, TurnInbox()
         try:
@@ -159,9 +161,10 @@ class LinkedRun:
                     self._hear(sampled[news.choice], news)
             told = await self._link.ask(AskServing)
             assert isinstance(told, ServingTold)
-            self._link.delivered(inbox)
-        finally:
+        except BaseException:
             self._link.leave(inbox)
+            raise
+        answering.push(partial(self._answered, inbox))
         name, _ = parse_turn(taken.turns[0].turn)
         return TokenAnswer(
             id=agent_id(name.rpartition("/")[0]),
@@ -169,6 +172,11 @@ class LinkedRun:
             prompt_tokens=taken.turns[0].prompt_tokens,
             now=_now(told),
         )
+
+    def _answered(self, inbox: TurnInbox, why_not: type[BaseException] | None, *_: object) -> None:
+        """The peer has the answer, or has left before it had."""
+        over = self._link.delivered if why_not is None else self._link.leave
+        over(inbox)
 
     async def _joined(self, asked: _OpenRequest, inbox: TurnInbox) -> TurnsTaken | None:
         """The turns of the request that this one repeats, if the run still has those of all choices."""

@@ -93,7 +93,7 @@ async def generate(call: DoorCall) -> Response:
         session=session,
         key=key,
     )
-    answer = await call.run.generate(request)
+    answer = await call.run.generate(request, call.answering)
     return json(told(answer, shows_logprobs=body.return_logprob, keeps_stop=wanted.no_stop_trim))
 
 

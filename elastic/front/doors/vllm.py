@@ -104,7 +104,7 @@ async def _generated(call: DoorCall, asked: Sequence[TokenRequest]) -> list[Toke
     """The answers to all requests. If one is refused the others are left."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call.run.generate(request)) for request in asked]
+            tasks = [group.create_task(call.run.generate(request, call.answering)) for request in asked]
     except BaseExceptionGroup as refused:
         raise refused.exceptions[0] from None
     return [task.result() for task in tasks]

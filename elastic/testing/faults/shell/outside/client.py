@@ -13,6 +13,7 @@ and judge what they are given:
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -188,7 +189,7 @@ class OutsideClient:
         async def generate(run: LinkedRun) -> TokenAnswer:
             nonlocal began_version
             began_version = first_version if request.key else self._version
-            return await run.generate(request)
+            return await self._generated(run, request)
 
         try:
             answer = answer or await self._surely(generate)
@@ -204,9 +205,17 @@ class OutsideClient:
         for number, choice in enumerate(answer.choices):
             self._judge(request, number, choice, began_version, first_ns)
 
+    async def _generated(self, run: LinkedRun, request: TokenRequest) -> TokenAnswer:
+        """The answer, unless its front ends before it was written."""
+        with ExitStack() as answering:
+            answer = await run.generate(request, answering)
+            if self._chance.random() < 1 / 16:
+                raise FrontGone
+            return answer
+
     async def _for_a_while(self, request: TokenRequest) -> TokenAnswer | None:
         """Make the request, and leave before it is answered, or not."""
-        asking = asyncio.create_task(self._surely(lambda run: run.generate(request)), name="request")
+        asking = asyncio.create_task(self._surely(lambda run: self._generated(run, request)), name="request")
         await asyncio.wait([asking], timeout=self._chance.uniform(*VANISH_S))
         asking.cancel()
         await asyncio.wait([asking])
