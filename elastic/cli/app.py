@@ -70,8 +70,8 @@ PANELS = {
         "config": ("configuration", "Say what the keys of a configuration mean."),
         "doctor": (
             "doctor",
-            "Check what this machine has, and with CONFIG what the clouds of its providers say: credentials, quotas, "
-            "reach.",
+            "Check what this machine has, how its pools do, and with CONFIG what the clouds of its providers say: "
+            "credentials, quotas, reach.",
         ),
     },
     "Serve": {

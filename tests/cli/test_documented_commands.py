@@ -29,7 +29,7 @@ PAGES = [
     for page in sorted(place.glob("**/*.md" if place.name == "infra" else "*.md"))
     if str(page.relative_to(CLONE)) not in LEFT_OUT
 ]
-NEEDS = ("an account", "a GPU", "a cluster", "a server", "another machine", "root")
+NEEDS = ("an account", "a GPU", "a cluster", "a run", "a server", "another machine", "root", "vLLM")
 _BLOCK = re.compile(r"(?:<!-- needs: ([^\n]*) -->\n\n?)?^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"`((?:elastic|make|python|pip) [^`\n]+)`")
 _PROGRAMS = ("elastic", "make", "python", "pip", "nohup")

@@ -197,12 +197,12 @@ async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_
         token = PoolTokens(pool_secret(pool.directory)).job("one", 1)
         wrong = hashlib.sha256(b"another certificate").hexdigest()
         nothing = "closed the connection|did not answer|broke|was silent"
-        for fingerprint, refused in ((wrong, "not to be believed"), ("", nothing)):
+        for fingerprint, refused, wait_s in ((wrong, "not to be believed", 30.0), ("", nothing, 1.0)):
             endpoint = Endpoint(address, fingerprint=fingerprint)
             member = PoolMembership(endpoint=endpoint, job="one", placement=1, token=token)
             with pytest.raises(PoolUnavailable, match=refused):
-                await PoolClient(member).open(1.0)
-            ticket = KeeperTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="none", wait_s=1.0)
+                await PoolClient(member).open(wait_s)
+            ticket = KeeperTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="none", wait_s=wait_s)
             assert re.search(refused, (await Keeper(ticket).run()).reason)
         stranger = KeeperTicket(
             endpoint=Endpoint(address, fingerprint=right), pool="lab", node="rollout-1", token="guessed", wait_s=5.0
@@ -221,20 +221,26 @@ async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
         assert placed.placement.placement is not None
         assert placed.placement.placement.how == "packed"
 
-        def slices(status: dict[str, Any]) -> list[tuple[str, str]]:
-            return [(one["job"], one["nodes"][0]) for one in status["permits"] if one["phase"] == "rollout"]
+        slices: list[tuple[str, str]] = []
 
-        await pool.until(lambda status: bool(slices(status)), "nobody has a slice")
-        inside, node = slices(await pool.status())[0]
+        def both(node: str) -> list[int]:
+            return [*pool.residents(node, "one"), *pool.residents(node, "two")]
+
+        def beside_another(status: dict[str, Any]) -> bool:
+            held = [(one["job"], one["nodes"][0]) for one in status["permits"] if one["phase"] == "rollout"]
+            slices[:] = [(job, node) for job, node in held if len(both(node)) == 2]
+            return bool(slices)
+
+        await pool.until(beside_another, "nobody has a slice beside another")
+        inside, node = slices[0]
         outside = "two" if inside == "one" else "one"
-        killed = [*pool.residents(node, inside), *pool.residents(node, outside)]
-        assert len(killed) == 2
+        killed = both(node)
         for pid in killed:  # The one in its slice, and the one that is parked beside it.
             os.kill(pid, signal.SIGKILL)
         await pool.until(
             lambda status: (
                 next(one for one in status["nodes"] if one["name"] == node)["keeper"]["residents"] == ["one", "two"]
-                and not {*killed} & {*pool.residents(node, "one"), *pool.residents(node, "two")}
+                and not {*killed} & {*both(node)}
             ),
             "residents are not started again",
         )
