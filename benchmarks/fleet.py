@@ -162,11 +162,11 @@ async def _rest_bytes(run: StreamedRun, at_s: float) -> int:
 
 async def _missing_tokens(run: StreamedRun) -> int:
     """How many tokens were accepted that neither a turn which still runs has, nor a finished one in the journal."""
-    now_ns, accepted = run.scheduler.now_ns, run.accepted
+    accepted, finished = run.accepted, run.scheduler.turns.finished
     live = sum(turn.accepted for turn in run.scheduler.turns.live.values())
     await asyncio.wrap_future(run.journal.durable())
     with run.kept.newest_journal() as journal:
-        return accepted - live - sum(row.tokens for row in journal.rows(TurnRow) if row.finished_ns <= now_ns)
+        return accepted - live - sum(row.tokens for row in journal.rows(TurnRow)[:finished])
 
 
 def main(arguments: argparse.Namespace) -> dict[str, Any]:
