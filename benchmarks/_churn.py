@@ -54,17 +54,17 @@ class SeenRequests:
         return sorted(self.seconds)[int(P * (len(self.seconds) - 1))]
 
 
-async def _asked_once(http: httpx.AsyncClient, prompt: list[int], seen: SeenRequests) -> None:
+async def _asked_once(http: httpx.AsyncClient, prompt: list[int], seen: SeenRequests, tokens: int) -> None:
     began_s, floor = time.monotonic(), seen.answered
-    body = {"prompt": prompt, "max_tokens": TOKENS, "n": 1, "return_token_ids": True, "logprobs": 0, "ignore_eos": True}
+    body = {"prompt": prompt, "max_tokens": tokens, "n": 1, "return_token_ids": True, "logprobs": 0, "ignore_eos": True}
     answer = await _repeated(lambda: http.post("/v1/completions", json=body))
     seen.requests += 1
     seen.another.set()
     seen.seconds.append(time.monotonic() - began_s)
-    if answer is None or answer.status_code != 200 or len(answer.json()["choices"][0]["token_ids"]) != TOKENS:
+    if answer is None or answer.status_code != 200 or len(answer.json()["choices"][0]["token_ids"]) != tokens:
         seen.failed += 1
         return
-    seen.tokens += TOKENS
+    seen.tokens += tokens
     spans = answer.json()["choices"][0]["weight_versions"]
     seen.older += any(_number(span["version"]) < floor for span in spans)
 
@@ -90,8 +90,10 @@ async def _repeated(ask: Callable[[], Any]) -> httpx.Response | None:
     return None
 
 
-async def _asked(run: DoorsRun, requests: int, seen: SeenRequests, seed: int) -> None:
-    """So many requests, `AT_ONCE` at a time, each with a prompt of its own."""
+async def asked(
+    run: DoorsRun, requests: int, seen: SeenRequests, seed: int, *, at_once: int = AT_ONCE, tokens: int = TOKENS
+) -> None:
+    """So many requests, `at_once` at a time, each with a prompt of its own."""
     rng, numbers = random.Random(seed), itertools.count()
     key = RunSecrets.of(run.run_dir).requests_key()
     headers = {"authorization": f"Bearer {key}"}
@@ -99,9 +101,9 @@ async def _asked(run: DoorsRun, requests: int, seen: SeenRequests, seed: int) ->
 
         async def one_after_another() -> None:
             while next(numbers) < requests:
-                await _asked_once(http, [rng.randrange(2, VOCABULARY) for _ in range(PROMPT_TOKENS)], seen)
+                await _asked_once(http, [rng.randrange(2, VOCABULARY) for _ in range(PROMPT_TOKENS)], seen, tokens)
 
-        await asyncio.gather(*(one_after_another() for _ in range(AT_ONCE)))
+        await asyncio.gather(*(one_after_another() for _ in range(at_once)))
 
 
 async def _updated(run: DoorsRun, seen: SeenRequests, versions: Sequence[int], every: int) -> None:
@@ -139,9 +141,9 @@ def _killing(run: DoorsRun, ended: threading.Event, seed: int) -> None:
 def measured_churn(run: DoorsRun, offered: int, requests: int) -> dict[str, Any]:
     """A run with `WORKERS` workers, to which so many directories were offered before. Its workers stay killed."""
     warm, quiet, seen = SeenRequests(), SeenRequests(), SeenRequests()
-    asyncio.run(_asked(run, AT_ONCE, warm, 0))  # Until all are there.
+    asyncio.run(asked(run, AT_ONCE, warm, 0))  # Until all are there.
     before = _accepted(run)
-    asyncio.run(_asked(run, requests // CALM, quiet, 1))
+    asyncio.run(asked(run, requests // CALM, quiet, 1))
     _churned(run, offered, requests, seen)
     answered = quiet.tokens + seen.tokens
     return {
@@ -197,7 +199,7 @@ async def _round(run: DoorsRun, seen: SeenRequests, version: int) -> None:
     seen.another = asyncio.Event()  # Each round has a loop of its own.
     before = seen.requests
     updates = _updated(run, seen, [version], before + ROUND // 2)
-    await asyncio.gather(_asked(run, ROUND, seen, version), updates)
+    await asyncio.gather(asked(run, ROUND, seen, version), updates)
 
 
 def _size(run: DoorsRun) -> _Size:
@@ -213,7 +215,7 @@ def _churned(run: DoorsRun, offered: int, requests: int, seen: SeenRequests) -> 
     async def together() -> None:
         versions = range(offered + 1, offered + UPDATES + 1)
         updates = _updated(run, seen, versions, requests // (UPDATES + 1))
-        await asyncio.gather(_asked(run, requests, seen, 3), updates)
+        await asyncio.gather(asked(run, requests, seen, 3), updates)
 
     try:
         asyncio.run(together())

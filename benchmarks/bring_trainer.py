@@ -10,6 +10,9 @@
   five versions are offered. `repeated_tokens` were accepted and answered to nobody, `older_than_answered` are requests
   with a token of an older version than had been answered as they were asked first; `p99_over_calm` compares their
   latency with that of requests before.
+- `tokens_per_s_over_run`: tokens a second of requests, over those of a run's own rollouts on the same two workers of a
+  modelled device, in turns of 64 tokens, of which there are as many as those workers can have; of both what the run has
+  accepted while all workers were full (`tokens_per_s`, the median of three pairs). The quick run leaves it out.
 
 `--hours N` measures churn alone, for so long: `memory_growth` and `journal_growth` are of the run's process and files,
 from the second third of that time to the last.
@@ -27,6 +30,7 @@ from _churn import WORKERS, measured_churn, measured_hours
 from _common import emit, parser, skipped_without_vllm
 from _offered import measured_update
 from _peers import PEERS, TIMEOUT_S, TOKENS, WITH_ADAPTERS, CallFailed, FrontSeen, PeerTurn, Play
+from _rates import measured_rates
 from _served import ADAPTING, DoorsRun, under_way, write_adapter, write_version
 from safetensors.torch import load_file
 
@@ -44,6 +48,10 @@ FORGET_MB = 1.0
 LEFT_OUT = {
     "ratio": None,
     "skipped_because": "a policy of 61 M parameters takes longer to begin than a quick run lasts",
+}
+RATES_LEFT_OUT: dict[str, Any] = {
+    "tokens_per_s_over_run": None,
+    "tokens_per_s": {"skipped_because": "two more runs take longer to begin than a quick run has left"},
 }
 MEMORY = Path("/dev/shm")
 REQUESTS, QUICK_REQUESTS = 2000, 200
@@ -137,7 +145,8 @@ def main() -> None:
             churn = measured_churn(run, UPDATES * len(PEERS), requests)
         update = LEFT_OUT if arguments.quick else _updates(Path(place))
         doors |= measured_adapters(adapters, quick=arguments.quick)
-        emit({"doors": doors, "update": update, "churn": churn}, arguments)
+        rates = RATES_LEFT_OUT if arguments.quick else measured_rates(Path(place))
+        emit({"doors": doors, "update": update, "churn": churn, **rates}, arguments)
 
 
 def _hours(hours: float) -> dict[str, Any]:
