@@ -10,6 +10,11 @@ from elastic.testing.faults.kinds import KINDS_OF_RUNS, LASTING, OF_HOSTS, OF_RA
 LASTING_SHARE = 1 / 4
 """Share of worlds of all kinds of faults with such a liar."""
 
+BUSY_S, LONG_BUSY_S = 2.0, 8.0
+LONG_BUSY_SHARE = 1 / 8
+"""Share of worlds whose load changes so seldom that idle workers hear nothing but heartbeats for longer than they bear
+silence."""
+
 
 class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a run, and its faults in order. No fault begins after `end_s`.
@@ -20,7 +25,8 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     expire after that. With `agents` these drive its trajectories, which end after `deadline_s`, or `idle_s` without a
     call. With `proves` workers prove which version they serve. The trainer has so many `ranks`; with more than one its
     device does not generate. The environment is in `hosts` env workers, or with none on the run's own loop. On so
-    many tasks as `evaluates` says each version is evaluated.
+    many tasks as `evaluates` says each version is evaluated. The orchestrator's core is full and idle in turn, for
+    `busy_s` each: workers hear of each change.
     """
 
     seed: int
@@ -54,6 +60,7 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
     hosts: int = 0
     evaluates: int = 0
+    busy_s: float = BUSY_S
     faults: tuple[Fault, ...] = ()
     end_s: float = 0.0
     only: tuple[FaultKind, ...] = ()
@@ -151,6 +158,7 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
         proves=Random(f"{seed}/proofs").random() < PROVING_SHARE,
         ranks=ranks,
         hosts=0 if agents else hosts,
+        busy_s=LONG_BUSY_S if Random(f"{seed}/load").random() < LONG_BUSY_SHARE else BUSY_S,
         faults=(*faults, calm),
         end_s=span_s,
         only=tuple(only),

@@ -107,14 +107,11 @@ BEGIN_AGAIN_S = 1.0
 """Time after which a user resumes a run that ended for lack of disk or descriptors, or of a trainer."""
 
 
-BUSY_S = 2.0
-
-
-def busy_now_and_then() -> float:
-    """How long a thread has computed that is idle and full in turn, so that workers are told to flush rarely, and often
-    again."""
-    turns, rest_s = divmod(here().monotonic(), 2 * BUSY_S)
-    return turns * BUSY_S + min(BUSY_S, rest_s)
+def busy_now_and_then(for_s: float) -> float:
+    """How long a thread has computed that is full and idle in turn, each `for_s` long, so that workers are told to
+    flush rarely, and often again."""
+    turns, rest_s = divmod(here().monotonic(), 2 * for_s)
+    return turns * for_s + min(for_s, rest_s)
 
 
 def config_of(plan: WorldPlan, checkpoint: str = "none") -> Config:
@@ -406,7 +403,7 @@ class World:
                     decided=partial(self.witness.hear, scheduler),
                     clock_ns=self.machine.boottime_ns,
                     suspended_ns=self.machine.suspended_ns,
-                    busy_s=busy_now_and_then,
+                    busy_s=partial(busy_now_and_then, self.plan.busy_s),
                 )
                 self.shell = orchestrator
                 if pool is not None:
