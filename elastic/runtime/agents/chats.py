@@ -141,7 +141,7 @@ class Chats:
         """Its client has the answer."""
         self.alone(turn)
 
-    def alone(self, turn: AgentTurn) -> None:
+    def alone(self, turn: AgentTurn, *, cut_off: bool = False) -> None:
         """Its client is gone, and it with that."""
         self._end(turn)
         self._turns.pop(turn.id, None)

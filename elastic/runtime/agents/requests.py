@@ -2,8 +2,9 @@
 
 A request is named VERSION/N/CHOICE: the version that its turns have at least, its number in the run, and the choice.
 One that is asked again under its key, or by its name, joins its turns; without either, one whose client has vanished
-is taken up by another with the same body, unless a later version was answered since. It is forgotten once it was
-delivered, with a key a while after that.
+is taken up by another with the same body. If a later version was answered since, that holds only shortly after the end
+of its front, when its client asks again and hardly anybody else asks the same. It is forgotten once it was delivered,
+with a key a while after that.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ from elastic.runtime.ports import Feed
 
 KEPT_S = 600.0
 """How long a request with a key is kept once it was delivered."""
+AGAIN_S = 10.0
+"""So soon after the end of a front its clients ask another one again."""
 PREFIX_LEAST = 32
 """Tokens of a beginning that is worth computing once."""
 MARK_BYTES = 8
@@ -100,9 +103,13 @@ class RequestRollouts(AgentRollouts):
         orphans: dict[str, list[AgentTurn]] = {}
         for turn in map(self._requests.__getitem__, self._alone):
             request, _ = parse_turn(turn.id)
-            if turn.call == call and parse_trajectory(request).step >= self.version:
+            if turn.call == call and (self._asked_again(turn) or parse_trajectory(request).step >= self.version):
                 orphans.setdefault(group_of(request), []).append(turn)
         return next(iter(orphans.values()), [])
+
+    def _asked_again(self, turn: AgentTurn) -> bool:
+        """Whether an equal request can be taken for this one, whatever was answered since."""
+        return turn.cut_off and turn.alone_ns is not None and self._clock_ns() - turn.alone_ns <= AGAIN_S * NS_PER_S
 
     def open(self, ask: OpenTurns) -> tuple[list[AgentTurn], bool]:
         """The request's turns, one for each choice, and whether it has joined those of an equal one: that a front is
@@ -213,8 +220,8 @@ class RequestRollouts(AgentRollouts):
             if turn.id in self._given_ns:
                 self._given_ns[turn.id] = self._clock_ns()
 
-    def alone(self, turn: AgentTurn) -> None:
-        super().alone(turn)
+    def alone(self, turn: AgentTurn, *, cut_off: bool = False) -> None:
+        super().alone(turn, cut_off=cut_off)
         if turn.id in self._requests:
             self._alone[turn.id] = None
 

@@ -434,9 +434,9 @@ class AgentRollouts:
             trajectory.heard_ns = self._clock_ns()
             self._note(notes.AnswerGiven(turn.id))
 
-    def alone(self, turn: AgentTurn) -> None:
-        """No client waits for it any more."""
-        turn.alone_ns = self._clock_ns()
+    def alone(self, turn: AgentTurn, *, cut_off: bool = False) -> None:
+        """No client waits for it any more: it has left, or was `cut_off` as its front ended."""
+        turn.alone_ns, turn.cut_off = self._clock_ns(), cut_off
 
     def _cut(self, turn: AgentTurn, kept: int) -> None:
         lost = behind(turn.generated.runs, kept)

@@ -122,7 +122,7 @@ class FrontStreams:
     def _lost(self, front: _Front) -> None:
         self._fronts.discard(front)
         for stream in list(front.streams):
-            self._detach(front, stream, gone=True)
+            self._detach(front, stream, gone=True, cut_off=True)
         self._leaves = deque(waiting for waiting in self._leaves if waiting[0] is not front)
         self._ends = [waiting for waiting in self._ends if waiting[0] is not front]
         self._offers = {
@@ -408,7 +408,7 @@ class FrontStreams:
         if turn.over:
             front.connection.send(_over(stream, turn))
 
-    def _detach(self, front: _Front, stream: int, *, gone: bool) -> AgentTurn | None:
+    def _detach(self, front: _Front, stream: int, *, gone: bool, cut_off: bool = False) -> AgentTurn | None:
         turn = front.streams.pop(stream, None)
         if turn is None:
             return None
@@ -416,7 +416,7 @@ class FrontStreams:
         if waiting:
             self._waiting[turn.id] = waiting
         elif gone:
-            self._keeper(turn).alone(turn)
+            self._keeper(turn).alone(turn, cut_off=cut_off)
         return turn
 
     def _asked(self, caller: m.AgentCaller) -> AgentRollouts | Chats:

@@ -28,7 +28,7 @@ class AgentTurn:
 
     Its tokens are in `generated` until a client has had the answer, and in its branch from when that is settled. `kept`
     is how many of them are the answer, None until then; `sampled_before` of the branch's were sampled earlier.
-    `alone_ns` is since when no client waits for it.
+    `alone_ns` is since when no client waits for it; it was `cut_off` if its client's front has ended then.
     """
 
     asked: TurnAsked
@@ -41,6 +41,7 @@ class AgentTurn:
     given: bool = False
     """Whether a client has had the whole answer."""
     alone_ns: Nanoseconds | None = None
+    cut_off: bool = False
     aborted: bool = False
     """Whether somebody else than its client has ended it."""
 

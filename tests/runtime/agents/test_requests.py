@@ -11,7 +11,7 @@ from elastic.core.types import NS_PER_S, SamplingParameters
 from elastic.protocol.front_messages import AgentCall, AgentCaller, BranchFound, LookUp, OpenTurns, WantedSampling
 from elastic.protocol.sampled import pack_ids, pack_logprobs
 from elastic.runtime.agents import AgentLimits, RequestRollouts
-from elastic.runtime.agents.requests import marks_of
+from elastic.runtime.agents.requests import AGAIN_S, marks_of
 from elastic.runtime.agents.trajectory import AgentTurn
 from policies.seeding import FixedWindow
 from tests.core.conftest import CoreHarness
@@ -87,6 +87,18 @@ def test_a_new_request_takes_up_nothing_of_an_older_version_than_was_answered(se
     served.updated()
     new, joined = served.asked(call())
     assert (joined, new.id) == (False, "1/1/0/0")
+
+
+def test_a_request_whose_front_has_ended_is_taken_up_for_a_while_whatever_was_answered_meanwhile(
+    served: Served,
+) -> None:
+    old, _ = served.asked(call())
+    served.requests.alone(old, cut_off=True)
+    served.updated()
+    assert served.asked(call()) == (old, True)
+    served.requests.alone(old, cut_off=True)
+    served.core.now_s += AGAIN_S + 1
+    assert served.asked(call())[1] is False
 
 
 @pytest.mark.parametrize(

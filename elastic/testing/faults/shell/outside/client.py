@@ -178,7 +178,7 @@ class OutsideClient:
         request, first_ns, first_version = self._request(), self._now_ns(), self._version
         held = self._hold
         began_version = first_version
-        answer = None
+        answer, cut_off = None, False
         if self._chance.random() < 1 / 6:
             answer = await self._for_a_while(request)
             if answer is None:
@@ -187,9 +187,13 @@ class OutsideClient:
                     return
 
         async def generate(run: LinkedRun) -> TokenAnswer:
-            nonlocal began_version
-            began_version = first_version if request.key else self._version
-            return await self._generated(run, request)
+            nonlocal began_version, cut_off
+            began_version = first_version if request.key or cut_off else self._version
+            try:
+                return await self._generated(run, request)
+            except asyncio.CancelledError:  # By the end of the front.
+                cut_off = True
+                raise
 
         try:
             answer = answer or await self._surely(generate)
