@@ -173,6 +173,8 @@ class JobsWorld:
     # What the cluster wants.
 
     def _carry_out(self, command: c.ClusterCommand) -> None:
+        if isinstance(command, c.ReleaseNode):  # Of drained nodes: nobody drains one here.
+            return
         job = self._jobs[command.job]
         match command:
             case c.ProfileJob():

@@ -398,6 +398,8 @@ class ModelledCluster:
             self.tell(e.TimePassed())
 
     def _carry_out(self, command: c.ClusterCommand) -> None:
+        if isinstance(command, c.ReleaseNode):  # Of drained nodes: nobody drains one here.
+            return
         member = self._members[command.job]
         match command:
             case c.StartJob():
