@@ -986,8 +986,8 @@ class EngineConfig(_Section):
         return base
 
 
-FLUSH_MAX_S = 1.0
-"""Longest that any token may stay in a worker: what a kill loses."""
+FLUSH_MIN_S, FLUSH_MAX_S = 0.001, 1.0
+"""Shortest and longest that a token may stay in a worker: what many small frames cost, and what a kill loses."""
 
 
 class SchedulerConfig(_Section):
@@ -1024,10 +1024,16 @@ class SchedulerConfig(_Section):
         "tokens", description="`responses`: workers send whole turns only, and what a lost one had begun is lost"
     )
     flush_interval_s: float = Field(
-        0.03, gt=0, le=FLUSH_MAX_S, description="longest a token stays in a worker, while the orchestrator has room"
+        0.03,
+        ge=FLUSH_MIN_S,
+        le=FLUSH_MAX_S,
+        description="longest a token stays in a worker, while the orchestrator has room",
     )
     flush_interval_max_s: float = Field(
-        0.25, gt=0, le=FLUSH_MAX_S, description="longest a token stays in a worker, however busy the orchestrator is"
+        0.25,
+        ge=FLUSH_MIN_S,
+        le=FLUSH_MAX_S,
+        description="longest a token stays in a worker, however busy the orchestrator is",
     )
 
     @model_validator(mode="after")
