@@ -43,6 +43,8 @@ FRONTS = 2
 HOLD_S = 20.0
 """Longest that a call waits for its first token, or for the run."""
 AGAIN_S = 0.05, 1.0
+LOST_ONE_IN = 16
+"""Answers of which one is lost with its front, before it was written."""
 PAUSES_S = 0.05, 0.5, 2.0
 VANISH_S = 0.01, 1.0
 REST_S = 8.0
@@ -107,7 +109,11 @@ class OutsideClient:
         self._version = 0
         """The newest that was answered to an offer."""
         self._written = 0
+        self._lost = set[int]()
+        """The seeds of requests whose answer was lost once, before it was written."""
         self._aborts: list[_Spell] = []
+        self._aborting: list[_Spell] = []
+        """Of offers that are not answered."""
         self._hold: _Spell | None = None
         """Since when no new turn begins, while that is so."""
         self._rests_until_ns = 0
@@ -213,7 +219,9 @@ class OutsideClient:
         """The answer, unless its front ends before it was written."""
         with ExitStack() as answering:
             answer = await run.generate(request, answering)
-            if self._chance.random() < 1 / 16:
+            assert request.seed is not None
+            if request.seed % LOST_ONE_IN == 0 and request.seed not in self._lost:
+                self._lost.add(request.seed)
                 raise FrontGone
             return answer
 
@@ -301,15 +309,16 @@ class OutsideClient:
     async def _offer(self, directory: Path) -> None:
         number, abort = self._written, self._chance.random() < 1 / 4
         offer = WeightsOffer(directory=directory, label=str(number), abort_running=abort, lasting=self._plan.lasting)
-        spell = self._spell() if abort else None
+        if abort:
+            self._aborting.append(self._spell())
         try:
             served: VersionRun = await self._surely(lambda run: run.offer(offer))
         except DoorRefused as refused:
             self._found(f"the offer of {directory.name} is refused: {refused}")
             return
-        finally:
-            if spell is not None:
-                spell.ended_ns = self._now_ns()
+        for spell in self._aborting:  # Of offers that were left, too: they go on, and this one came behind them.
+            spell.ended_ns = self._now_ns()
+        self._aborting.clear()
         known = self._directories.served.get(served.version, -1)
         if known < number:
             self._found(f"weights {number} were answered to be version {served.version}, which is weights {known}")
