@@ -21,6 +21,7 @@ from elastic.cli.options import AsJson, JobCommandIdOption, PoolsDirectory, grou
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
 from elastic.cli.supervise import keep_up
 from elastic.cli.tables import listing
+from elastic.cli.ticket import hand_out
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, pool_devices, save_pool
 from elastic.compose.runs import CLAIM, claimant, claimed, is_claimed, private
 from elastic.config import ConfigError, given_path
@@ -31,7 +32,6 @@ from elastic.pool.standing import JobStanding, NodeStanding
 from elastic.protocol.run_control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.protocol.tickets import TicketRefused
 from elastic.report.log_files import LogFollower
-from elastic.system.files import write_whole
 from elastic.system.supervision import start_detached
 
 T = TypeVar("T")
@@ -217,14 +217,8 @@ def mint_node_ticket(
     path = find_pool(name, directory)
     command_id = command_id or new_command_id()
     ticket = asked(PoolControl(path).ticket(label, minutes * 60, command_id), command_id)
-    content = msgspec.json.format(msgspec.json.encode(ticket)) + b"\n"
-    if output is not None:
-        write_whole(output, content)
-    elif not as_json:
-        typer.echo(content.decode(), nl=False)
-    if as_json:
-        told = {"pool": path.name, "node": ticket.node, "id": command_id, "file": output and str(output)}
-        emit(told | ({} if output else {"content": msgspec.to_builtins(ticket)}))
+    told = {"pool": path.name, "node": ticket.node, "id": command_id}
+    hand_out(ticket, output, told if as_json else None)
     say(f"the ticket for node {ticket.node} is good for one machine within {minutes:g} min; it is not shown again")
     say(f"there: elastic pool join --ticket-file {output or 'FILE'}")
     if not ticket.fingerprint:

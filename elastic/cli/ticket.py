@@ -3,7 +3,7 @@
 import socket
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -59,13 +59,7 @@ def _mint_ticket(
     minted = JoinTicket(
         run=run.name, join=endpoint.address, fingerprint=endpoint.fingerprint, ticket=terms.ticket, token=token
     )
-    content = msgspec.json.format(msgspec.json.encode(minted)) + b"\n"
-    if output is not None:
-        write_whole(output, content)
-    elif not as_json:
-        typer.echo(content.decode(), nl=False)
-    if as_json:
-        emit(_told(terms) | {"file": output and str(output)} | ({} if output else {"content": minted}))
+    hand_out(minted, output, _told(terms) if as_json else None)
     for line in (
         f"ticket {terms.ticket} is good for one worker within {valid_s / 60:g} min; it is not shown again",
         f"there: elastic worker --ticket-file {output or 'FILE'}",
@@ -75,6 +69,17 @@ def _mint_ticket(
         say(f"warning: {endpoint.address}, where the ticket's holder will dial, cannot be reached from here: {why}")
     if not endpoint.fingerprint:
         say("only workers on this machine can dial this run; others could with elastic run --listen HOST:PORT")
+
+
+def hand_out(ticket: msgspec.Struct, output: Path | None, told: dict[str, Any] | None) -> None:
+    """Write a ticket to its file, or print it: as it is, or as JSON with what is `told` of it."""
+    content = msgspec.json.format(msgspec.json.encode(ticket)) + b"\n"
+    if output is not None:
+        write_whole(output, content)
+    elif told is None:
+        typer.echo(content.decode(), nl=False)
+    if told is not None:
+        emit(told | {"file": output and str(output)} | ({} if output else {"content": ticket}))
 
 
 def unreachable(address: str) -> str:

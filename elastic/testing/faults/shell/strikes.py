@@ -358,7 +358,7 @@ def _strike_all(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
         case FaultKind.FULL_DISK:
             world.disk.full_until_ns = until_ns
         case FaultKind.KILL_FRONT:
-            return world.agents is not None and world.agents.kill_front(fault.target, fault.duration_s)
+            return world.agents is not None and world.agents.fronts.kill(fault.target, fault.duration_s)
         case FaultKind.KILL_ENVIRONMENT | FaultKind.HANG_ENVIRONMENT:
             return _strike_host(world, fault, until_ns)
         case FaultKind.ENVIRONMENT | FaultKind.FUNCTIONS:

@@ -20,6 +20,7 @@ from elastic.testing.faults.shell.agents.fronts import (
     FrontRefusal,
     Message,
     ModelFront,
+    ReplacedFronts,
     StreamTorn,
 )
 from elastic.testing.faults.shell.agents.record import AgentRecord
@@ -27,7 +28,6 @@ from elastic.testing.faults.shell.models import VOCABULARY
 
 T = TypeVar("T")
 
-FRONTS = 2
 DRIVER, STRANGER = "main", "stranger"
 POLICIES = ("critic",)
 """Names of the model besides its own."""
@@ -56,28 +56,12 @@ class Agents:
         self._groups = groups
         self._scored = scored
         self._found = found
-        self._fronts: list[ModelFront] = []
+        self.fronts = ReplacedFronts(lambda: ModelFront(self.record, self._found))
         self._numbers = itertools.count()
 
     async def live(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._fronts = [self._new_front() for _ in range(FRONTS)]
+        self.fronts.begin()
         await asyncio.gather(*(self._drive() for _ in range(self._groups)))
-
-    def _new_front(self) -> ModelFront:
-        return ModelFront(self.record, self._found)
-
-    def kill_front(self, which: float, down_s: float) -> bool:
-        """Kill a front; another one takes its place after a while. Returns whether there was one."""
-        place = int(which * FRONTS)
-        if not self._fronts or not self._fronts[place].alive:
-            return False
-        self._loop.call_soon(self._fronts[place].kill)
-        self._loop.call_later(down_s, self._begin_front, place)
-        return True
-
-    def _begin_front(self, place: int) -> None:
-        self._fronts[place] = self._new_front()
 
     # The driver
 
@@ -113,7 +97,7 @@ class Agents:
         Raises `Over`, and `FrontRefusal` for what cannot be.
         """
         while True:
-            front = self._chance.choice(self._fronts)
+            front = self._chance.choice(self.fronts.all)
             try:
                 return await ask(front)
             except (FrontGone, StreamTorn):

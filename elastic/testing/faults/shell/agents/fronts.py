@@ -6,7 +6,7 @@ A front can be killed with all its streams: the run sees its connection break, i
 import asyncio
 from collections.abc import Callable, Coroutine
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from elastic.testing.faults.shell.network import WorldTransport
 
 T = TypeVar("T")
 
+FRONTS = 2
 ADDRESS, PORT = "10.0.0.1", 39_999
 HOLD_S = 20.0
 """Longest that a call waits for its first token."""
@@ -158,6 +159,34 @@ class LinkedFront:
         if call.cancelled():
             raise FrontGone
         return call.result()
+
+
+FrontT = TypeVar("FrontT", bound=LinkedFront)
+
+
+class ReplacedFronts(Generic[FrontT]):
+    """The fronts that clients of a run share. There are none before `begin`; who is killed has a successor."""
+
+    def __init__(self, make: Callable[[], FrontT]) -> None:
+        self.all: list[FrontT] = []
+        self._make = make
+
+    def begin(self) -> None:
+        """On the loop of the clients."""
+        self._loop = asyncio.get_running_loop()
+        self.all = [self._make() for _ in range(FRONTS)]
+
+    def kill(self, which: float, down_s: float) -> bool:
+        """Kill a front; another one takes its place after a while. Returns whether there was one."""
+        place = int(which * FRONTS)
+        if not self.all or not self.all[place].alive:
+            return False
+        self._loop.call_soon(self.all[place].kill)
+        self._loop.call_later(down_s, self._replace, place)
+        return True
+
+    def _replace(self, place: int) -> None:
+        self.all[place] = self._make()
 
 
 class ModelFront(LinkedFront):

@@ -32,14 +32,13 @@ from elastic.front.doors.base import (
 )
 from elastic.front.doors.served import LinkedRun
 from elastic.runtime.episodes import stable_hash
-from elastic.testing.faults.shell.agents.fronts import FrontGone, LinkedFront
+from elastic.testing.faults.shell.agents.fronts import FrontGone, LinkedFront, ReplacedFronts
 from elastic.testing.faults.shell.models import STOP, VOCABULARY, logprob_of, turn_tokens
 from elastic.testing.faults.shell.outside.directories import OutsideDirectories
 from elastic.testing.faults.shell.outside.plan import OutsidePlan
 
 T = TypeVar("T")
 
-FRONTS = 2
 HOLD_S = 20.0
 """Longest that a call waits for its first token, or for the run."""
 AGAIN_S = 0.05, 1.0
@@ -105,7 +104,7 @@ class OutsideClient:
         self._directories = directories
         self._now_ns = now_ns
         self._found = found
-        self._fronts: list[DoorFront] = []
+        self.fronts = ReplacedFronts(DoorFront)
         self._version = 0
         """The newest that was answered to an offer."""
         self._written = 0
@@ -125,26 +124,13 @@ class OutsideClient:
 
     async def live(self) -> None:
         """Until all directories are offered and nothing goes wrong any more, and a little longer."""
-        self._loop = asyncio.get_running_loop()
-        self._fronts = [DoorFront() for _ in range(FRONTS)]
+        self.fronts.begin()
         await asyncio.gather(self._train(), *(self._ask_on() for _ in range(self._plan.askers)))
-
-    def kill_front(self, which: float, down_s: float) -> bool:
-        """Kill a front; another one takes its place after a while. Returns whether there was one."""
-        place = int(which * FRONTS)
-        if not self._fronts or not self._fronts[place].alive:
-            return False
-        self._loop.call_soon(self._fronts[place].kill)
-        self._loop.call_later(down_s, self._begin_front, place)
-        return True
-
-    def _begin_front(self, place: int) -> None:
-        self._fronts[place] = DoorFront()
 
     async def _surely(self, ask: Callable[[LinkedRun], Coroutine[Any, Any, T]]) -> T:
         """Ask until there is an answer. Raises `DoorRefused` where asking again cannot help."""
         while True:
-            front = self._chance.choice(self._fronts)
+            front = self._chance.choice(self.fronts.all)
             try:
                 return await front.attended(ask(front.run))
             except FrontGone:

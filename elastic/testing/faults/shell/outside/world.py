@@ -68,7 +68,7 @@ class OutsideWorld(World):
 
     def strike(self, fault: Fault) -> bool:
         if fault.kind is FaultKind.KILL_FRONT:
-            return self.client.kill_front(fault.target, fault.duration_s)
+            return self.client.fronts.kill(fault.target, fault.duration_s)
         return strike(self, fault)
 
     def _begin_worker(self, name: str, bought: Ticket, trains: bool) -> Process:
