@@ -144,7 +144,10 @@ class PoolLimits(_PoolPart):
     orphan_s: float = Field(120.0, gt=0, description="after which a keeper without its pool ends, and its residents")
     measure_s: float = Field(5.0, gt=0, description="between two measurements of host memory")
     stall_s: float = Field(
-        30.0, ge=1, description="in which a resident that is up says nothing; then it hangs, and is killed"
+        30.0,
+        ge=1,
+        description="in which a resident that is up says nothing, or three times as long as it has lately been silent "
+        "before it went on, at most ten times this; then it hangs, and is killed",
     )
     still_s: float = Field(
         1.5,

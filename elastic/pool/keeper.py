@@ -34,7 +34,7 @@ from elastic.pool.keeper_state import (
     Untaken,
     WakeupDue,
 )
-from elastic.pool.stillness import Stillness
+from elastic.pool.stillness import Silence, Stillness
 from elastic.protocol.connection import ConnectionLost, Greeting, SessionRefused, dial, over_socket
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.devices import DeviceName, faults, visible
@@ -332,28 +332,35 @@ class Keeper:
                 message = await link.receive()
                 if isinstance(message, w.Warm) and not resident.began:
                     resident.began = True
-                    if resident.limits.stall_s:  # It may take long to start, and says nothing meanwhile.
-                        link.watch(resident.limits.stall_s)
+                    if resident.limits.stall_s:
+                        link.beat(w.StillHere(), resident.limits.stall_s / 3)
                 with self._isolated.attempt(f"message of {resident.order.job}"):
                     self._heed(ResidentSaid(resident.order.job, message))
         except ConnectionLost as loss:
             resident.silent = resident.silent or str(loss)
 
     async def _look(self, resident: _OwnResident, pid: int) -> None:
-        """Cut a resident off that is up, says nothing and does nothing."""
-        link, still_s = resident.link, resident.limits.still_s
-        if link is None or not still_s:
+        """Cut a resident off that is up and hangs."""
+        link, (stall_s, still_s) = resident.link, resident.limits
+        if link is None or not resident.limits.beat_s:
             return
-        stillness, heard_s = Stillness(still_s), link.heard_s
+        silence, stillness, heard_s = Silence(stall_s), Stillness(still_s), link.heard_s
         while link.open:
-            await asyncio.sleep(still_s / 6)
-            now_s = _now_s()
-            if not resident.began or link.heard_s != heard_s:
+            await asyncio.sleep(resident.limits.beat_s / 2)
+            now_s, for_s, what = _now_s(), 0.0, "said nothing"
+            if not resident.began:  # It may take long to start, and says nothing meanwhile.
+                silence = Silence(stall_s, now_s, now_s)
+                continue
+            if stall_s:
+                for_s = silence.hangs(link.heard_s, now_s)
+            if link.heard_s != heard_s:
                 heard_s = link.heard_s
                 stillness.spoke(now_s)
-            elif for_s := stillness.hangs(used_ticks(pid), partial(is_due, pid), now_s):
+            elif still_s and not for_s:
+                for_s, what = stillness.hangs(used_ticks(pid), partial(is_due, pid), now_s), f"{what} and done nothing"
+            if for_s:
                 resident.hangs = True
-                resident.silent = f"it hangs: for {for_s:.1f} s it has said nothing and done nothing"
+                resident.silent = f"it hangs: for {for_s:.1f} s it has {what}"
                 link.abort()
 
     async def _measure(self, every_s: float) -> None:

@@ -324,7 +324,7 @@ class KeeperWelcome(_PoolMessage, frozen=True):
     orphan_s: Seconds
     measure_s: Seconds
     stall_s: Seconds = 0.0
-    """After which a resident that says nothing is ended; 0 for never."""
+    """After which a resident that says nothing is ended, at the least; 0 for never."""
     still_s: Seconds = 0.0
     """The same of a resident that neither uses a processor nor waits for one, at the least."""
 

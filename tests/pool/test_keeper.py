@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -99,7 +100,10 @@ async def test_a_worker_is_told_of_its_node_s_site_and_residents_of_what_their_j
 
 @pytest.mark.parametrize(
     ("silence", "cause"),
-    [((1.5, 0.0), "was silent for 1.5 s"), ((60.0, 0.6), "it hangs: for 0.")],
+    [
+        ((1.5, 0.0), r"it hangs: for [12]\.\d s it has said nothing$"),
+        ((60.0, 0.6), r"it hangs: for 0\..* done nothing$"),
+    ],
     ids=["silent", "still"],
 )
 async def test_a_resident_that_says_nothing_is_ended_and_one_that_lives_is_not(
@@ -119,7 +123,7 @@ async def test_a_resident_that_says_nothing_is_ended_and_one_that_lives_is_not(
         gone = await node.link.receive()
         assert isinstance(gone, w.ResidentGone)
         assert gone.job == "hangs"
-        assert cause in gone.cause
+        assert re.search(cause, gone.cause)
         assert not hangs.is_running()
         assert lives.is_running()
         node.link.send(w.EndResident("lives", "it has lived"))

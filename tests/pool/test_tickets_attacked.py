@@ -57,7 +57,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[PoolControl]:
         await serving
 
 
-def hello(ticket: NodeTicket, machine: w.NodeMachine = MACHINE, **changes: object) -> w.KeeperHello:
+def hello(ticket: NodeTicket, machine: w.NodeMachine | None = MACHINE, **changes: object) -> w.KeeperHello:
     version = w.POOL_PROTOCOL_VERSION
     said = w.KeeperHello(version, ticket.node, ticket.token, 1, devices=("cpu:0",), machine=machine)
     return msgspec.structs.replace(said, **changes)
@@ -75,7 +75,7 @@ async def rollout_nodes(control: PoolControl) -> list[NodeStanding]:
 
 async def test_a_second_process_as_the_same_node_waits_until_the_first_is_gone(tmp_path: Path) -> None:
     async with serving(tmp_path / "pool") as control:
-        ticket, sessions = await control.ticket("", 600), list[str]()
+        ticket, sessions = await control.ticket("", 600), asyncio.Queue[str]()
         known = KeeperTicket(
             endpoint=Endpoint(ticket.join),
             pool=ticket.pool,
@@ -85,10 +85,9 @@ async def test_a_second_process_as_the_same_node_waits_until_the_first_is_gone(t
             devices=("cpu:0",),
             machine=MACHINE,
         )
-        first = asyncio.create_task(Keeper(known, let_in=sessions.append).run())
-        while not sessions:
-            await asyncio.sleep(0.01)
-        again = hello(ticket, token=sessions[0], machine=OTHER)
+        first = asyncio.create_task(Keeper(known, let_in=sessions.put_nowait).run())
+        session = await sessions.get()
+        again = hello(ticket, token=session, machine=OTHER)
         for second in (again, msgspec.structs.replace(again, machine=MACHINE)):
             with pytest.raises(SessionRefused, match=r"rollout-1 is there already, as process \d+ on one") as refused:
                 await say(ticket, second, within_s=0.3)
@@ -100,7 +99,7 @@ async def test_a_second_process_as_the_same_node_waits_until_the_first_is_gone(t
         waiting = asyncio.create_task(say(ticket, again, within_s=20.0))
         first.cancel()
         link, welcome = await waiting
-        assert welcome.session == sessions[0]
+        assert welcome.session == session
         (node,) = await rollout_nodes(control)
         assert node.machine is not None
         assert (node.name, node.keeper.up, node.machine.host) == ("rollout-1", True, "other")
