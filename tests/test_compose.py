@@ -209,15 +209,6 @@ class TestJournalsOfARun:
         (run.path / "journal.x.sqlite").touch()
         assert self.names(run) == ["journal.sqlite", "journal.2.sqlite", "journal.9.sqlite", "journal.10.sqlite"]
 
-    def test_those_that_were_moved_come_first(self, run: RunDirectory) -> None:
-        for name in ("journal-10.sqlite", "journal-2.sqlite", "journal-1.sqlite", "journal.sqlite"):
-            (run.path / name).touch()
-        assert self.names(run) == ["journal-1.sqlite", "journal-2.sqlite", "journal-10.sqlite", "journal.sqlite"]
-        later = run.next_journal_path()
-        later.touch()
-        assert later.name == "journal.5.sqlite"
-        assert self.names(run)[-1] == later.name
-
     def test_no_journal_is_named(self, run: RunDirectory) -> None:
         with pytest.raises(JournalError, match=r"journal\.sqlite: no such journal"):
             run.newest_journal()

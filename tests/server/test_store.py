@@ -1,5 +1,6 @@
 """The store: the tables are those of the migrations, and a transaction is whole or nothing."""
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -12,9 +13,10 @@ from alembic.runtime.migration import MigrationContext
 
 from elastic.server.serving import first_key, open_store
 from elastic.server.settings import ServerSettings
-from elastic.server.store import Store, StoreError, StoreUnavailable, migrate, people
+from elastic.server.store import Store, StoreError, StoreUnavailable, migrate, people, revisions
 from elastic.server.store.migrations import versions
 from elastic.server.store.tables import metadata
+from tests.server import kept_tables
 
 CHAIN = re.compile(r'^revision = "(\d+)"\ndown_revision = (.*)$', re.MULTILINE)
 
@@ -27,18 +29,32 @@ def store(tmp_path: Path, new_database: Callable[[Path], str]) -> Iterator[Store
     made.close()
 
 
-def test_migrations_make_the_tables_that_are_used(store: Store) -> None:
+@pytest.mark.parametrize("revision", kept_tables.revisions())
+def test_databases_of_every_revision_get_the_tables_that_are_used(
+    tmp_path: Path, new_database: Callable[[Path], str], revision: str
+) -> None:
+    """Whoever changes a table adds a revision that changes databases which exist."""
+    with contextlib.closing(Store(new_database(tmp_path))) as store:
+        with store.writing() as tx:
+            kept_tables.make_tables(tx, revision)
+        migrate(store)
+        with store.reading() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+
+def test_a_new_database_is_of_the_last_revision(store: Store) -> None:
     with store.reading() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        assert revisions(connection) == (kept_tables.revisions()[-1],) * 2
     migrate(store)
 
 
 def test_revisions_are_one_chain() -> None:
-    """Each follows the one whose number is before its own, so that whoever adds one sees who else did."""
+    """Each follows the one whose number is before its own, so that whoever adds one sees who else did. The tables that
+    each made are kept."""
     files = sorted(Path(versions.__file__).parent.glob("0*.py"))
     said = [(one[1], one[2]) for one in (CHAIN.search(file.read_text()) for file in files) if one is not None]
     numbers = [f"{number:04}" for number in range(1, len(files) + 1)]
-    assert [file.name[:4] for file in files] == numbers
+    assert [file.name[:4] for file in files] == numbers == kept_tables.revisions()
     assert said == list(zip(numbers, ["None", *(f'"{one}"' for one in numbers)], strict=False))
 
 

@@ -82,8 +82,7 @@ class JournalReader:
     """Read-only access to a journal, also while the run writes it. What cannot be read raises `JournalError`.
 
     Of a journal that a killed process has left SQLite makes an index first; without room for that, or without
-    descriptors, it is an `OSError`, for the journal is sound. One of an earlier schema version is read as if it were of
-    the present one.
+    descriptors, it is an `OSError`, for the journal is sound. One of another schema version is refused by its number.
     """
 
     def __init__(self, path: Path) -> None:

@@ -15,15 +15,12 @@ from elastic.runtime.journal.writer import SqliteJournal
 from elastic.system.files import write_whole
 
 JOURNAL = "journal.sqlite"
-"""The first incarnation's journal. The second's is `journal.2.sqlite`, and so on; none is ever moved.
-
-Before schema version 2 the latest had this name, and moved to `journal-1.sqlite` and so on when the run was resumed."""
+"""The first incarnation's journal. The second's is `journal.2.sqlite`, and so on; none is ever moved."""
 CONFIG = "config.json"
 """The file that makes a directory a run's."""
 START = "start"
 """The file in which a run notes when it began, in nanoseconds since 1970: files' times change, and clocks are set."""
 _LATER = re.compile(r"journal\.(\d+)\.sqlite")
-_MOVED = re.compile(r"journal-(\d+)\.sqlite")
 BESIDE = ("-wal", "-shm")
 """Files that SQLite keeps beside an open journal."""
 
@@ -83,14 +80,14 @@ class RunDirectory:
     def journal_paths(self) -> list[Path]:
         """The journals of its incarnations, the first one's first."""
         first = [self.path / JOURNAL] if (self.path / JOURNAL).exists() else []
-        return [*self._numbered(_MOVED).values(), *first, *self._numbered(_LATER).values()]
+        return [*first, *self._later().values()]
 
     def next_journal_path(self) -> Path:
         """Return the path of the next incarnation's journal, which does not exist yet."""
-        numbers = list(self._numbered(_LATER))
-        if not numbers and not (self.path / JOURNAL).exists():
+        later = self._later()
+        if not later and not (self.path / JOURNAL).exists():
             return self.path / JOURNAL
-        return self.path / f"journal.{max([len(self._numbered(_MOVED)) + 1, *numbers]) + 1}.sqlite"
+        return self.path / f"journal.{max(later, default=1) + 1}.sqlite"
 
     @contextmanager
     def journals(self, reader: type[JournalReader] = JournalReader) -> Iterator[Sequence[JournalReader]]:
@@ -129,9 +126,9 @@ class RunDirectory:
         for suffix in ("", *BESIDE):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 
-    def _numbered(self, pattern: re.Pattern[str]) -> dict[int, Path]:
-        """Journals by the number in their names, in order."""
-        found = {int(m[1]): p for p in self.path.glob("journal*") if (m := pattern.fullmatch(p.name))}
+    def _later(self) -> dict[int, Path]:
+        """The journals after the first one, by the numbers in their names, in order."""
+        found = {int(m[1]): p for p in self.path.glob("journal.*") if (m := _LATER.fullmatch(p.name))}
         return dict(sorted(found.items()))
 
 

@@ -1,4 +1,5 @@
-"""The store's tables. A change of these is a new revision in `migrations/versions`.
+"""The store's tables. A change of these is a new revision in `migrations/versions`, and `tests/server/kept_tables.py`
+keeps the tables that the revision makes.
 
 Times are microseconds since 1970, so that they sort, compare and fit both databases alike.
 """
