@@ -1,7 +1,7 @@
 """The resources of the hosted control API, as the server sends them and the client reads them.
 
-Money is in dollars, times are RFC 3339 in UTC, durations are in seconds. The client ignores unknown fields, so that an
-older one reads what a newer server sends.
+Money is in dollars, times are RFC 3339 in UTC, durations are in seconds. The examples of fields are those of the API's
+description. The client ignores unknown fields, so that an older one reads what a newer server sends.
 """
 
 import json
@@ -16,6 +16,20 @@ T = TypeVar("T")
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME)]
+_ULID = "01JD3K5T7WQ8M2N4P6R8S0V2X4"
+RunId = Annotated[str, Field(examples=[f"run_{_ULID}"])]
+ProjectId = Annotated[str, Field(examples=[f"proj_{_ULID}"])]
+KeyId = Annotated[str, Field(examples=[f"key_{_ULID}"])]
+RequestId = Annotated[str, Field(examples=[f"req_{_ULID}"])]
+WebhookId = Annotated[str, Field(examples=[f"hook_{_ULID}"])]
+UploadId = Annotated[str, Field(examples=[f"upl_{_ULID}"])]
+Timestamp = Annotated[str, Field(examples=["2026-11-22T08:00:00Z"])]
+PoolName = Annotated[str, Field(examples=["lab"])]
+GroupName = Annotated[str, Field(examples=["group-1"])]
+ProviderName = Annotated[str, Field(examples=["spot"])]
+AccountSeconds = Annotated[dict[str, float], Field(examples=[{"decode": 31.2, "idle": 2.0}])]
+_CONFIG = {"run": {"name": "frozenlake", "steps": 100}, "model": {"checkpoint": ".cache/frozenlake-base"}}
+ShownConfig = Annotated[dict[str, Any], Field(examples=[_CONFIG])]
 
 
 def _integral(value: object) -> object:
@@ -92,8 +106,10 @@ YesNo = Annotated[bool, Field(strict=True)]
 Gpus = Annotated[Whole, Field(ge=0, le=1_000_000)]
 Usd = Annotated[Number, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Budget = Annotated[Usd, Field(gt=0)]
-Caps = Annotated[dict[Name, Gpus], Field(max_length=32)]
-Labels = Annotated[dict[Name, Annotated[str, Field(max_length=256)]], Field(max_length=32)]
+Caps = Annotated[dict[Name, Gpus], Field(max_length=32, examples=[{"spot": 2}])]
+Labels = Annotated[
+    dict[Name, Annotated[str, Field(max_length=256)]], Field(max_length=32, examples=[{"team": "agents"}])
+]
 UnixUser = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")]
 
 
@@ -113,6 +129,9 @@ class AccessRole(StrEnum):
     VIEWER = "viewer"
     RUNNER = "runner"
     ADMIN = "admin"
+
+
+Role = Annotated[AccessRole, Field(examples=["runner"])]
 
 
 class RunPhase(StrEnum):
@@ -137,11 +156,11 @@ ALIVE = frozenset({RunPhase.STARTING, RunPhase.RUNNING, RunPhase.STOPPING})
 class Condition(_Resource):
     """One thing that holds of a run, does not, or is not known. `reason` is for programs, `message` for people."""
 
-    type: str
-    status: Literal["True", "False", "Unknown"]
-    reason: str
-    message: str
-    lastTransitionTime: str
+    type: str = Field(examples=["CapacityAvailable"])
+    status: Literal["True", "False", "Unknown"] = Field(examples=["False"])
+    reason: str = Field(examples=["Preempted"])
+    message: str = Field(examples=["its workers were taken away; the trainer goes on alone"])
+    lastTransitionTime: Timestamp
     observedGeneration: int
 
 
@@ -214,13 +233,16 @@ class RunFigures(_Resource):
     trajectories_running: int = 0
     queued_turns: int = 0
     trainer: str = ""
-    phase: str = ""
+    phase: str = Field(default="", examples=["running"])
     cpu_share: float = 0.0
     core_share: float = 0.0
     flush_interval_s: float = 0.0
     late_share: float | None = None
     pacing_holds: bool = True
-    providers: dict[str, ProviderFigures] = {}
+    providers: dict[str, ProviderFigures] = Field(
+        default={},
+        examples=[{"spot": {"ready": 2, "booting": 1, "tokens": 40312, "usd": 0.31, "usd_per_hour": 5.32}}],
+    )
     conditions: list[FigureCondition] = []
     budget: BudgetFigures | None = None
     evaluation: EvaluationFigures | None = None
@@ -229,23 +251,23 @@ class RunFigures(_Resource):
 class HostedRun(_Resource):
     """A run on the server. `generation` counts changes of what is wanted of it; conditions name the one they saw."""
 
-    id: str
+    id: RunId
     object: Literal["run"] = "run"
-    project: str
-    name: str
-    phase: RunPhase
+    project: ProjectId
+    name: str = Field(examples=["frozenlake"])
+    phase: RunPhase = Field(examples=["running"])
     conditions: list[Condition]
     generation: int
-    providers: list[str]
+    providers: list[str] = Field(examples=[["serving", "spot"]])
     figures: RunFigures
     budget_usd: float | None = None
-    caps: dict[str, int] = {}
-    labels: dict[str, str] = {}
+    caps: dict[str, int] = Field(default={}, examples=[{"spot": 2}])
+    labels: dict[str, str] = Field(default={}, examples=[{"team": "agents"}])
     restarts: int
     max_restarts: int
     cause: str = ""
-    created_at: str
-    created_by: str
+    created_at: Timestamp
+    created_by: KeyId
     started_at: str | None = None
     ended_at: str | None = None
 
@@ -254,15 +276,15 @@ class HostedRunDetail(HostedRun):
     """A run with its whole configuration, which names files as submissions do. `differences` are the values that are
     not the defaults, by their keys, such as `run.steps`."""
 
-    config: dict[str, Any]
+    config: ShownConfig
     differences: dict[str, Any] = {}
 
 
 class Submission(_RequestBody):
     """A run to be started: the sections of a configuration file, and the providers to use of it."""
 
-    config: RunSections
-    providers: list[Name] = Field(default=[], max_length=32)
+    config: RunSections = Field(examples=[_CONFIG])
+    providers: list[Name] = Field(default=[], max_length=32, examples=[["serving", "spot"]])
     project: str | None = Field(
         default=None, max_length=64, description="for keys of no project: where the run belongs"
     )
@@ -275,7 +297,7 @@ class Submission(_RequestBody):
 class WouldAcquire(_Resource):
     """What a run would hold of one provider at most, and what that costs."""
 
-    provider: str
+    provider: ProviderName
     max_workers: int
     gpus_per_worker: int
     usd_per_gpu_hour: float | None
@@ -289,7 +311,7 @@ class DryRun(_Resource):
     """
 
     object: Literal["dry_run"] = "dry_run"
-    config: dict[str, Any]
+    config: ShownConfig
     would_acquire: list[WouldAcquire]
     would_call: dict[str, Any] | None
     usd_per_hour_max: float
@@ -324,7 +346,7 @@ class RunBudget(_Resource):
     """
 
     object: Literal["budget"] = "budget"
-    run: str
+    run: RunId
     budget_usd: float | None
     allotted_usd: float | None = Field(default=None, description="of its project's budget, so far; null without one")
     usd: float
@@ -338,7 +360,7 @@ class Listed(_Resource, Generic[T]):
     """A page of a list, newest first. The next one begins `starting_after` the id of the last entry."""
 
     object: Literal["list"] = "list"
-    url: str
+    url: str = Field(examples=["/v1/…"])
     data: list[T]
     has_more: bool
 
@@ -422,7 +444,7 @@ class Metrics(_Resource):
     """A run's series: finished steps, evaluations, and how it stood at moments in between."""
 
     object: Literal["metrics"] = "metrics"
-    run: str
+    run: RunId
     steps: list[StepMetrics]
     evaluations: list[EvaluationMetrics] = []
     samples: list[RunFigures]
@@ -433,7 +455,7 @@ class HostedAgents(_Resource):
     that of who only chats with its policy."""
 
     object: Literal["agents"] = "agents"
-    run: str
+    run: RunId
     base_url: str = Field(description="OPENAI_BASE_URL")
     driver: str | None = None
     key: str | None = Field(default=None, description="OPENAI_API_KEY of this driver, which opens trajectories")
@@ -447,10 +469,10 @@ class HostedTrajectory(_Resource):
     besides.
     """
 
-    id: str
+    id: str = Field(examples=["s41g3m2"])
     object: Literal["trajectory"] = "trajectory"
     step: int
-    group: str
+    group: str = Field(examples=["s41g3"])
     environment: str = ""
     reward: float | None
     rewards: dict[str, float] = {}
@@ -501,7 +523,7 @@ class HostedContext(_Resource):
     logprobs: list[float]
     versions: list[int]
     left_out_tokens: int = 0
-    text: str | None = None
+    text: str | None = Field(default=None, examples=["^SFD"])
     pieces: list[str] | None = None
     messages: list[HostedMessage] | None = None
     left_out_messages: int = 0
@@ -527,11 +549,11 @@ class HostedTrajectoryDetail(HostedTrajectory, HostedContext):
 class Checkpoint(_Resource):
     """A checkpoint of the trainer."""
 
-    id: str
+    id: str = Field(examples=["00000040"])
     object: Literal["checkpoint"] = "checkpoint"
     version: int
     bytes: int
-    created_at: str
+    created_at: Timestamp
 
 
 class HostedWorker(_Resource):
@@ -541,10 +563,10 @@ class HostedWorker(_Resource):
     while it has not. One that was `lost` was taken away, or left because its time was over.
     """
 
-    id: str
+    id: str = Field(examples=["spot-l9-0"])
     object: Literal["worker"] = "worker"
-    lease: str
-    provider: str
+    lease: str = Field(examples=["spot-l9"])
+    provider: ProviderName
     gpus: int
     usd_per_gpu_hour: float
     opened_s: float
@@ -553,27 +575,27 @@ class HostedWorker(_Resource):
     closed_s: float | None
     cause: str = ""
     lost: bool = False
-    accounts_s: dict[str, float]
+    accounts_s: AccountSeconds
 
 
 class HostedLease(_Resource):
     """A lease that a run has, or had: its workers, its time and what it cost."""
 
-    id: str
+    id: str = Field(examples=["spot-l9"])
     object: Literal["lease"] = "lease"
-    provider: str
-    workers: list[str]
+    provider: ProviderName
+    workers: list[str] = Field(examples=[["spot-l9-0"]])
     gpus: int
     opened_s: float
     closed_s: float | None
     usd: float
-    cause: str
+    cause: str = Field(examples=["preempted"])
 
 
 class ProviderKind(_Resource):
     """A kind of provider that is installed, and how it is doing in the runs that go on."""
 
-    id: str
+    id: str = Field(examples=["spot-replay"])
     object: Literal["provider"] = "provider"
     settings: dict[str, Any] = Field(description="JSON schema of what a configuration may say of it")
     gpus: int | None = Field(default=None, description="that all runs share by their projects' weights, where limited")
@@ -589,9 +611,9 @@ class HostedNode(_Resource):
 
     name: str
     phase: str
-    group: str | None
+    group: GroupName | None
     account: str
-    accounts_s: dict[str, float]
+    accounts_s: AccountSeconds
     job: str | None
 
 
@@ -635,7 +657,7 @@ class HostedPool(_Resource):
     there is no more than that they are there.
     """
 
-    id: str
+    id: PoolName
     object: Literal["pool"] = "pool"
     away: bool
     now_s: float | None = None
@@ -650,18 +672,18 @@ class HostedPool(_Resource):
 class HostedJob(_Resource):
     """A job on a pool. `slo` is the largest slowdown that it accepts, `planned_slowdown` that of its group's cycle."""
 
-    id: str
+    id: str = Field(examples=[f"job_{_ULID}"])
     object: Literal["job"] = "job"
-    pool: str
-    project: str | None = Field(description="null for one that was not submitted here")
-    state: str
-    reason: str
+    pool: PoolName
+    project: ProjectId | None = Field(description="null for one that was not submitted here")
+    state: str = Field(examples=["running"])
+    reason: str = Field(examples=["its residents are up"])
     queue_place: int | None = Field(default=None, description="its place among those that wait for room, from 1")
     slo: float
     planned_slowdown: float | None
     steps: int
     steps_done: int
-    group: str | None
+    group: GroupName | None
     rollout: list[str]
     train: list[str]
     moves: int
@@ -673,8 +695,12 @@ class HostedJob(_Resource):
 class JobSubmission(_RequestBody):
     """A run that is to be a job of a pool: what it asks for is in its `job` section. Scripts are not taken here."""
 
-    config: RunSections
-    providers: list[Name] = Field(default=[], max_length=32, description="its own besides the pool; not planned with")
+    config: RunSections = Field(
+        examples=[{**_CONFIG, "job": {"slo": 1.5, "rollout_memory_gb": 2.0, "train_memory_gb": 4.0}}]
+    )
+    providers: list[Name] = Field(
+        default=[], max_length=32, description="its own besides the pool; not planned with", examples=[["spot"]]
+    )
     slo: Number | None = Field(default=None, ge=1, le=1e6, allow_inf_nan=False, description="in place of job.slo")
     project: str | None = Field(
         default=None, max_length=64, description="for keys of no project: where the job belongs"
@@ -684,7 +710,7 @@ class JobSubmission(_RequestBody):
 class HostedPlace(_Resource):
     """A place for a job: in a group, or in a new one where it is null. Its `members` are told to keys of no project."""
 
-    group: str | None
+    group: GroupName | None
     how: str
     rollout: list[str]
     new_rollout: int
@@ -698,7 +724,7 @@ class HostedPlace(_Resource):
 class HostedRefusal(_Resource):
     """Why a job cannot join a group."""
 
-    group: str
+    group: GroupName
     reason: str
     needed: float
     allowed: float
@@ -708,7 +734,7 @@ class JobPlacement(_Resource):
     """Where a job would go now, and for each group why not. `placement` is null where it would be queued (`why`)."""
 
     object: Literal["job_placement"] = "job_placement"
-    pool: str
+    pool: PoolName
     slo: float
     placement: HostedPlace | None
     refusals: list[HostedRefusal]
@@ -718,11 +744,11 @@ class JobPlacement(_Resource):
 class Project(_Resource):
     """What runs, keys and files belong to; one sees nothing of another."""
 
-    id: str
+    id: ProjectId
     object: Literal["project"] = "project"
-    name: str
+    name: str = Field(examples=["agents"])
     unix_user: str | None
-    created_at: str
+    created_at: Timestamp
 
 
 class QuotaUse(_Resource):
@@ -749,7 +775,7 @@ class ProjectQuota(_Resource):
     `gpus` is by kind of provider; `trainer` stands for the devices of its runs' trainers."""
 
     object: Literal["quota"] = "quota"
-    project: str
+    project: ProjectId
     gpus: dict[str, int]
     runs: int | None
     usd_per_day: float | None
@@ -789,7 +815,7 @@ class RetentionPolicy(_Resource):
     run cannot go on; its report stays."""
 
     object: Literal["retention"] = "retention"
-    scope: str
+    scope: ProjectId
     runs_days: int | None
     trajectories_days: int | None
     checkpoints_days: int | None
@@ -810,22 +836,22 @@ class RetentionChange(_RequestBody):
 class RetentionItem(_Resource):
     """What of one run would go."""
 
-    run: str
-    name: str
-    project: str
-    ended_at: str
-    removes: list[str]
+    run: RunId
+    name: str = Field(examples=["frozenlake"])
+    project: ProjectId
+    ended_at: Timestamp
+    removes: list[str] = Field(examples=[["checkpoints", "logs"]])
     bytes: int
 
 
 class RetentionUpload(_Resource):
     """An upload that would go, since nobody has used it, or nothing has come of it, for long."""
 
-    upload: str
-    name: str
-    project: str
+    upload: UploadId
+    name: str = Field(examples=["frozenlake"])
+    project: ProjectId
     state: Literal["open", "ready"]
-    last_used_at: str
+    last_used_at: Timestamp
     bytes: int
 
 
@@ -840,14 +866,16 @@ class RetentionPlan(_Resource):
 
 
 class NewProject(_RequestBody):
-    name: Name
+    name: Name = Field(examples=["agents"])
     unix_user: UnixUser | None = Field(
-        default=None, description="whose processes its runs are; needs a runner that is root"
+        default=None,
+        description="whose processes its runs are; needs a runner that is root",
+        examples=["elastic-agents"],
     )
 
 
 class ProjectChange(_RequestBody):
-    name: Name | None = None
+    name: Name | None = Field(default=None, examples=["agents-2"])
     unix_user: UnixUser | None = None
 
 
@@ -857,23 +885,23 @@ Email = Annotated[str, Field(pattern=r"^[!-?A-~]{1,64}@[A-Za-z0-9.-]{1,180}$")]
 class ProjectMember(_Resource):
     """A person in a project. `source` says whether an admin made them a member, or a claim as they signed in."""
 
-    id: str
+    id: str = Field(examples=[f"mem_{_ULID}"])
     object: Literal["member"] = "member"
-    project: str
-    email: str | None
-    name: str
-    role: AccessRole
+    project: ProjectId
+    email: str | None = Field(examples=["ada@example.com"])
+    name: str = Field(examples=["Ada"])
+    role: Role
     source: Literal["given", "sign-in"]
-    created_at: str
+    created_at: Timestamp
 
 
 class NewMember(_RequestBody):
-    email: Email
-    role: AccessRole = AccessRole.RUNNER
+    email: Email = Field(examples=["ada@example.com"])
+    role: Role = AccessRole.RUNNER
 
 
 class MemberChange(_RequestBody):
-    role: AccessRole
+    role: Role
 
 
 class ApiKey(_Resource):
@@ -882,15 +910,15 @@ class ApiKey(_Resource):
     One of a `member` is a person's, and never does more than their role allows by now.
     """
 
-    id: str
+    id: KeyId
     object: Literal["key"] = "key"
-    name: str
-    project: str | None
+    name: str = Field(examples=["frozenlake"])
+    project: ProjectId | None
     member: str | None = None
-    role: AccessRole
+    role: Role
     scopes: list[str]
-    hint: str
-    created_at: str
+    hint: str = Field(examples=["elastic_3f9a…"])
+    created_at: Timestamp
     expires_at: str | None
     revoked_at: str | None
 
@@ -898,12 +926,12 @@ class ApiKey(_Resource):
 class CreatedKey(ApiKey):
     """A key just made. `secret` is shown this once; a repeated request is answered without it."""
 
-    secret: str | None
+    secret: str | None = Field(examples=["elastic_3f9a…"])
 
 
 class NewKey(_RequestBody):
-    name: Name
-    role: AccessRole = AccessRole.RUNNER
+    name: Name = Field(examples=["frozenlake"])
+    role: Role = AccessRole.RUNNER
     project: str | None = Field(
         default=None, max_length=64, description="for keys of no project: where the new one belongs"
     )
@@ -917,8 +945,8 @@ class NewKey(_RequestBody):
 class NewOwnKey(_RequestBody):
     """A person's key for the project that they are signed in to."""
 
-    name: Name
-    role: AccessRole | None = Field(default=None, description="one's own unless given; never more")
+    name: Name = Field(examples=["frozenlake"])
+    role: Role | None = Field(default=None, description="one's own unless given; never more")
     scopes: list[str] = Field(default=[], max_length=64, description="actions it is limited to")
     expires_in_s: Whole = Field(default=90 * 86_400, ge=1, le=366 * 86_400)
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = Field(
@@ -929,10 +957,10 @@ class NewOwnKey(_RequestBody):
 class ProjectSecret(_Resource):
     """A secret of a project, without its value: its `id` is the variable that runs have it in."""
 
-    id: str
+    id: str = Field(examples=["HF_TOKEN"])
     object: Literal["secret"] = "secret"
-    project: str
-    updated_at: str
+    project: ProjectId
+    updated_at: Timestamp
 
 
 def _text(secret: SecretStr) -> SecretStr:
@@ -942,7 +970,7 @@ def _text(secret: SecretStr) -> SecretStr:
 
 
 class SecretValue(_RequestBody):
-    value: Annotated[SecretStr, AfterValidator(_text)] = Field(min_length=1, max_length=32_768)
+    value: Annotated[SecretStr, AfterValidator(_text)] = Field(min_length=1, max_length=32_768, examples=["**********"])
 
 
 class ProjectCredentials(_Resource):
@@ -950,8 +978,8 @@ class ProjectCredentials(_Resource):
 
     id: Literal["aws", "modal"]
     object: Literal["credentials"] = "credentials"
-    project: str
-    updated_at: str
+    project: ProjectId
+    updated_at: Timestamp
 
 
 def _fits(pattern: str) -> AfterValidator:
@@ -968,8 +996,10 @@ def _fits(pattern: str) -> AfterValidator:
 class AwsCredentials(_RequestBody):
     """What AWS gives for an access key; `session_token` for a temporary one."""
 
-    access_key_id: Annotated[str, Field(pattern=r"^[A-Z0-9]{16,128}$")]
-    secret_access_key: Annotated[SecretStr, _fits("[A-Za-z0-9/+=]{16,128}")]
+    access_key_id: str = Field(pattern=r"^[A-Z0-9]{16,128}$", examples=["AKIAIOSFODNN7EXAMPLE"])
+    secret_access_key: Annotated[SecretStr, _fits("[A-Za-z0-9/+=]{16,128}")] = Field(
+        examples=["wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"]
+    )
     session_token: Annotated[SecretStr, _fits("[A-Za-z0-9/+=]{16,8192}")] | None = None
     region: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,32}$")] | None = Field(
         default=None, description="where no configuration names one"
@@ -979,8 +1009,8 @@ class AwsCredentials(_RequestBody):
 class ModalCredentials(_RequestBody):
     """What `modal token new` makes."""
 
-    token_id: Annotated[str, Field(pattern=r"^ak-[A-Za-z0-9]{1,64}$")]
-    token_secret: Annotated[SecretStr, _fits("as-[A-Za-z0-9]{1,64}")]
+    token_id: str = Field(pattern=r"^ak-[A-Za-z0-9]{1,64}$", examples=["ak-abc123"])
+    token_secret: Annotated[SecretStr, _fits("as-[A-Za-z0-9]{1,64}")] = Field(examples=["as-EXAMPLE"])
     environment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
 
 
@@ -1009,6 +1039,7 @@ UploadPath = Annotated[
     Field(
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}(/[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}){0,7}$",
         description="where in the upload it lies",
+        examples=["model.safetensors"],
     ),
 ]
 
@@ -1018,28 +1049,30 @@ class UploadFile(_RequestBody):
 
     path: UploadPath
     bytes: Whole = Field(ge=0, le=2**44)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sha256: str = Field(
+        pattern=r"^[0-9a-f]{64}$", examples=["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
+    )
 
 
 class Upload(_Resource):
     """Files in a project's storage. `missing` are the checksums of those still to come; then it is ready, for good."""
 
-    id: str
+    id: UploadId
     object: Literal["upload"] = "upload"
-    project: str
-    name: str
+    project: ProjectId
+    name: str = Field(examples=["frozenlake"])
     state: Literal["open", "ready"]
     bytes: int
     files: list[UploadFile]
     missing: list[str]
-    created_by: str
-    created_at: str
+    created_by: KeyId
+    created_at: Timestamp
 
 
 class NewUpload(_RequestBody):
     """An upload to come: a checkpoint, or data."""
 
-    name: Name
+    name: Name = Field(examples=["frozenlake"])
     files: list[UploadFile] = Field(min_length=1, max_length=2_000)
     project: str | None = Field(default=None, max_length=64, description="for keys of no project: where it belongs")
 
@@ -1055,18 +1088,21 @@ WebhookEvent = Literal[
 ]
 """What a webhook may be told: a run has come into another phase, or most of a budget is used."""
 WEBHOOK_EVENTS: tuple[str, ...] = get_args(WebhookEvent)
-WebhookUrl = Annotated[str, Field(min_length=8, max_length=2_000)]
-WebhookEvents = Annotated[list[WebhookEvent], Field(min_length=1, max_length=len(WEBHOOK_EVENTS))]
+WebhookUrl = Annotated[str, Field(min_length=8, max_length=2_000, examples=["https://example.com/elastic"])]
+WebhookEvents = Annotated[
+    list[WebhookEvent],
+    Field(min_length=1, max_length=len(WEBHOOK_EVENTS), examples=[["run.finished", "run.failed"]]),
+]
 
 
 class Webhook(_Resource):
     """A URL that is told what becomes of a project's runs, without the secret that messages are signed with."""
 
-    id: str
+    id: WebhookId
     object: Literal["webhook"] = "webhook"
-    project: str
-    url: str
-    events: list[str]
+    project: ProjectId
+    url: str = Field(examples=["https://example.com/elastic"])
+    events: list[str] = Field(examples=[["run.finished", "run.failed"]])
     enabled: bool
     disabled_because: str
     circuit: Literal["closed", "open", "half-open"] = Field(
@@ -1074,13 +1110,13 @@ class Webhook(_Resource):
     )
     failures: int = Field(description="attempts in a row that failed")
     next_probe_at: str | None
-    created_at: str
+    created_at: Timestamp
 
 
 class CreatedWebhook(Webhook):
     """A webhook just made. `secret` is shown this once; a repeated request is answered without it."""
 
-    secret: str | None
+    secret: str | None = Field(examples=["whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"])
 
 
 class NewWebhook(_RequestBody):
@@ -1102,54 +1138,54 @@ class WebhookChange(_RequestBody):
 class WebhookDelivery(_Resource):
     """A message to a webhook: its `id` is the same for each repetition, and its receiver's idempotency key."""
 
-    id: str
+    id: str = Field(examples=[f"msg_{_ULID}"])
     object: Literal["webhook_delivery"] = "webhook_delivery"
-    webhook: str
-    type: str
+    webhook: WebhookId
+    type: str = Field(examples=["run.failed"])
     state: Literal["waiting", "delivered", "failed"]
     attempts: int
-    answer: str
+    answer: str = Field(examples=["status 200"])
     next_at: str | None
-    created_at: str
+    created_at: Timestamp
 
 
 class AuditEntry(_Resource):
     """Who did what, and whether it was let."""
 
-    id: str
+    id: str = Field(examples=[f"aud_{_ULID}"])
     object: Literal["audit_entry"] = "audit_entry"
-    at: str
-    actor: str
-    action: str
-    resource: str
-    project: str | None
-    status: int
-    request_id: str
+    at: Timestamp
+    actor: KeyId
+    action: str = Field(examples=["runs:write"])
+    resource: str = Field(examples=[f"/v1/runs/run_{_ULID}"])
+    project: ProjectId | None
+    status: int = Field(examples=[201])
+    request_id: RequestId
 
 
 class Membership(_Resource):
     """One of the projects that a person is a member of."""
 
     member: str
-    project: str
+    project: ProjectId
     project_name: str
-    role: AccessRole
+    role: Role
 
 
 class SessionChange(_RequestBody):
-    project: str = Field(max_length=64, description="its id or its name")
+    project: str = Field(max_length=64, description="its id or its name", examples=["agents"])
 
 
 class Me(_Resource):
     """Who a request comes from: a key, a person's key, or a person who has signed in."""
 
     object: Literal["me"] = "me"
-    key: str | None
+    key: KeyId | None
     member: str | None = None
-    name: str
-    project: str | None
-    role: AccessRole
-    actions: list[str]
+    name: str = Field(examples=["frozenlake"])
+    project: ProjectId | None
+    role: Role
+    actions: list[str] = Field(examples=[["projects:read", "runs:read", "runs:write"]])
     memberships: list[Membership] = Field(default=[], description="of the person, if it is one")
     csrf_token: str | None = Field(
         default=None, description="of a signed-in browser: what its writes carry as `x-csrf-token`"
@@ -1160,7 +1196,7 @@ class ServerInfo(_Resource):
     """What this server is."""
 
     object: Literal["server"] = "server"
-    version: str
+    version: str = Field(examples=["0.1.0"])
     api: Literal["v1"] = "v1"
     sign_in: str | None = Field(default=None, description="whom people sign in with, if with anybody")
 
@@ -1182,5 +1218,5 @@ class Problem(_Resource):
     status: int
     detail: str
     instance: str
-    request_id: str = ""
+    request_id: RequestId = ""
     errors: list[ProblemError] | None = None

@@ -4,10 +4,17 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from elastic.report import write_html
-from elastic.report.document import Table
+from elastic.report import document, write_html
+from elastic.report.document import Chart, Concern, Figure, LinkedFile, Page, Table
 from elastic.report.html import as_html
+from elastic.report.svg import Label, LaneRow, Lanes, Mark, Plot, Plots, Scale, Span
+from elastic.system.plain_values import printable
+from tests.seeds import examples
+
+HOSTILE = "</title></style><script>alert(1)</script>\"'><img src=x onerror=alert(1)/>{{ 7 * 7 }}{% raw %}&lt;"
 
 
 def test_every_picture_and_table_is_there(realistic):
@@ -48,6 +55,66 @@ def test_a_name_is_text_and_nothing_else(summary_of):
     assert "<script" not in page
     assert "&lt;script&gt;alert(&#39;&amp;&#39;)&lt;/script&gt;" in page
     assert "\x1b" not in page
+
+
+def page_of(text: str) -> ElementTree.Element:
+    """A page with a chart of each kind, all of whose texts are this one."""
+    x = Scale(0.0, 10.0, 50.0, 300.0)
+    plot = Plot(
+        x=x,
+        y=Scale(0.0, 1.0, 120.0, 20.0),
+        levels=[(0.5, text)],
+        title=text,
+        rules=[(3.0, text)],
+        labels=[Label(60.0, 30.0, text)],
+    )
+    plots = Plots(
+        label=text,
+        width=400.0,
+        plots=[plot],
+        ticks=[(5.0, text)],
+        title=text,
+        legend=[("bar", text)],
+        events=[(4.0, text)],
+    )
+    row = LaneRow(
+        name=text,
+        spans=[Span(1.0, 2.0, "idle", text, text)],
+        marks=[Mark(2.0, "event-mark", "triangle", text)],
+        note=text,
+        title=text,
+    )
+    lanes = Lanes(
+        label=text,
+        width=400.0,
+        x=x,
+        rows=[row],
+        pitch=20.0,
+        height=14.0,
+        ticks=[(5.0, text)],
+        axis_title=text,
+        legends=[(text, [("idle", text)])],
+    )
+    html = document.as_html(
+        Page(
+            title=text, heading=text, outcome=text, subtitle=text, concerns=[Concern(text, text, text)],
+            warnings=[text], headline=[Figure(text, text, text)],
+            charts=[Chart(title=text, picture=picture, caption=text) for picture in (plots, lanes, None)],
+            tables=[Table(title=text, header=[text, text], rows=[[text, text]], note=text)],
+            inspect_links=[LinkedFile(text, "log.json")],
+        )
+    )  # fmt: skip
+    return ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>"))
+
+
+@settings(max_examples=examples(10, 50), deadline=None)
+@given(st.text(min_size=1, max_size=60) | st.just(HOSTILE))
+def test_no_text_becomes_markup(text: str) -> None:
+    page, plain = page_of(text), page_of("x" * len(text))
+    assert [(one.tag, sorted(one.attrib)) for one in page.iter()] == [
+        (one.tag, sorted(one.attrib)) for one in plain.iter()
+    ]
+    assert page.findtext("body//figcaption") == page.findtext("body//td") == printable(text)
 
 
 def test_it_says_what_to_beware_of(summary_of):
