@@ -485,6 +485,36 @@ class HostedTrajectory(_Resource):
     ended_s: float
 
 
+class Passage(_Resource):
+    """Where a text stands in what a message says, thinks, or asks of a tool: as it was `found` there, with what is
+    around it. `branch` is that of its context, 0 for the first one."""
+
+    role: str
+    branch: int = 0
+    before: str
+    found: str
+    after: str
+
+
+class FoundTrajectory(HostedTrajectory):
+    """A trajectory that has a text, with the first passages that do."""
+
+    passages: list[Passage]
+
+
+class TrajectorySearch(Listed[FoundTrajectory]):
+    """A part of a search, which goes on `starting_after` its `searched_to`.
+
+    In it so many trajectories were `searched`; of these, `textless` ones have no text, as their tokens are kept no
+    longer. `no_text` says why nothing can be searched, empty where it can.
+    """
+
+    searched: int
+    textless: int
+    searched_to: str
+    no_text: str = ""
+
+
 class HostedCall(_Resource):
     """A call of a tool. `arguments` are as the model wrote them."""
 

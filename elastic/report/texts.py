@@ -6,7 +6,7 @@ to take much memory, so a server has another process do this.
 
 import functools
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,8 +19,8 @@ from elastic.protocol.api import HostedBranch, HostedCall, HostedContext, Hosted
 from elastic.report.bounds import bounded, cut, whole
 from elastic.report.history import history_of
 from elastic.report.samples import Chosen, choose
-from elastic.report.trajectories import spans_of
-from elastic.runtime.journal import StoredRun
+from elastic.report.trajectories import NoSuchTrajectory, spans_of
+from elastic.runtime.journal import JournalError, StoredRun
 from elastic.system.plain_values import told
 
 DECODED_CHARACTERS_MAX = 4 * 2**20
@@ -32,6 +32,7 @@ NO_TOKENS = "its tokens are kept no longer"
 _LIBRARY_PANICS = "PanicException"
 
 ContextT = TypeVar("ContextT", bound=HostedContext)
+T = TypeVar("T")
 
 
 class Reading(NamedTuple):
@@ -52,16 +53,27 @@ class Reading(NamedTuple):
 
 def with_texts(details: Sequence[HostedTrajectoryDetail], reading: Reading) -> list[HostedTrajectoryDetail]:
     """The trajectories with their texts and messages; where they have none, with why."""
+    return by_tokenizer(
+        reading,
+        lambda transcriber: [_told(detail, transcriber) for detail in details],
+        lambda why: without_texts(details, why),
+    )
+
+
+def by_tokenizer(reading: Reading, read: Callable[[Transcriber], T], without: Callable[[str], T]) -> T:
+    """Return what `read` makes of tokens; where they cannot become text, what `without` makes of why. Raises what
+    reading journals raises."""
     try:
-        transcriber = _transcriber(reading, _stamp(reading.checkpoint))
-        return [_told(detail, transcriber) for detail in details]
+        return read(_transcriber(reading, _stamp(reading.checkpoint)))
     except (TokenizerError, RendererError) as error:
-        return without_texts(details, str(error).replace(str(reading.checkpoint), reading.checkpoint.name))
+        return without(str(error).replace(str(reading.checkpoint), reading.checkpoint.name))
+    except (JournalError, NoSuchTrajectory):
+        raise
     except BaseException as error:  # What the library raises where it fails is no `Exception`.
         of_tokenizer = isinstance(error, Exception) or type(error).__name__ == _LIBRARY_PANICS
         if not of_tokenizer or isinstance(error, MemoryError):
             raise
-        return without_texts(details, f"the tokenizer of {reading.checkpoint.name} cannot be used: {told(error)}")
+        return without(f"the tokenizer of {reading.checkpoint.name} cannot be used: {told(error)}")
 
 
 def told_samples(run: StoredRun) -> Chosen | None:

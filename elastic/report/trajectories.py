@@ -111,15 +111,21 @@ def _retold(row: TrajectoryRow, segment: Segment) -> TrajectoryRow:
 def detail_of(history: History, name: str, most_tokens: int = TOKENS_MAX) -> HostedTrajectoryDetail | None:
     """Return one trajectory with the first of its tokens, and without their text; None if the run has none of this
     name. Raises `JournalError`."""
+    row = row_of(history, name)
+    try:
+        return None if row is None else detail_of_row(row, most_tokens)
+    except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
+        raise JournalError(f"{history.name}: trajectory {name} is no record of tokens: {error}") from error
+
+
+def row_of(history: History, name: str) -> TrajectoryRow | None:
+    """Return the record of one trajectory; None if the run has none of this name. Raises `JournalError`."""
     evaluated = is_evaluated(name)  # Then `step` is the version, which a step begins with.
     for segment in reversed(history.segments):
         for journal in reversed(segment.journals):
             row = journal.by_key(EvaluatedRow if evaluated else TrajectoryRow, [name]).get(name)
             if row is not None and row.step < segment.undone_from + evaluated:
-                try:
-                    return detail_of_row(_retold(row, segment), most_tokens)
-                except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
-                    raise JournalError(f"{journal.path}: trajectory {name} is no record of tokens: {error}") from error
+                return _retold(row, segment)
     return None
 
 

@@ -212,6 +212,13 @@ def test_trajectories_are_found_and_read(tab: Any, served: Served, submission: S
     assert MARKUP in rows.first.inner_text(), "what failed it is text"
     tab.screenshot(path=str(tmp_path / "list.png"), full_page=True)
     tab.uncheck("#failed")
+    tab.fill("#said", MARKUP.upper())
+    tab.press("#said", "Enter")
+    tab.wait_for_selector("text=All 17 of these trajectories are searched.")
+    assert tab.locator("#found tbody tr").count() == 1
+    assert tab.locator("#found mark").all_inner_texts() == [MARKUP, MARKUP], "of the question and of its answer"
+    tab.screenshot(path=str(tmp_path / "found.png"), full_page=True)
+    tab.fill("#said", "")
     tab.select_option("#order", "worst")
     tab.fill("#of-group", "2/1")
     tab.press("#of-group", "Enter")

@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.protocol.api import HostedMessage, HostedTrajectoryDetail
+from elastic.protocol.sampled import Sampled
 from elastic.report import as_html, summarise
 from elastic.report.bounds import bounded, whole
 from elastic.report.history import history_of
 from elastic.report.samples import EACH, TRAJECTORY_BYTES_MAX, Chosen, samples_of
+from elastic.report.search import Searched, search
 from elastic.report.texts import DECODED_CHARACTERS_MAX, MESSAGES_BYTES_MAX, Reading, told_samples, with_texts
 from elastic.report.trajectories import TOKENS_MAX, detail_of
-from elastic.runtime.journal import EvaluatedRow, JournalError, RunDirectory, TrajectoryRow
-from tests.report.chat_run import CONTROLS, MARKUP, ChatRun
+from elastic.runtime.journal import EvaluatedRow, JournalError, RunDirectory, TrajectoryFilter, TrajectoryRow
+from tests.report.chat_run import CALL, CONTROLS, MARKUP, ChatRun
 from tests.seeds import examples
 
 
@@ -274,3 +276,45 @@ def test_a_run_without_trajectories_shows_none(tmp_path: Path) -> None:
     directory = run.close()
     assert told_samples(directory) is None
     assert 'class="samples"' not in as_html(summarise(directory))
+
+
+def test_what_is_said_is_found_part_by_part(tmp_path: Path) -> None:
+    """Each part of a search has its time, searches at least one trajectory, and says where to go on."""
+    run = ChatRun(tmp_path / "run", tmp_path / "policy")
+    said = {"0/0/0": "I Walk to the Left.", "0/0/1": "I stay.", "0/0/2": f"We walk on.\n{CALL}", "0/0/3": "It walks."}
+    for name, text in said.items():
+        run.trajectory(name, run.spoken("Where to?", (text, ())))
+    left, right = (run.spoken("Where to?", (f"Not {side}.", ())) for side in ("left", "right"))
+    run.trajectory("0/0/4", left, branches=[right])
+    run.trajectory("0/0/5", ([], Sampled()))
+    directory, reading = run.close(), Reading.of(run.config)
+
+    def parts(text: str, limit: int = 20, for_s: float = 0.0) -> list[Searched]:
+        found = list[Searched]()
+        with history_of(directory) as history:
+            while not found or found[-1].has_more:
+                after = found[-1].last if found else ""
+                found.append(search(history, TrajectoryFilter(), text, reading, after, limit, for_s))
+        return found
+
+    one_by_one = parts("WALK")
+    assert [(part.searched, part.textless, part.last) for part in one_by_one] == [
+        (1, int(member == 5), f"0/0/{member}") for member in range(5, -1, -1)
+    ]
+    for limit in (1, 20):
+        told = [one for part in parts("WALK", limit, for_s=60.0) for one in part.found]
+        assert (
+            [one.id for one in told]
+            == ["0/0/3", "0/0/2", "0/0/0"]
+            == [one.id for part in one_by_one for one in part.found]
+        )
+    (passage,) = told[-1].passages
+    assert (passage.role, passage.before, passage.found, passage.after) == ("assistant", "I ", "Walk", " to the Left.")
+    (part,) = parts('add({"a": 1', for_s=60.0)
+    assert (part.found, part.searched, part.textless) == ([], 6, 1), "found is what was written"
+    (part,) = parts('"a": 1', for_s=60.0)
+    assert [one.id for one in part.found] == ["0/0/2"]
+    (part,) = parts("right", for_s=60.0)
+    assert [(one.id, [passage.branch for passage in one.passages]) for one in part.found] == [("0/0/4", [1])]
+    (part,) = parts("assistant", for_s=60.0)
+    assert part.found == [], "who speaks is not said"

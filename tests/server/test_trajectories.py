@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,33 @@ def test_trajectories_are_found_by_what_became_of_them(chats: tuple[Site, str, P
     assert names(order="best")[0] == names(order="reward")[0] == "2/1/0"
     assert names(order="worst")[0] == "2/1/1"
     assert names(step=2, failed=True, truncated=True) == []
+
+
+def test_what_is_said_is_searched_within_the_filters(chats: tuple[Site, str, Path]) -> None:
+    site, run, policy = chats
+    viewer = site.member(AccessRole.VIEWER)
+
+    def part(**wanted: str | int | bool) -> dict[str, Any]:
+        answer = viewer.get(f"/v1/runs/{run}/trajectory-search", params=wanted)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    found = part(text="let me ADD")
+    assert [one["id"] for one in found["data"]] == ["2/1/0"]
+    assert (found["searched"], found["has_more"], found["no_text"]) == (17, False, "")
+    assert [one["found"] for one in found["data"][0]["passages"]] == ["Let me add"], "once where contexts begin alike"
+    first = part(text="1 + 1", step=2, order="worst", limit=2)
+    assert ([one["id"] for one in first["data"]], first["has_more"]) == (["2/0/0", "2/0/1"], True)
+    rest = part(text="1 + 1", step=2, order="worst", starting_after=first["searched_to"])
+    assert [one["id"] for one in rest["data"]] == ["2/0/2", "2/0/3", "2/1/0", "2/1/3"]
+    assert first["searched"] + rest["searched"] == 8
+    assert part(text="1 + 1", failed=True)["searched"] == 1
+    for wrong in ({}, {"text": ""}, {"text": "x" * 201}, {"text": "x", "starting_after": "9/9/9"}):
+        assert viewer.get(f"/v1/runs/{run}/trajectory-search", params=wrong).status_code == 400
+    (policy / "tokenizer.json").unlink()
+    found = part(text="anything else")
+    assert (found["data"], found["has_more"]) == ([], False)
+    assert found["no_text"] == "policy/tokenizer.json: cannot be read (No such file or directory)"
 
 
 def test_the_report_shows_trajectories_and_runs_nothing(chats: tuple[Site, str, Path]) -> None:

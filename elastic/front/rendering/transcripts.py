@@ -91,6 +91,10 @@ class Transcriber:
                 return
             yield piece
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return self._tokenizer.decode(token_ids)
+
     def messages(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[SpokenMessage]:
         """The messages of a context. Of it the policy sampled the `spans` (start, tokens)."""
         found, at, prefix = list[SpokenMessage](), 0, ""
@@ -115,13 +119,13 @@ class Transcriber:
                 continue
             if mark in _HEADER_PARTS or mark in _HEADER_ENDS:
                 if header >= 0:
-                    role = role or self._text(token_ids[header:place])
+                    role = role or self.text(token_ids[header:place])
                     header, at = (place, place) if mark in _HEADER_PARTS else (-1, place + 1)
                 continue
             if header >= 0:
-                role, _, content = self._text(token_ids[header:place]).partition("\n")
+                role, _, content = self.text(token_ids[header:place]).partition("\n")
             else:
-                content = self._text(token_ids[at:place])
+                content = self.text(token_ids[at:place])
             role = _role(role)
             said = ParsedAnswer(content.strip("\n") if mark or role != ASSISTANT else content)
             if role == ASSISTANT and mark:
@@ -136,9 +140,6 @@ class Transcriber:
 
     def _parsed(self, text: str) -> ParsedAnswer:
         return self._answers.parser(None, _ANY_TOOL, text[:TAIL_TOKENS]).whole(text)
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids)
 
 
 def _role(said: str) -> str:

@@ -8,6 +8,7 @@ import msgspec
 from elastic.protocol.api import HostedTrajectory, HostedTrajectoryDetail
 from elastic.report import trajectories
 from elastic.report.samples import Chosen, choose
+from elastic.report.search import Searched, search
 from elastic.report.texts import Reading, with_texts, without_texts
 from elastic.runtime.journal import TrajectoryFilter
 from elastic.server.history.apart import CannotBeRead, apart
@@ -26,6 +27,25 @@ def trajectories_of(
     """As `elastic.report.trajectories.page_of`."""
     with history_in(run_dir) as history:
         return trajectories.page_of(history, wanted, starting_after, limit)
+
+
+def searched_in(
+    run_dir: Path, wanted: TrajectoryFilter, text: str, reading: Reading, starting_after: str, limit: int
+) -> Searched:
+    """As `elastic.report.search.search`; without what is found, and with why, where that takes too long or too much
+    memory."""
+    try:
+        return _searched_in(run_dir, wanted, text, reading, starting_after, limit)
+    except CannotBeRead:
+        return Searched([], no_text=NOT_WITHIN_LIMITS)
+
+
+@apart(TEXT_LIMIT_S)
+def _searched_in(
+    run_dir: Path, wanted: TrajectoryFilter, text: str, reading: Reading, starting_after: str, limit: int
+) -> Searched:
+    with history_in(run_dir) as history:
+        return search(history, wanted, text, reading, starting_after, limit)
 
 
 def trajectory_of(run_dir: Path, name: str, reading: Reading) -> HostedTrajectoryDetail | None:

@@ -52,6 +52,8 @@ export class Pager {
     this.limit = limit;
     this.last = "";
     this.more = true;
+    this.verb = "More";
+    this.about = "";
   }
 
   async next(signal) {
@@ -62,8 +64,31 @@ export class Pager {
     if (this.last) query.set("starting_after", this.last);
     const page = await get(`${this.path}?${query}`, signal);
     this.more = page.has_more;
-    this.last = page.data.at(-1)?.id ?? this.last;
+    this.read(page);
     return page.data;
+  }
+
+  /** Note where to go on. */
+  read(page) {
+    this.last = page.data.at(-1)?.id ?? this.last;
+  }
+}
+
+/** What has a text, of a list that is searched for a while at a time. */
+export class SearchPager extends Pager {
+  constructor(path, query, limit) {
+    super(path, query, limit);
+    this.verb = "Search on";
+    this.about = "Searching …";
+    this.searched = this.textless = 0;
+  }
+
+  read(page) {
+    this.searched += page.searched;
+    this.textless += page.textless;
+    this.last = page.searched_to || this.last;
+    if (page.no_text) this.about = `Nothing can be searched: ${page.no_text}`;
+    else this.about = [`${this.more ? "The first" : "All"} ${this.searched.toLocaleString("en")} of these trajectories are searched${this.more ? " so far" : ""}.`, this.textless ? `${this.textless.toLocaleString("en")} of them have no text any more.` : ""].join(" ").trim();
   }
 }
 

@@ -31,21 +31,25 @@ export function table(columns, { label, empty = "Nothing yet.", id = "" }) {
   return { node: el("div", {}, node, none), show, add, body };
 }
 
-/** A list that is read by cursors, more of it on demand. `begin` gives a new pager. */
+/** A list that is read by cursors, more of it on demand. `begin` gives a new pager, which may say `about` what it has read. */
 export function paged(columns, begin, { signal, label, empty, id, most = 2000 }) {
   const made = table(columns, { label, empty, id });
   let pager = null;
   const wrong = soft();
   wrong.hidden = true;
   const more = button("More", () => load(), { hidden: true });
+  const about = soft();
   async function load(anew = false) {
     const mine = pager;
+    fill(about, mine.about);
     try {
       const entries = await mine.next(signal);
       if (mine !== pager) return;
       if (anew) made.show(entries);
       else made.add(entries);
       wrong.hidden = true;
+      fill(about, mine.about);
+      fill(more, mine.verb);
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
       if (mine !== pager) return;
@@ -53,12 +57,13 @@ export function paged(columns, begin, { signal, label, empty, id, most = 2000 })
       wrong.hidden = false;
     }
     more.hidden = !mine.more || made.body.children.length >= most;
+    if (made.body.children.length >= most) fill(about, mine.about, ` No more than ${most} are shown.`);
   }
   async function refresh() {
     pager = begin();
     await load(true);
   }
-  return { node: el("div", {}, made.node, wrong, el("p", {}, more)), refresh, body: made.body };
+  return { node: el("div", {}, made.node, wrong, about, el("p", {}, more)), refresh, body: made.body };
 }
 
 export const ROW_PX = 34;

@@ -1,5 +1,6 @@
-// What the policy did: a page of trajectories, the newest or the best or the worst first, and what is asked of them.
-import { Pager } from "./data.js";
+// What the policy did: a page of trajectories, the newest or the best or the worst first, what is asked of them, and
+// where one says something.
+import { Pager, SearchPager } from "./data.js";
 import { button, el, fill, labelled } from "./dom.js";
 import { paged } from "./tables.js";
 import { count, reward } from "./units.js";
@@ -19,10 +20,11 @@ export function showTrajectories(body, view) {
   const box = (name) => el("input", { id: name, type: "checkbox" });
   const [truncated, failed, evaluation] = [box("truncated"), box("failed"), box("of-evaluations")];
   const jump = el("input", { id: "jump", placeholder: "3/0/2", size: 8 });
+  const said = el("input", { id: "said", type: "search", maxLength: 200, placeholder: "what somebody says" });
   const chosen = new Set();
   const beside = button("Side by side", () => (location.hash = `#/runs/${id}/beside/${[...chosen].join(",")}`), { hidden: true, id: "beside" });
   const form = el("form", { className: "filters", role: "search" },
-    labelled("Order", order), labelled("Step", step), labelled("Group", group), named.length > 1 ? labelled("Environment", environment) : null,
+    labelled("Said", said), labelled("Order", order), labelled("Step", step), labelled("Group", group), named.length > 1 ? labelled("Environment", environment) : null,
     labelled("Reward from", least), labelled("to", most), labelled("Truncated", truncated), labelled("Failed", failed), labelled("Evaluations", evaluation), labelled("Go to", jump), beside);
 
   const choose = (one) => el("input", { type: "checkbox", checked: chosen.has(one.id), ariaLabel: `Show ${one.id} beside another`, onchange: (event) => {
@@ -40,23 +42,33 @@ export function showTrajectories(body, view) {
     { title: "Environment", of: (one) => one.environment || "–" },
     { title: "End", wide: true, of: (one) => endOf(one) },
   ];
+  const passage = (one) => el("div", { className: "passage" }, el("b", { textContent: one.branch ? `${one.role}, branch ${one.branch}` : one.role }), " ", one.before, el("mark", { textContent: one.found }), one.after);
+  const withPassages = [...columns.slice(0, 3), { title: "Said", wide: true, of: (one) => one.passages.map(passage) }, columns.at(-2)];
   const query = () => ({ order: order.value, step: step.value, group: group.value.trim(), environment: environment.value, reward_min: least.value, reward_max: most.value, truncated: truncated.checked, failed: failed.checked, evaluation: evaluation.checked });
-  const list = paged(columns, () => new Pager(`${place}/trajectories`, query(), 20), { signal, label: "Trajectories", empty: "No such trajectories.", id: "trajectories" });
+  const all = paged(columns, () => new Pager(`${place}/trajectories`, query(), 20), { signal, label: "Trajectories", empty: "No such trajectories.", id: "trajectories" });
+  const found = paged(withPassages, () => new SearchPager(`${place}/trajectory-search`, { ...query(), text: said.value.trim() }, 20), { signal, label: "Trajectories that say it", empty: "None of these says it.", id: "found" });
+  let list = all;
+  async function show() {
+    list = said.value.trim() ? found : all;
+    all.node.hidden = list !== all;
+    found.node.hidden = list !== found;
+    await list.refresh();
+  }
   form.onsubmit = (event) => {
     event.preventDefault();
     if (jump.value.trim()) location.hash = `#/runs/${id}/trajectories/${jump.value.trim()}`;
   };
   form.onchange = (event) => {
-    if (event.target !== jump) list.refresh().catch(wrong);
+    if (event.target !== jump) show().catch(wrong);
   };
-  fill(body, form, list.node);
-  const ready = list.refresh();
+  fill(body, form, all.node, found.node);
+  const ready = show();
   let seen = run.figures.step;
   return {
     ready,
     // A list that one has read on in, or chosen from, stays as it is.
     refresh: async () => {
-      if (view.run.figures.step === seen || list.body.children.length > 20 || chosen.size) return;
+      if (view.run.figures.step === seen || list === found || list.body.children.length > 20 || chosen.size) return;
       seen = view.run.figures.step;
       await list.refresh();
     },

@@ -18,6 +18,7 @@ from elastic.protocol.api import (
     HostedWorker,
     Listed,
     Metrics,
+    TrajectorySearch,
 )
 from elastic.report.texts import Reading
 from elastic.report.trajectories import NoSuchTrajectory
@@ -31,7 +32,7 @@ from elastic.server.api.routes.runs import RunId
 from elastic.server.api.state import ServerState
 from elastic.server.history import journals
 from elastic.server.history.answers import Entries
-from elastic.server.history.trajectories import chosen_of, trajectories_of, trajectory_of
+from elastic.server.history.trajectories import chosen_of, searched_in, trajectories_of, trajectory_of
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor
@@ -41,6 +42,8 @@ from elastic.system import tenant_files
 R = TypeVar("R", HostedWorker, HostedLease, Checkpoint)
 T = TypeVar("T")
 SAMPLES = 1_000
+TEXT_CHARACTERS = 200
+"""Of a text that is searched."""
 
 router = APIRouter(prefix="/v1/runs", tags=["results"], route_class=ModelRoute)
 CheckpointId = Annotated[str, Path(pattern=f"^{journals.CHECKPOINT_ID}$")]
@@ -77,17 +80,7 @@ async def metrics(
     return Response(content, media_type="application/json")
 
 
-@router.get(
-    "/{run}/trajectories",
-    response_model=Listed[HostedTrajectory],
-    **rules(Action.RUNS_READ, "not-found", "invalid-cursor"),
-)
-async def trajectories(
-    run: RunId,
-    request: Request,
-    found: RunDep,
-    state: StateDep,
-    page: PageDep,
+async def trajectory_filter(
     evaluation: Annotated[bool, Query(description="episodes of evaluations; else none of these")] = False,
     step: Annotated[
         int | None, Query(ge=0, le=2**31, description="only of this step, or of evaluations of this version")
@@ -105,9 +98,8 @@ async def trajectories(
         Literal["newest", "best", "worst", "reward"],
         Query(description="`best` or `worst` by their reward first; `reward` is `best`"),
     ] = "newest",
-) -> Response:
-    """Browse what the policy has done, by step, group, reward and end."""
-    wanted = TrajectoryFilter(
+) -> TrajectoryFilter:
+    return TrajectoryFilter(
         evaluation=evaluation,
         step=step,
         group=group,
@@ -118,6 +110,20 @@ async def trajectories(
         failed=failed,
         order="best" if order == "reward" else order,
     )
+
+
+FilterDep = Annotated[TrajectoryFilter, Depends(trajectory_filter)]
+
+
+@router.get(
+    "/{run}/trajectories",
+    response_model=Listed[HostedTrajectory],
+    **rules(Action.RUNS_READ, "not-found", "invalid-cursor"),
+)
+async def trajectories(
+    run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep, wanted: FilterDep
+) -> Response:
+    """Browse what the policy has done, by step, group, reward and end."""
     run_dir = state.settings.run_dir(run)
 
     def make() -> Entries:
@@ -126,6 +132,43 @@ async def trajectories(
 
     try:
         ((_, content),) = await _kept(state, found, f"trajectories {wanted} {page}", make)
+    except NoSuchTrajectory:
+        raise _no_entry(page) from None
+    return Response(content, media_type="application/json")
+
+
+@router.get(
+    "/{run}/trajectory-search",
+    response_model=TrajectorySearch,
+    **rules(Action.RUNS_READ, "not-found", "invalid-cursor"),
+)
+async def search_trajectories(
+    run: RunId,
+    request: Request,
+    found: RunDep,
+    state: StateDep,
+    page: PageDep,
+    wanted: FilterDep,
+    text: Annotated[str, Query(min_length=1, max_length=TEXT_CHARACTERS, description="in lower case or upper case")],
+) -> Response:
+    """Find a text in what trajectories say. For a second or two they are searched; go on after `searched_to`."""
+    run_dir, reading = state.settings.run_dir(run), Reading.of(json.loads(found.config))
+
+    def make() -> Entries:
+        part = searched_in(run_dir, wanted, text, reading, page.starting_after, page.limit)
+        told = TrajectorySearch(
+            url=request.url.path,
+            data=part.found,
+            has_more=part.has_more,
+            searched=part.searched,
+            textless=part.textless,
+            searched_to=part.last,
+            no_text=part.no_text,
+        )
+        return [("", told.model_dump_json().encode())]
+
+    try:
+        ((_, content),) = await _kept(state, found, f"search {wanted} {page} {text}", make)
     except NoSuchTrajectory:
         raise _no_entry(page) from None
     return Response(content, media_type="application/json")
