@@ -489,11 +489,11 @@ class Passage(_Resource):
     """Where a text stands in what a message says, thinks, or asks of a tool: as it was `found` there, with what is
     around it. `branch` is that of its context, 0 for the first one."""
 
-    role: str
+    role: str = Field(examples=["assistant"])
     branch: int = 0
-    before: str
-    found: str
-    after: str
+    before: str = Field(examples=["I "])
+    found: str = Field(examples=["Walk"])
+    after: str = Field(examples=[" to the left."])
 
 
 class FoundTrajectory(HostedTrajectory):
@@ -511,7 +511,7 @@ class TrajectorySearch(Listed[FoundTrajectory]):
 
     searched: int
     textless: int
-    searched_to: str
+    searched_to: str = Field(examples=["s41g3m2"])
     no_text: str = ""
 
 
