@@ -914,8 +914,8 @@ class ProvisioningConfig(_Section):
     hold: Literal["auto", "run", "rollouts"] = Field(
         "auto",
         description="run: leases are held for the whole run; rollouts: while there are rollouts to do, and given back "
-        "between two steps' unless getting ready again takes longer than that; auto: rollouts for a pool's job, else "
-        "run",
+        "between two steps', or two requests, unless getting ready again takes longer than that; auto: rollouts for a "
+        "pool's job, else run",
     )
     successor_margin: float = Field(
         1.5,

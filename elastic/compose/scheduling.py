@@ -128,9 +128,6 @@ def policies(config: Config) -> Policies:
 
 
 def _holding(config: Config) -> HoldForRollouts | None:
-    """How long nobody asks of a run that serves others cannot be foreseen: nothing is kept for its return."""
-    if config.doors is not None:
-        return HoldForRollouts(foreseen=False)
     return HoldForRollouts() if config.provisioning.hold == "rollouts" else None
 
 

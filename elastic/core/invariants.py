@@ -511,7 +511,8 @@ def _known(s: Scheduler, what: str, key: str) -> bool:
     if what in ("permit", "permit over"):
         return s.permit.state in (HAD if what == "permit over" else (PermitState.ASKED,))
     if what == "idle":
-        return s.serving is not None and not s.serving.idle and s.phase in (Phase.STARTING, Phase.RUNNING)
+        quiet = s.serving is not None and s.serving.quiet_since_ns is not None
+        return quiet and s.phase in (Phase.STARTING, Phase.RUNNING)
     if what in ("provision", "budget"):
         return s.phase in (Phase.STARTING, Phase.RUNNING)
     return s.phase is _WAITS_OF_A_PHASE[what]

@@ -16,7 +16,6 @@ from elastic.core.ids import lease_of
 from elastic.core.leases import Lease
 from elastic.core.ledger import NANO_USD_PER_USD, Price
 from elastic.core.market import LeaseMarket
-from elastic.core.policy import HoldingPolicy
 from elastic.core.run_state import Changed, RunState
 from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, Offer, WorkerRole, WorkerState
 from elastic.core.worker_manager import WorkerManager
@@ -256,25 +255,31 @@ class LeaseManager:
 
         Returns whether either has begun.
         """
-        run, holding = self._run, self._run.policies.holding
-        since_ns, lull = run.leases.lull_since_ns, not to_do and holding is not None
-        if not run.active or lull is (since_ns is not None):
-            return False
-        if since_ns is not None:
-            self._end_lull(since_ns)
-        elif holding is not None:
-            self._begin_lull(holding)
-        return True
-
-    def _begin_lull(self, holding: HoldingPolicy) -> None:
         run, table = self._run, self._run.leases
-        table.lull_since_ns = run.now_ns
+        if not run.active or run.policies.holding is None:
+            return False
+        if to_do:
+            return self.end_lull()
+        if table.lull_since_ns is not None:
+            return False
         evaluated = bool(run.plan.evaluation) and run.plan.evaluation.at_end
         last = run.step is not None and run.step.number + 1 == run.plan.steps and not evaluated
+        self.begin_lull(table.last_lull_ns, comes_to_an_end=not last)
+        return True
+
+    def begin_lull(self, foreseen_ns: Nanoseconds | None, *, comes_to_an_end: bool = True) -> None:
+        """Give leases back as the holding policy says while there are no rollouts; all of them where none are foreseen
+        to come. Another such word takes the place of the last."""
+        run, table, holding = self._run, self._run.leases, self._run.policies.holding
+        if table.lull_since_ns is None:
+            table.lull_since_ns = run.now_ns
+        self._forget_pauses()
         for provider, offer in table.offers.items():
             if offer.role is WorkerRole.TRAINER:
                 continue
-            pause_ns = None if last else holding.pause_ns(offer, table.last_lull_ns, table.ready_ns(provider))
+            pause_ns = None
+            if comes_to_an_end and holding is not None:
+                pause_ns = holding.pause_ns(offer, foreseen_ns, table.ready_ns(provider))
             if pause_ns == 0:
                 continue
             table.paused[provider] = None
@@ -283,11 +288,15 @@ class LeaseManager:
         for lease in [lease for lease in table.leases.values() if lease.provider in table.paused and not lease.goes]:
             self._hand_in(lease, NO_ROLLOUTS)
 
-    def _end_lull(self, since_ns: Nanoseconds) -> None:
+    def end_lull(self) -> bool:
+        """There are rollouts to do. Returns whether there were none."""
         table = self._run.leases
-        table.lull_since_ns, table.last_lull_ns = None, self._run.now_ns - since_ns
+        if table.lull_since_ns is None:
+            return False
+        table.lull_since_ns, table.last_lull_ns = None, self._run.now_ns - table.lull_since_ns
         self._forget_pauses()
         self.provision()
+        return True
 
     def _lull_nearly_over(self, provider: str) -> None:
         del self._run.leases.paused[provider]

@@ -254,10 +254,11 @@ class HoldingPolicy(Protocol):
     def pause_ns(
         self, offer: Offer, foreseen_ns: Nanoseconds | None, ready_ns: Nanoseconds | None
     ) -> Nanoseconds | None:
-        """No rollouts are left to do in this step: for how long leases of this offer are given back.
+        """No rollouts are left to do in this step, or no requests: for how long leases of this offer are given back.
 
         0: not at all; None: until there are rollouts again. `foreseen_ns` is how long that took the last time, None
-        before; `ready_ns` the longest that this provider's last workers took to get ready. Not asked in the last step.
+        before, and of requests how much longer it takes than it has by now; `ready_ns` the longest that this provider's
+        last workers took to get ready. Not asked in the last step.
         """
         ...
 

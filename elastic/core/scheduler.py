@@ -59,7 +59,7 @@ class Scheduler:
         self._device = TrainerDevice(run, self._turn_manager, self._permit)
         self._evaluation_manager = EvaluationManager(run, self._turn_manager, self._reward_manager)
         self._group_manager = GroupManager(run, self._turn_manager, self._reward_manager, self._evaluation_manager)
-        self._serving_manager = ServingManager(run)
+        self._serving_manager = ServingManager(run, self._lease_manager)
         self._driver = StepController(
             run,
             self._turn_manager,
@@ -135,8 +135,8 @@ class Scheduler:
         if all_else:
             self._settle_leases()
         if run.active:
-            if run.serving is not None:  # Leases go back once no turn has been requested for so long.
-                all_else |= not run.turns.live or run.timers.waiting("idle", "run")
+            if run.serving is not None:  # Leases go back where no turn is requested, and come again with the first.
+                all_else |= not run.turns.live or run.serving.quiet_since_ns is not None
             if run.phase is Phase.RUNNING:
                 self._turn_manager.dispatch()
                 self._balancer.watch()
@@ -147,17 +147,18 @@ class Scheduler:
                 return
             run.fleet.help_changed, self._followed = False, waits
             self._driver.advance()
-            if self._lease_manager.follow_rollouts(to_do=self._rollouts_to_do()):
+            if self._follow_rollouts():
                 run.fleet.help_changed = True
         if run.over and run.phase in (Phase.STARTING, Phase.RUNNING):
             self._stop()
         if run.phase is Phase.STOPPING and not run.leases.leases:
             self._end()
 
-    def _rollouts_to_do(self) -> bool:
+    def _follow_rollouts(self) -> bool:
+        """Hold leases as there are rollouts to do. Returns whether others are held from now on."""
         if self._run.serving is not None:
             return self._serving_manager.follow_requests()
-        return self._group_manager.rollouts_to_do()
+        return self._lease_manager.follow_rollouts(to_do=self._group_manager.rollouts_to_do())
 
     def _settle_leases(self) -> None:
         """What leads to other leases, another mode of the trainer's device or other outcomes of trajectories."""

@@ -1,10 +1,18 @@
-"""What a run knows of those who train elsewhere and have it generate: what they offer, and whether turns are held."""
+"""What a run knows of those who train elsewhere and have it generate: what they offer, whether turns are held, and for
+how long nothing is asked for now and then."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from elastic.core.affinity import Affinity
 from elastic.core.events import VersionOffered
+from elastic.core.types import NS_PER_S, Nanoseconds
 
+GAPS_KEPT = 64
+GAP_LEAST_NS = NS_PER_S
+"""Requests that follow within as long follow one another: nothing is given back, and gets ready again, meanwhile."""
+GAP_MARGIN = 1.25
+"""A gap that is so many times as long as one of before is not like it."""
 LABELS_KEPT = 64
 """Versions whose labels are kept: tokens of older ones are of turns that have lasted through as many updates."""
 
@@ -20,6 +28,19 @@ class Serving:
     """What trainers call the last versions."""
     held: bool = False
     """Whether turns that wait are held in the queue."""
-    idle: bool = False
-    """Whether nothing was requested for so long that leases go back."""
+    quiet_since_ns: Nanoseconds | None = None
+    """Since when no turn is requested; None while one is."""
+    asked: bool = False
+    """Whether any was ever."""
+    gaps_ns: deque[Nanoseconds] = field(default_factory=lambda: deque[Nanoseconds](maxlen=GAPS_KEPT))
+    """How long the last gaps between a last answer and the next request took, of those that others train in."""
     affinity: Affinity = field(default_factory=Affinity)
+
+    def note_gap(self, gap_ns: Nanoseconds) -> None:
+        if gap_ns >= GAP_LEAST_NS:
+            self.gaps_ns.append(gap_ns)
+
+    def foreseen_ns(self, quiet_ns: Nanoseconds) -> Nanoseconds | None:
+        """How long a gap that has taken so long will be in all: as the shortest of the longer ones; None where none of
+        them was."""
+        return min((gap_ns for gap_ns in self.gaps_ns if gap_ns > quiet_ns), default=None)

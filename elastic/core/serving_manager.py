@@ -5,13 +5,16 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.lease_manager import LeaseManager
 from elastic.core.run_state import Changed, RunState
-from elastic.core.serving import LABELS_KEPT
+from elastic.core.serving import GAP_LEAST_NS, GAP_MARGIN, LABELS_KEPT
+from elastic.core.types import Nanoseconds
 
 
 class ServingManager:
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: RunState, leases: LeaseManager) -> None:
         self._run = run
+        self._leases = leases
         self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.VersionOffered: self._on_offered,
             e.TurnsHeld: self._on_held,
@@ -63,16 +66,44 @@ class ServingManager:
             self._run.turns.queue.changed = True
 
     def follow_requests(self) -> bool:
-        """Whether leases are of use: turns are requested, or were a short time ago."""
+        """Give leases back while nothing is requested, and ask for them with the first request. Returns whether the
+        latter has begun.
+
+        The holding policy decides by how long such gaps have taken; after the plan's `idle_ns` all go back.
+        """
         run, serving = self._run, self._run.serving
         assert serving is not None
-        if run.turns.live:
-            serving.idle = False
-            run.timers.clear("idle", "run")
-        elif not serving.idle and not run.timers.waiting("idle", "run") and run.plan.idle_ns:
-            run.wait("idle", "run", run.plan.idle_ns)
-        return not serving.idle
+        if not run.turns.live:
+            if serving.quiet_since_ns is None:
+                serving.quiet_since_ns = run.now_ns
+                self._look_after(GAP_LEAST_NS if run.policies.holding is not None else None)
+            return False
+        if serving.quiet_since_ns is not None and serving.asked:
+            serving.note_gap(run.now_ns - serving.quiet_since_ns)
+        serving.quiet_since_ns, serving.asked = None, True
+        run.timers.clear("idle", "run")
+        return self._leases.end_lull()
+
+    def _look_after(self, quiet_ns: Nanoseconds | None) -> None:
+        """Look at the gap once it has taken so long, or is that of a run that is idle."""
+        run, serving = self._run, self._run.serving
+        assert serving is not None
+        assert serving.quiet_since_ns is not None
+        idle_ns = run.plan.idle_ns or None
+        at_ns = min((ns for ns in (quiet_ns, idle_ns) if ns is not None), default=None)
+        if at_ns is not None:
+            run.wait("idle", "run", max(0, serving.quiet_since_ns + at_ns - run.now_ns))
 
     def _idle_due(self, _: str) -> None:
-        assert self._run.serving is not None
-        self._run.serving.idle = True
+        run, serving = self._run, self._run.serving
+        assert serving is not None
+        if run.turns.live or serving.quiet_since_ns is None:
+            return
+        quiet_ns = run.now_ns - serving.quiet_since_ns
+        if run.plan.idle_ns and quiet_ns >= run.plan.idle_ns:
+            self._leases.begin_lull(None, comes_to_an_end=False)
+            return
+        foreseen_ns = serving.foreseen_ns(quiet_ns)
+        if foreseen_ns is not None:
+            self._leases.begin_lull(foreseen_ns - quiet_ns)
+        self._look_after(None if foreseen_ns is None else round(GAP_MARGIN * foreseen_ns))

@@ -11,7 +11,14 @@ from elastic.core.digest import digest
 from elastic.core.invariants import check
 from elastic.core.saved_state import restore, save
 from elastic.core.scheduler import Phase, Scheduler
-from elastic.core.types import NS_PER_S, EndCause, FinishReason, Plan
+from elastic.core.types import (
+    NS_PER_S,
+    EndCause,
+    FinishReason,
+    LeaseState,
+    Plan,
+    WorkerState,
+)
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
 from policies.routing import AffinityRouting
@@ -160,30 +167,98 @@ def test_an_update_goes_on_at_the_importers_successor(core: CoreHarness) -> None
     assert core.one(c.AnswerOffer) == c.AnswerOffer(look="a", version=1)
 
 
-def test_leases_go_back_without_requests_and_are_asked_for_with_the_first() -> None:
-    plan = Plan(group_size=2, idle_ns=5 * NS_PER_S, **PLAN)
-    settings = WorldSettings(plan=plan, holding=True, foreseen=False)
-    core = CoreHarness(seeding=FixedWindow(0), **PLAN)
-    chosen = policies(settings)
-    core.scheduler = Scheduler(plan, SMALL_LIMITS, chosen, 0)
-    core.trainer(capacity=0)
-    core.tell(e.WorkerSlept(worker="trainer", epoch=1))
-    worker = core.worker()
-    core.request("0/0/0")
-    start = core.one(c.StartTurn)
-    core.wait(4, beating=("trainer", worker))
-    core.tokens(start, 1, finish=FinishReason.STOP)
-    core.wait(4, beating=("trainer", worker))
-    assert core.scheduler.leases.lull_since_ns is None
-    core.wait(2, beating=("trainer", worker))
-    assert core.scheduler.leases.lull_since_ns is not None
-    core.lease_ended("spot-1", EndCause.RELEASED)
-    core.wait(5, beating=("trainer",))
-    assert not core.sent(c.AcquireLease)
-    core.offer("spot")
-    assert not core.out, "nobody asks for anything"
-    core.request("0/1/0")
-    assert core.one(c.AcquireLease).provider == "spot"
+class Lulls(CoreHarness):
+    """A run whose leases may go back while nothing is requested, with one provider of one worker."""
+
+    READY_S = 3.0
+
+    def __init__(self, *, holding: bool, idle_s: int) -> None:
+        super().__init__(seeding=FixedWindow(0), **PLAN)
+        plan = Plan(group_size=2, idle_ns=idle_s * NS_PER_S, **PLAN)
+        self.scheduler = Scheduler(plan, SMALL_LIMITS, policies(WorldSettings(plan=plan, holding=holding)), 0)
+        with_importer(self)
+        self.asked = 0
+        self.coming: dict[str, float] = {}
+        """By lease, when its worker is ready."""
+        self.offer("spot")
+        self.quiet(2 * self.READY_S)
+
+    def quiet(self, seconds: float) -> None:
+        """Nothing is requested. What was asked for is ready a while later, and what is given back is gone at once."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            for lease in list(self.scheduler.leases.leases.values()):
+                if lease.state is LeaseState.REQUESTED:
+                    self.grant(lease.id, workers=(lease.id,))
+                    self.coming[lease.id] = self.now_s + self.READY_S
+                elif lease.goes:
+                    self.lease_ended(lease.id, EndCause.RELEASED)
+                    self.offer("spot")
+            for lease_id in [lease_id for lease_id, ready_s in self.coming.items() if ready_s <= self.now_s]:
+                del self.coming[lease_id]
+                self.join(lease_id, 0)
+                self.beat(lease_id)
+            self.wait(min(0.25, end_s - self.now_s), beating=("trainer", *self.workers))
+
+    @property
+    def workers(self) -> list[str]:
+        workers = self.scheduler.fleet.workers.values()
+        return [worker.id for worker in workers if worker.id != "trainer" and worker.epoch]
+
+    @property
+    def held(self) -> bool:
+        """Whether the worker is there."""
+        return any(self.scheduler.fleet.workers[worker].state is WorkerState.READY for worker in self.workers)
+
+    def turn(self) -> float:
+        """A request, which is ended as soon as it has begun; returns how long that took."""
+        began_s = self.now_s
+        self.request(f"0/{self.asked}/0")
+        self.asked += 1
+        begun = self.sent(c.StartTurn)
+        while not begun:
+            assert self.now_s < began_s + 4 * self.READY_S
+            self.quiet(0.25)
+            begun = [turn for turn in self.scheduler.turns.live.values() if turn.worker]
+        (turn,) = self.scheduler.turns.live.values()
+        self.tell(e.TurnCut(turn=turn.id, kept=0))
+        return self.now_s - began_s
+
+
+@pytest.mark.parametrize("holding", [False, True])
+def test_leases_go_back_without_requests_and_are_asked_for_with_the_first(holding: bool) -> None:
+    run = Lulls(holding=holding, idle_s=20)
+    run.turn()
+    run.quiet(19)
+    assert run.held
+    run.quiet(2)
+    assert not run.held
+    run.quiet(40)
+    assert not run.held, "nobody asks for anything"
+    assert run.turn() >= run.READY_S
+    assert run.held
+
+
+def test_between_a_last_answer_and_the_next_request_leases_go_back_as_such_gaps_have_taken() -> None:
+    run = Lulls(holding=True, idle_s=120)
+    run.turn()
+    for gap_s in (0.5, 3.0, 40.0, 3.5):
+        run.quiet(gap_s)
+        assert run.held, "nobody has seen that it takes so long, or it would be too long until it is ready again"
+        assert run.turn() == 0
+    run.quiet(3.5)
+    assert run.held
+    run.quiet(1.0)
+    assert not run.held, "it is a long gap"
+    run.quiet(30.0)
+    assert not run.held
+    run.quiet(6.0)
+    assert run.held
+    assert run.turn() == 0, "it was there in time"
+    run.quiet(80.0)
+    assert run.held, "nobody has seen a gap that takes so long"
+    run.quiet(41.0)
+    assert not run.held
 
 
 class Peer(Monkey):
