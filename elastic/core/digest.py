@@ -26,6 +26,7 @@ LEFT_OUT: Mapping[str, str] = {
     "Scheduler._evaluation_manager": "keeps nothing: what it does is in `RunState.evaluation` and `evaluated`",
     "Scheduler._serving_manager": "keeps nothing: what it knows is in `RunState.serving`",
     "ServingManager._run": "as `Scheduler._serving_manager`",
+    "ServingManager._leases": "as `Scheduler._serving_manager`",
     "StepController._serving": "as `Scheduler._serving_manager`",
     "EvaluationManager._run": "as `Scheduler._evaluation_manager`",
     "EvaluationManager._turns": "as `Scheduler._evaluation_manager`",
