@@ -18,9 +18,8 @@ from elastic.compose.processes import worker_ticket
 from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed, is_claimed, load_run_config, new_run_dir
 from elastic.compose.scheduling import limits, policies, run_plan
-from elastic.config import Config, ConfigError, DoorsConfig, JournalConfig, validate
+from elastic.config import Config, ConfigError, JournalConfig, validate
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import Offer, WorkerRole
 from elastic.protocol.endpoint import Endpoint
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, SqliteJournal, StepRow
@@ -53,14 +52,6 @@ def test_runs_are_found_by_name_path_or_latest(config: Config, tmp_path: Path) -
     assert load_run_config(runs[0]) == config
     with pytest.raises(ConfigError, match=f"no run 'x'.*{runs[2].name}"):
         store.find("x")
-
-
-def test_a_run_that_others_train_keeps_no_lease_for_requests_that_may_never_come(config: Config) -> None:
-    assert policies(config).holding is None
-    served = policies(config.model_copy(update={"doors": DoorsConfig.model_validate({})})).holding
-    assert served is not None
-    offer = Offer(provider="reserved", role=WorkerRole.DEDICATED, available=2, usd_per_gpu_hour=0.0)
-    assert served.pause_ns(offer, None, None) is None, "until there are requests"
 
 
 def test_a_run_is_one_process_at_a_time(tmp_path: Path) -> None:
