@@ -1,4 +1,4 @@
-.PHONY: run run-clouds jobs serve test test-shared test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-loggers test-clients test-environments test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run run-clouds jobs serve quick test test-shared test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-loggers test-clients test-environments test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -39,6 +39,10 @@ serve: setup
 
 # Most tests share the cores, with the checks as well; those that fill the cores, or are judged by the clock, come after
 # them, one by one.
+# Lint, types and unit tests of the rooms that have changed, or of ROOM="core pool".
+quick: setup
+	$(BIN)/python -m tests.quick $(ROOM)
+
 ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres and not trl and not clients and not trainers and not loggers and not environments
 FOLDERS_ELSEWHERE := $(foreach suite,netns ray clouds dashboard trl clients,--ignore=tests/$(suite))
 
