@@ -76,7 +76,7 @@ def checks(rooms: Iterable[str], files: Sequence[str]) -> dict[str, list[str]]:
     typed = [name for room in rooms for name in (f"elastic/{room}", f"elastic/{room}.py", room) if _is_code(name)]
     of_rooms = [name for room in rooms for name in TESTS[room]]
     tests = [name for name in files if Path(name).name.startswith("test_") and name.endswith(".py")]
-    found = {
+    found: dict[str, list[str]] = {
         "lint": [str(BIN / "ruff"), "check", "--quiet", "."],
         "format": [str(BIN / "ruff"), "format", "--quiet", "--check", "."],
         "imports": [str(BIN / "lint-imports")],
@@ -92,7 +92,7 @@ def checks(rooms: Iterable[str], files: Sequence[str]) -> dict[str, list[str]]:
 
 def _is_code(name: str) -> bool:
     path = ROOT / name
-    return path.suffix == ".py" and path.is_file() or path.is_dir() and any(path.glob("*.py"))
+    return (path.suffix == ".py" and path.is_file()) or (path.is_dir() and any(path.glob("*.py")))
 
 
 def main(rooms: Sequence[str]) -> int:
@@ -106,7 +106,8 @@ def main(rooms: Sequence[str]) -> int:
     with ThreadPoolExecutor(max_workers=2) as pool:
         commands = checks(wanted, files)
         order = sorted(commands, key=["tests", "types", "imports", "house", "lint", "format"].index)
-        failed = [name for name, fine in zip(order, pool.map(lambda name: _run(name, commands[name]), order)) if not fine]
+        fine = list(pool.map(lambda name: _run(name, commands[name]), order))
+    failed = [name for name, one in zip(order, fine, strict=True) if not one]
     print(f"{'failed: ' + ', '.join(failed) if failed else 'all fine'}, after {time.monotonic() - began:.0f} s")
     return 1 if failed else 0
 
