@@ -2,9 +2,9 @@
 
     python -m tests.quick [ROOM …]        # `make quick`, `make quick ROOM="core pool"`
 
-Without a room those are looked at whose files differ from the branch `main`, committed or not. Tests that are slow, that
-need the machine alone, or that have a suite of their own are left out: `make test` has all. The exit code is 0 if nothing
-was found, 1 if something was, and 2 for a room that there is not.
+Without a room it looks at the rooms whose files differ from the branch `main`, committed or not. It leaves out tests that
+are slow, need the machine alone, or have a suite of their own: `make test` has all. The exit code is 0 if nothing was
+found, 1 if something was, and 2 if there is no such room.
 """
 
 import subprocess
@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 MAIN = "main"
 UNIT = (
-    "not slow and not alone and not nightly and not netns and not ray and not clouds and not dashboard and not postgres "
-    "and not trl and not clients and not trainers and not loggers and not environments"
+    "not slow and not alone and not nightly and not netns and not ray and not clouds and not dashboard "
+    "and not postgres and not trl and not clients and not trainers and not loggers and not environments"
 )
 TESTS: dict[str, tuple[str, ...]] = {
     "benchmarks": ("tests/test_house.py",),
