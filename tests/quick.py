@@ -2,9 +2,9 @@
 
     python -m tests.quick [ROOM …]        # `make quick`, `make quick ROOM="core pool"`
 
-Without a room it looks at the rooms whose files differ from the branch `main`, committed or not. It leaves out tests that
-are slow, need the machine alone, or have a suite of their own: `make test` has all. The exit code is 0 if nothing was
-found, 1 if something was, and 2 if there is no such room.
+Without a room it looks at the rooms whose files differ from the branch `main`, committed or not. It leaves out tests
+that are slow, need the machine alone, or have a suite of their own: `make test` has all. The exit code is 0 if nothing
+was found, 1 if something was, and 2 if there is no such room.
 """
 
 import subprocess
