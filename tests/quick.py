@@ -54,8 +54,8 @@ TESTS: dict[str, tuple[str, ...]] = {
 
 def room_of(path: str) -> str:
     """`elastic/core/turns.py` → `core`, `providers/ec2.py` → `providers`, `README.md` → `docs`; empty for no room."""
-    parts = Path(path).parts
-    name = Path(parts[1]).stem if parts[0] == "elastic" and len(parts) > 1 else parts[0]
+    first, *others = Path(path).parts
+    name = Path(others[0]).stem if first == "elastic" and others else first
     return "docs" if path.endswith(".md") else name if name in TESTS else ""
 
 
