@@ -9,7 +9,7 @@ from elastic.config import JournalConfig
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
 from elastic.core.policy import StepRecord
-from elastic.core.types import NS_PER_S, Account, Capabilities, EndCause
+from elastic.core.types import NS_PER_S, Account, Capabilities, EndCause, Offer, WorkerRole
 from elastic.runtime.journal import GroupRow, JournalRecord, RunDirectory, SampleRow, StepRow, TrajectoryRow
 from elastic.runtime.journal.frames import event_row
 from elastic.runtime.status import ProviderStatus, RunStatus
@@ -48,7 +48,7 @@ class WrittenRun:
         self._each, self._members, self._name, self._cause = events // max(1, steps), members, name, cause
         self._waits = 0
         self.steps = 0
-        self._append(event_row(_joined("trainer-1"), 0))
+        self.append(event_row(_joined("trainer-1"), 0))
         for _ in range(steps):
             self._step()
         self._journal.books(list(_books(steps, name)))
@@ -70,10 +70,11 @@ class WrittenRun:
             *_results(self.steps, at_ns, self._members, self._cause),
             SampleRow(t_ns=at_ns, status=status_at(self.steps + 1, self._of)),
         ):
-            self._append(record)
+            self.append(record)
         self.steps += 1
 
-    def _append(self, record: JournalRecord) -> None:
+    def append(self, record: JournalRecord) -> None:
+        """Append another record; its writer is waited for now and then."""
         self._journal.append(record)
         self._waits += 1
         if self._waits == AT_ONCE:
@@ -95,8 +96,23 @@ def _joined(worker: str) -> e.WorkerJoined:
     return e.WorkerJoined(worker=worker, epoch=1, capabilities=CAPABILITIES, weights_version=0)
 
 
+def _offer(step: int) -> e.OfferChanged:
+    """A market that has less, and asks for more, every other time."""
+    scarce = step % 10 == 5
+    return e.OfferChanged(
+        offer=Offer(
+            provider="spot",
+            role=WorkerRole.ELASTIC,
+            available=1 if scarce else 4,
+            usd_per_gpu_hour=3.1 if scarce else 2.4,
+        )
+    )
+
+
 def _events(step: int, at_ns: int, each: int, name: str) -> Iterator[JournalRecord]:
     began_ns, worker = at_ns - round(STEP_S * NS_PER_S), _worker(step, name)
+    if step % 5 == 0:
+        yield event_row(_offer(step), began_ns)
     if step % 10 == 0:
         yield event_row(e.LeaseGranted(lease=worker, workers=(worker,)), began_ns)
         yield event_row(_joined(worker), began_ns + 5 * NS_PER_S)

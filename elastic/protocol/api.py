@@ -609,7 +609,7 @@ class HostedWorker(_Resource):
 
 
 class HostedLease(_Resource):
-    """A lease that a run has, or had: its workers, its time and what it cost."""
+    """A lease that a run has, or had: its workers, what it cost, and its GPU time by account."""
 
     id: str = Field(examples=["spot-l9"])
     object: Literal["lease"] = "lease"
@@ -620,6 +620,25 @@ class HostedLease(_Resource):
     closed_s: float | None
     usd: float
     cause: str = Field(examples=["preempted"])
+    accounts_s: AccountSeconds = {}
+
+
+class OfferMoment(_Resource):
+    """What a provider offered from a moment of the run on: so many leases, and `replacements` besides."""
+
+    at_s: float
+    available: int
+    replacements: int = 0
+    usd_per_gpu_hour: float
+
+
+class HostedOffers(_Resource):
+    """What a provider has offered a run over time. Of many changes evenly spaced ones are told, and the last one."""
+
+    id: ProviderName
+    object: Literal["offers"] = "offers"
+    gpus_per_lease: int
+    moments: list[OfferMoment]
 
 
 class ProviderKind(_Resource):

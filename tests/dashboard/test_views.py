@@ -106,11 +106,18 @@ def test_every_view_is_for_all_who_read_it(audited: Any, served: Served, run: st
     assert violations(audited) == []
 
 
-def test_losses_are_told_with_what_followed(tab: Any, served: Served, run: str) -> None:
+def test_losses_are_told_with_what_followed(tab: Any, served: Served, run: str, tmp_path: Path) -> None:
     sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{run}/workers")
     tab.wait_for_selector("#losses >> text=preempted")
     assert tab.locator("#losses tbody tr").count() == 3
     assert tab.locator("#lanes li").count() == 4
+    tab.wait_for_selector("[aria-label='Asked for a GPU-hour. spot: last $3.10, lowest $2.40, highest $3.10']")
+    tab.locator("#leases tbody tr").first.wait_for()
+    shown = tab.locator("#leases tbody tr").last.inner_text().split("\t")
+    assert shown[5:] == ["$0.600", "50.0 %", "$4.80", "goes on"]
+    tab.goto(f"{served.url}/#/providers")
+    tab.wait_for_selector("[aria-label='GPUs to be had besides those held. spot: last 1, lowest 1, highest 4']")
+    tab.screenshot(path=str(tmp_path / "providers.png"), full_page=True)
     tab.goto(f"{served.url}/#/runs/{run}/events")
     tab.wait_for_selector("text=/Lease .* was preempted/")
     assert tab.locator("#events li:visible").count() == 43

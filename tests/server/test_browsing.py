@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._hosted_runs import WrittenRun
 from elastic.config import JournalConfig
 from elastic.core import events as e
-from elastic.core.types import EndCause
+from elastic.core.types import EndCause, Offer, WorkerRole
 from elastic.report.history import history_of
 from elastic.report.trajectories import NoSuchTrajectory
 from elastic.runtime.journal import (
@@ -27,7 +28,7 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.status import RunStatus
 from elastic.server.history.answers import ENTRY_BYTES, KeptAnswers
-from elastic.server.history.journals import SETTLED_S, Wanted, metrics_of, version_of
+from elastic.server.history.journals import SETTLED_S, Wanted, leases_of, metrics_of, offers_of, version_of
 from elastic.server.history.kept_events import KeepingReader
 from elastic.server.history.trajectories import trajectories_of
 from elastic.testing.rows import run_status, step_record
@@ -231,3 +232,20 @@ def test_a_fault_is_not_kept(tmp_path: Path) -> None:
         answers.get(tmp_path, "x", lambda: (_ for _ in ()).throw(OSError("once")))
     assert not answers, "whoever asks for what there is not takes no memory"
     assert answers.get(tmp_path, "x", lambda: [("", msgspec.json.encode(1))])[0][1] == b"1"
+
+
+def test_offers_are_told_from_one_change_to_the_next_and_leases_with_what_they_gave(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run", steps=20)
+    repeated = Offer(provider="spot", role=WorkerRole.ELASTIC, available=1, usd_per_gpu_hour=3.1)
+    run.append(event_row(e.OfferChanged(offer=repeated), 600 * 10**9))
+    run.close()
+    (spot,) = offers_of(tmp_path / "run")
+    assert (spot.id, spot.gpus_per_lease) == ("spot", 1)
+    assert [(one.at_s, one.available, one.usd_per_gpu_hour) for one in spot.moments] == [
+        (0.0, 4, 2.4),
+        (150.0, 1, 3.1),
+        (300.0, 4, 2.4),
+        (450.0, 1, 3.1),
+    ]
+    first = leases_of(tmp_path / "run")[-1]
+    assert first.accounts_s == {"decode": 300.0, "booting": 150.0, "idle": 150.0}

@@ -15,6 +15,7 @@ from elastic import report
 from elastic.compose import incarnations
 from elastic.compose.agents import agents_url
 from elastic.config import Config, ConfigError, validate
+from elastic.core import events as e
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
 from elastic.core.types import NS_PER_S
 from elastic.protocol.api import (
@@ -23,8 +24,10 @@ from elastic.protocol.api import (
     EvaluationFigures,
     EvaluationMetrics,
     HostedLease,
+    HostedOffers,
     HostedWorker,
     Metrics,
+    OfferMoment,
     RunFigures,
     StepMetrics,
 )
@@ -53,6 +56,8 @@ from elastic.system.tenant_files import NotAFile, as_owner, files, opened
 
 T = TypeVar("T")
 
+MOMENTS_MAX = 500
+"""Of one provider's offers that are told."""
 CHECKPOINTS, SAFETENSORS = "checkpoints", ".safetensors"
 CHECKPOINT_ID = "[0-9]{1,12}"
 WRITTEN = ("", "-wal")
@@ -279,7 +284,39 @@ def _lease(lease: str, books: Sequence[DeviceBook], cause: str, end_ns: int) -> 
         closed_s=None if ended_ns is None else ended_ns / NS_PER_S,
         usd=sum(book.cost_nano_usd(end_ns) for book in books) / NANO_USD_PER_USD,
         cause=cause,
+        accounts_s=_gpu_seconds(books),
     )
+
+
+def _gpu_seconds(books: Sequence[DeviceBook]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for book in books:
+        for account, ns in book.accounts_ns.items():
+            found[str(account)] = found.get(str(account), 0.0) + book.gpus * ns / NS_PER_S
+    return found
+
+
+@apart()
+def offers_of(run_dir: Path) -> list[HostedOffers]:
+    """Return what each provider has offered the run over time, by their names. Raises `JournalError`."""
+    told: dict[str, tuple[int, list[OfferMoment]]] = {}
+    with history_in(run_dir, KeepingReader) as history:
+        for t_ns, event in history.events_of(e.OfferChanged):
+            offer = event.offer
+            gpus, moments = told.get(offer.provider, (0, []))
+            moment = OfferMoment(
+                at_s=t_ns / NS_PER_S,
+                available=offer.available,
+                replacements=offer.replacements,
+                usd_per_gpu_hour=offer.usd_per_gpu_hour,
+            )
+            if not moments or moments[-1].model_copy(update={"at_s": moment.at_s}) != moment:
+                moments.append(moment)
+            told[offer.provider] = max(gpus, offer.gpus_per_worker * offer.workers_per_lease), moments
+    return [
+        HostedOffers(id=name, gpus_per_lease=gpus, moments=_thinned(moments, MOMENTS_MAX))
+        for name, (gpus, moments) in sorted(told.items())
+    ]
 
 
 @apart()

@@ -36,8 +36,8 @@ export const AXES = {
 };
 
 class Chart {
-  constructor({ title, unit = count, axis = "step", stacked = false, sync = "" }) {
-    Object.assign(this, { title, unit, axis, stacked, sync, plot: null, series: [], data: [[]], marks: [] });
+  constructor({ title, unit = count, axis = "step", stacked = false, stepped = false, sync = "" }) {
+    Object.assign(this, { title, unit, axis, stacked, stepped, sync, plot: null, series: [], data: [[]], marks: [] });
     this.place = el("div", { className: "plot", role: "img", tabIndex: 0 });
     this.legend = el("ul", { className: "legend" });
     this.axisTitle = el("span", { className: "axis" });
@@ -101,6 +101,7 @@ class Chart {
   line(one) {
     const stroke = colourOf(one.colour);
     const base = { label: one.label, stroke, width: this.stacked ? 1 : 1.75, dash: this.stacked ? undefined : one.dash, spanGaps: true, points: { show: this.data[0].length < 3 } };
+    if (this.stepped) return { ...base, paths: uPlot.paths.stepped({ align: 1 }) };
     return this.stacked ? { ...base, fill: stroke } : base;
   }
 

@@ -1,9 +1,10 @@
 // Kinds of providers: what the caller's living runs have of each, what is shared, and what can be said of each.
 import { action, edit } from "./actions.js";
 import { get, listed, may } from "./data.js";
-import { button, el, fill, section, soft } from "./dom.js";
+import { button, el, fill, labelled, section, soft } from "./dom.js";
 import { listen } from "./live.js";
-import { table } from "./tables.js";
+import { offersOver } from "./offers.js";
+import { reading, table } from "./tables.js";
 import { ENDED, count, usd } from "./units.js";
 
 const REFRESH_MS = 5000;
@@ -51,12 +52,35 @@ export function showProviders(main, { signal, wrong }) {
     { title: "Tokens for a dollar", number: true, of: ([, , one]) => (one.usd > 0 ? count(one.tokens / one.usd) : one.tokens ? "free" : "–") },
   ], { label: "What runs have", empty: "No living run has anything of a provider.", id: "held" });
   const more = soft();
-  fill(main, el("h1", { textContent: "Providers" }), kinds.node, section("What living runs have for their money", holding.node, more), soft("What each lease cost and why it ended stands with its run, under Workers, and what its GPUs cost over time under Overview. Of offers that no run has taken up the server keeps nothing."));
+  const offers = offersOver(signal);
+  const problem = el("div");
+  const chosen = el("select", { id: "offered" });
+  const offered = section("Offers over time", el("p", {}, labelled("Of run", chosen)), problem, offers.node);
+  offered.hidden = true;
+  let living = [];
+  const showOffers = () => reading(problem, async () => {
+    const run = living.find((one) => one.id === chosen.value);
+    if (run) await offers.show(run.id, run.figures.elapsed_s);
+    problem.replaceChildren();
+  });
+  chosen.onchange = () => showOffers().catch(wrong);
+  fill(main, el("h1", { textContent: "Providers" }), kinds.node, section("What living runs have for their money", holding.node, more), offered, soft("What each lease gave for its money, why it ended, and what was offered to runs that are over stands with each run, under Workers."));
 
+  function choose(runs) {
+    const before = chosen.value;
+    if (runs.map((one) => one.id).join() !== living.map((one) => one.id).join()) {
+      fill(chosen, runs.map((one) => el("option", { value: one.id, textContent: `${one.name} …${one.id.slice(-6)}` })));
+      if (runs.some((one) => one.id === before)) chosen.value = before;
+    }
+    living = runs;
+    offered.hidden = runs.length === 0;
+  }
   async function refresh() {
     const [found, runs] = await Promise.all([get("/v1/providers", signal), listed("/v1/runs", { phase: ["starting", "running", "restarting", "stopping"] }, signal, 200)]);
     kinds.show(found.data);
     holding.show(runs.data.filter((run) => !ENDED.has(run.phase)).flatMap((run) => Object.entries(run.figures.providers).map(([name, one]) => [run, name, one])));
+    choose(runs.data.filter((run) => !ENDED.has(run.phase)));
+    await showOffers();
     fill(more, runs.more ? "Older runs are not shown." : "");
   }
   // A list of settings that is open stays as it is.

@@ -3,6 +3,7 @@ import { accountKeys, accountsBar, workingShare } from "./accounts.js";
 import { providerColours, swatch } from "./charts.js";
 import { Pager, listed } from "./data.js";
 import { el, fill, section, svg } from "./dom.js";
+import { offersOver } from "./offers.js";
 import { paged, reading, table } from "./tables.js";
 import { NONE, clock, count, duration, percent, usd } from "./units.js";
 
@@ -57,6 +58,12 @@ const WORKERS = [
   { title: "Where its time went", wide: true, of: (one) => accountsBar(one.accounts_s) },
 ];
 
+/** What an hour of its GPUs has cost in which they computed; null where they never did. */
+function perWorkingHour({ accounts_s: accounts, usd: cost }) {
+  const hours = (workingShare(accounts) * Object.values(accounts).reduce((sum, one) => sum + one, 0)) / 3600;
+  return hours > 0 ? cost / hours : null;
+}
+
 const LEASES = [
   { title: "Lease", of: (one) => one.id },
   { title: "Provider", of: (one) => one.provider },
@@ -64,17 +71,21 @@ const LEASES = [
   { title: "From", number: true, of: (one) => clock(one.opened_s) },
   { title: "To", number: true, of: (one) => (one.closed_s === null ? NONE : clock(one.closed_s)) },
   { title: "Cost", number: true, of: (one) => usd(one.usd) },
+  { title: "Working", number: true, of: (one) => percent(workingShare(one.accounts_s)) },
+  { title: "$ for a working GPU-hour", number: true, of: (one) => usd(perWorkingHour(one)) },
   { title: "End", wide: true, of: (one) => one.cause || "goes on" },
 ];
 
-export function showWorkers(body, { place, signal }) {
+export function showWorkers(body, view) {
+  const { id, place, signal } = view;
   const lanes = el("ol", { className: "lanes", id: "lanes" });
   const legend = el("p", { className: "soft legend" });
   const losses = table(LOSSES, { label: "Losses", empty: "No worker was lost.", id: "losses" });
   const workers = table(WORKERS, { label: "Workers", empty: "No workers yet.", id: "workers" });
   const leases = paged(LEASES, () => new Pager(`${place}/leases`, {}, 20), { signal, label: "Leases", empty: "No leases yet.", id: "leases" });
+  const offers = offersOver(signal);
   const problem = el("div");
-  fill(body, problem, section("Lanes", legend, lanes), section("Preemptions and deaths, and what followed", losses.node), section("Where time went", accountKeys(), workers.node), section("Leases, and what each cost", leases.node));
+  fill(body, problem, section("Lanes", legend, lanes), section("Preemptions and deaths, and what followed", losses.node), section("Where time went", accountKeys(), workers.node), section("Leases, and what each gave for its money", leases.node), section("What providers offered", offers.node));
   let begun = false;
   return {
     refresh: () =>
@@ -90,6 +101,7 @@ export function showWorkers(body, { place, signal }) {
         losses.show(followed(data).slice(0, 100));
         workers.show(data.slice(0, 100));
         if (!begun) await leases.refresh();
+        await offers.show(id, view.run.figures.elapsed_s);
         begun = true;
       }),
   };

@@ -13,6 +13,7 @@ from elastic.protocol.api import (
     Checkpoint,
     HostedAgents,
     HostedLease,
+    HostedOffers,
     HostedTrajectory,
     HostedTrajectoryDetail,
     HostedWorker,
@@ -39,7 +40,7 @@ from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor
 from elastic.server.store.runs import HostedRunRow
 from elastic.system import tenant_files
 
-R = TypeVar("R", HostedWorker, HostedLease, Checkpoint)
+R = TypeVar("R", HostedWorker, HostedLease, HostedOffers, Checkpoint)
 T = TypeVar("T")
 SAMPLES = 1_000
 TEXT_CHARACTERS = 200
@@ -200,6 +201,14 @@ async def workers(run: RunId, request: Request, found: RunDep, state: StateDep, 
 async def leases(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
     """List a run's leases, past and present, with what they cost and why they ended."""
     return _listed(request, await _entries(state, found, "leases", journals.leases_of), page)
+
+
+@router.get(
+    "/{run}/offers", response_model=Listed[HostedOffers], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
+)
+async def offers(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
+    """List what providers have offered a run over time: how much they had, and at which price."""
+    return _listed(request, await _entries(state, found, "offers", journals.offers_of), page)
 
 
 @router.get(
