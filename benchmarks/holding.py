@@ -12,14 +12,12 @@
 
 import time
 import tomllib
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from _common import ROOT, Arguments, emit, parse_arguments
 
-from elastic.compose import scheduling
 from elastic.compose.plan import RunPlan, resolve
 from elastic.compose.runs import new_run_dir
 from elastic.config import Config
@@ -33,7 +31,6 @@ from elastic.runtime.journal import RunDirectory
 from elastic.simulation import run as simulation
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
-from policies.provisioning import HoldForRollouts
 
 PLANNER = ROOT / "examples" / "planner.toml"
 UPDATES_S = (5.0, 60.0, 180.0, 600.0)
@@ -48,21 +45,16 @@ def plan_of(arm: str, update_s: float, steps: int, directory: Path) -> RunPlan:
     body: dict[str, Any] = tomllib.loads(PLANNER.read_text())
     body["run"] |= {"steps": steps, "directory": str(directory)}
     body["simulation"]["numbers"] = {"update_s": update_s}
-    body["provisioning"] = {"hold": "run" if arm == "run" else "rollouts"}
+    if arm != "run":
+        body["holding"] = {"policy": "rollouts", "settings": {"foreseen": arm != "late"}}
     body["providers"]["spot"]["billing"] = "second"
     return resolve(Config.model_validate(body), ["spot"], str(PLANNER))
 
 
 def arm(name: str, update_s: float, steps: int) -> dict[str, float]:
-    foreseeing = scheduling.HoldForRollouts
     with TemporaryDirectory() as directory:
         plan = plan_of(name, update_s, steps, Path(directory))
-        # No configuration asks for this arm: it stands here for what foresight is worth.
-        scheduling.HoldForRollouts = partial(HoldForRollouts, foreseen=name != "late")  # type: ignore[misc,assignment]
-        try:
-            outcome = simulation.simulate(plan, new_run_dir(plan.config), simulation.Experiment())
-        finally:
-            scheduling.HoldForRollouts = foreseeing  # type: ignore[misc]
+        outcome = simulation.simulate(plan, new_run_dir(plan.config), simulation.Experiment())
         assert not outcome.failed, outcome.failed
         summary = summarise(RunDirectory(outcome.run_dir))
     spot = summary.providers["spot"]

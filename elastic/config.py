@@ -197,6 +197,7 @@ class DataConfig(_Section):
         description="in which rows come, each once in a pass: `shuffled`, `in_order`, `by_difficulty` (first those "
         "whose rewards are neither all 0 nor all 1), or a curriculum that is installed",
     )
+    order_settings: dict[str, Any] = Field({}, description="the curriculum's own keys")
     rows: int | None = Field(
         None, ge=1, description="how many there are; counted as the run begins, where its order has to know"
     )
@@ -281,7 +282,7 @@ class EnvironmentConfig(_Section):
         return math.ceil(round(self.redundancy * group_size, 9))
 
 
-OF_TRAINING, DATA_OF_TRAINING = ("ratio", "redundancy"), ("order", "rows")
+OF_TRAINING, DATA_OF_TRAINING = ("ratio", "redundancy"), ("order", "order_settings", "rows")
 """Keys of an environment, and of its data, that say how it is trained on."""
 
 
@@ -851,13 +852,22 @@ class TrainerConfig(LossConfig):
         return self.step_timeout_s * (1 if self.gpus == 1 else PARTS_OF_AN_ORDER + 1)
 
 
-class SeedingConfig(_Section):
+class PolicyConfig(_Section):
+    """Who makes a decision: a policy, by the name under which it is installed (`elastic.policies`, `DECISION.NAME`)."""
+
+    policy: str = Field(
+        "auto", description="a policy that is installed; auto: as the configuration's other keys say; none: nobody"
+    )
+    settings: dict[str, Any] = Field({}, description="the policy's own keys")
+
+
+class SeedingConfig(PolicyConfig):
     """How long the trainer's device generates at a step's start (RLBoost Alg. 1)."""
 
-    policy: Literal["auto", "adaptive", "fixed", "none"] = Field(
+    policy: str = Field(
         "auto",
-        description="how the window is chosen; none: the device never generates; auto: none for a pool's job, whose "
-        "turns on a training node are for training, else adaptive",
+        description="how the window is chosen: adaptive, fixed, or another that is installed; none: the device never "
+        "generates; auto: none for a pool's job, whose turns on a training node are for training, else adaptive",
     )
     window_s: float = Field(1.0, ge=0, description="the window; with `adaptive` that of the first step")
     longest_window_s: float = Field(300.0, ge=0, description="upper end of the window, with `adaptive`")
@@ -875,24 +885,25 @@ class SeedingConfig(_Section):
     )
 
 
-class RoutingConfig(_Section):
+class RoutingConfig(PolicyConfig):
     """Where turns go: `static` pins a trajectory to a worker, `turn_wise` follows load, `affinity` prefixes first."""
 
-    policy: Literal["affinity", "turn_wise", "static"] = Field(
+    policy: str = Field(
         "affinity",
         description="affinity: the worker that has the turn's prefix, unless it would wait there and not elsewhere; "
-        "turn_wise: the least loaded one; static: where the trajectory's first turn was",
+        "turn_wise: the least loaded one; static: where the trajectory's first turn was; or another that is installed",
     )
     hardware: bool = Field(True, description="weigh what devices declare against what tasks need (with `affinity`)")
 
 
-class BalancingConfig(_Section):
+class BalancingConfig(PolicyConfig):
     """Moving turns from overloaded to underloaded workers (RLBoost Alg. 2)."""
 
-    policy: Literal["continuous", "none"] = Field(
+    policy: str = Field(
         "continuous",
         description="continuous: turns that wait move to workers that can begin them at once, and where none waits, "
-        "turns under way from workers with more than `plateau_share` needs to ones with fewer; none: neither",
+        "turns under way from workers with more than `plateau_share` needs to ones with fewer; none: neither; or "
+        "another that is installed",
     )
     interval_s: float = Field(
         0.25, gt=0, description="time between two looks at how turns are spread, while there are any"
@@ -902,11 +913,11 @@ class BalancingConfig(_Section):
     )
 
 
-class ProvisioningConfig(_Section):
-    policy: Literal["marginal_value", "take_all"] = Field(
+class ProvisioningConfig(PolicyConfig):
+    policy: str = Field(
         "marginal_value",
         description="marginal_value: the cheapest leases first, as long as one more costs less than the rollouts that "
-        "it shortens, at `usd_per_hour_saved`; take_all: all that providers offer",
+        "it shortens, at `usd_per_hour_saved`; take_all: all that providers offer; or another that is installed",
     )
     usd_per_hour_saved: float = Field(
         100.0, ge=0, description="what an hour of the run's time is worth, beside its bill"
@@ -1195,6 +1206,11 @@ class Config(_Section):
     routing: RoutingConfig = Field(default_factory=RoutingConfig)  # type: ignore[arg-type]
     balancing: BalancingConfig = Field(default_factory=BalancingConfig)  # type: ignore[arg-type]
     provisioning: ProvisioningConfig = Field(default_factory=ProvisioningConfig)  # type: ignore[arg-type]
+    holding: PolicyConfig = Field(default_factory=PolicyConfig)  # type: ignore[arg-type]
+    replacement: PolicyConfig = Field(default_factory=PolicyConfig)  # type: ignore[arg-type]
+    departure: PolicyConfig = Field(default_factory=PolicyConfig)  # type: ignore[arg-type]
+    selection: PolicyConfig = Field(default_factory=PolicyConfig)  # type: ignore[arg-type]
+    sampling: PolicyConfig = Field(default_factory=PolicyConfig)  # type: ignore[arg-type]
     engine: EngineConfig = Field(default_factory=EngineConfig)  # type: ignore[arg-type]
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)  # type: ignore[arg-type]
     weights: WeightsConfig = Field(default_factory=WeightsConfig)  # type: ignore[arg-type]

@@ -1,19 +1,21 @@
 """Which row of a data set a group is about.
 
 `in_order` and `shuffled` are functions of how many groups of its environment came before it, and of nothing else. Other
-curricula order each pass by what groups have come to (`elastic.core.rows`), as `by_difficulty` does. Either way no row
+curricula order each pass by what groups have come to (`elastic.core.rows`), as `ByDifficulty` does. Either way no row
 is repeated and none is left out, whatever dies: each pass over the data has every row once.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from elastic.core.rows import PassOrder, PassView, permuted
 
 PlaceCurriculum = Callable[[int, int, int], int]
 """The row for a group's place, of so many rows, with a seed."""
 PassCurriculum = Callable[[PassView], PassOrder]
-"""Which rows come first in a pass, and which last; entry points `elastic.curricula`."""
+"""Which rows come first in a pass, and which last (`elastic.core.policy.CurriculumPolicy.order`)."""
 
 
 def in_order(place: int, rows: int, seed: int) -> int:
@@ -27,14 +29,16 @@ def shuffled(place: int, rows: int, seed: int) -> int:
     return permuted(place, rows, f"{seed}/{number}")
 
 
-def by_difficulty(view: PassView) -> PassOrder:
+class ByDifficulty(msgspec.Struct, frozen=True):
     """First the rows whose last group came to a mean reward that is neither 0 nor 1: they have something to teach.
     Those that came to one of these come last, and rows of which nothing is known between them."""
-    known = view.rewards.items()
-    return PassOrder(
-        first=[row for row, reward in known if reward not in (0.0, 1.0)],
-        last=[row for row, reward in known if reward in (0.0, 1.0)],
-    )
+
+    def order(self, view: PassView, /) -> PassOrder:
+        known = view.rewards.items()
+        return PassOrder(
+            first=[row for row, reward in known if reward not in (0.0, 1.0)],
+            last=[row for row, reward in known if reward in (0.0, 1.0)],
+        )
 
 
 CURRICULA: Mapping[str, PlaceCurriculum] = {"shuffled": shuffled, "in_order": in_order}

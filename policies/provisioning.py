@@ -10,7 +10,7 @@ LEAST_WORKING_SHARE = 0.1
 ready: a bad hour makes a provider expensive, not worthless, so that its recovery is noticed."""
 
 
-class TakeWhatIsOffered:
+class TakeWhatIsOffered(msgspec.Struct, frozen=True):
     """Lease all that a provider offers; its settings bound how much that is."""
 
     def leases_wanted(self, offer: Offer, market: MarketView) -> int:

@@ -16,7 +16,7 @@ KV_SHARE = 1e-5
 Qwen3-32B."""
 
 
-class PinnedRouting:
+class PinnedRouting(msgspec.Struct, frozen=True):
     """A trajectory stays where its first turn was, as long as that worker lives: the baseline of ROSE §6.4."""
 
     def route(self, turn: TurnView, fleet: FleetView) -> WorkerId | None:
@@ -24,7 +24,7 @@ class PinnedRouting:
         return _least_loaded(turn, fleet) if pinned is None else pinned.id
 
 
-class TurnWiseRouting:
+class TurnWiseRouting(msgspec.Struct, frozen=True):
     """Routes each turn to the least loaded dedicated worker, else to an elastic one, else leaves it queued. Ignores
     prefixes.
 

@@ -38,7 +38,7 @@ ROOM_GB_MIN = 1.0
 """Room on disk for a short run's journal, checkpoints and weights, several times over."""
 PACKAGES = ("elastic-rl", "torch", "safetensors", "gymnasium", "numba", "xxhash", "zstandard")
 """The packages of Elastic and of its extra `train`."""
-GROUPS = ("elastic.providers", "elastic.environments", "elastic.engines", "elastic.trainers")
+GROUPS = ("elastic.providers", "elastic.environments", "elastic.engines", "elastic.trainers", "elastic.policies")
 
 
 class Finding(msgspec.Struct, frozen=True):

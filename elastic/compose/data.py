@@ -2,19 +2,17 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
-from elastic.config import CHAT, Config, ConfigError, ConfigProblem, EnvironmentConfig
-from elastic.core.rows import Curriculum, PassView
+from elastic.compose.named_policies import named_policy
+from elastic.config import CHAT, Config, ConfigError, ConfigProblem, DataConfig, EnvironmentConfig
+from elastic.core.policy import CurriculumPolicy
+from elastic.core.rows import Curriculum
 from elastic.environments.hub_rows import HUB, HubSource
 from elastic.environments.rows import BadData, DataSource, read_rows
-from elastic.system.installed import installed, load_point
-from elastic.system.named_code import CodeUnusable
-from elastic.system.plain_values import shown
-from policies.curriculum import CURRICULA, OrderedPasses, PassCurriculum
+from policies.curriculum import CURRICULA, OrderedPasses
 
-PLUG_INS = "elastic.curricula"
-"""Entry points: functions that order a pass over the data."""
+DECISION = "curriculum"
+"""Of policies: who orders a pass over the data."""
 
 
 def episode_seed(config: Config, environment: str) -> int:
@@ -52,10 +50,7 @@ def _counted(config: Config, number: int, where: str) -> EnvironmentConfig:
     data, source = environment.data, data_source(environment, config.run.seed)
     if data is None or source is None or data.order in CURRICULA:
         return environment
-    try:
-        _curriculum(data.order)
-    except CodeUnusable as error:
-        raise ConfigError(ConfigProblem(str(error), (*section, "order"), where)) from error
+    _curriculum(data, where, *section)
     if data.rows is not None:
         return environment
     if isinstance(source.source, HubSource):
@@ -68,26 +63,27 @@ def _counted(config: Config, number: int, where: str) -> EnvironmentConfig:
     return environment.model_copy(update={"data": data.model_copy(update={"rows": rows})})
 
 
-def curricula(config: Config) -> Mapping[str, Curriculum]:
-    """Who orders the rows of an environment, by its name, where that does not follow from its groups' places."""
+def curricula(config: Config, where: str) -> Mapping[str, Curriculum]:
+    """Who orders the rows of an environment, by its name, where that does not follow from its groups' places. Raises
+    `ConfigError`."""
     return {
-        one.name: OrderedPasses(one.data.rows, config.run.seed, _curriculum(one.data.order))
-        for one in config.mixture
+        one.name: OrderedPasses(
+            one.data.rows,
+            config.run.seed,
+            _curriculum(one.data, where, *config.environment_section(number), "data").order,
+        )
+        for number, one in enumerate(config.mixture)
         if one.data is not None and one.data.rows is not None and one.data.order not in CURRICULA
     }
 
 
-def _curriculum(name: str) -> PassCurriculum:
-    """Raises `CodeUnusable`."""
-    points = installed(PLUG_INS)
-    if name not in points:
-        allowed = ", ".join(map(repr, (*CURRICULA, *sorted(points))))
-        raise CodeUnusable(f"found {name!r}; allowed: {allowed}, or another that is installed ({PLUG_INS})")
-    allowed = f"a function of a {PassView.__name__} ({PLUG_INS})"
-    try:
-        found = load_point(points[name])
-    except CodeUnusable as error:
-        raise CodeUnusable(f"{error}; allowed: {allowed}") from error
-    if not callable(found):
-        raise CodeUnusable(f"found {name!r}, whose {points[name].value} is {shown(found)}; allowed: {allowed}")
-    return cast("PassCurriculum", found)
+def _curriculum(data: DataConfig, where: str, *section: str) -> CurriculumPolicy:
+    return named_policy(
+        DECISION,
+        data.order,
+        data.order_settings,
+        where=where,
+        key=(*section, "order"),
+        settings_key=(*section, "order_settings"),
+        others=CURRICULA,
+    )

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from elastic.compose.checkpoints import checkpoints
 from elastic.compose.data import counted
 from elastic.compose.evaluation import with_tasks
+from elastic.compose.scheduling import TRAINER_PROVIDER, policies
 from elastic.config import (
     PLAYED_BY_ROWS,
     Config,
@@ -39,7 +40,6 @@ from providers.base import INCREMENTS_S, Billing, Provider, ProviderSettings
 PROVIDERS_OPTION = "--providers"
 RANKS_A_CORE = 8
 """Of a trainer on CPUs: beyond it a mistake is likelier than a wish."""
-TRAINER_PROVIDER = "trainer"
 BFLOAT16_BYTES = 2
 TRACE_PLAYERS = {name: f"{name}-replay" for name in ("serving", "serverless", "spot")}
 """The kinds of sections with these names and without a `kind`: they play traces on this machine."""
@@ -242,6 +242,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         config = config.model_copy(update={"seeding": config.seeding.model_copy(update={"policy": "none"})})
     for name, chosen in settings.items():
         _check_engine(config, chosen.engine, where, "providers", name, "engine")
+    policies(config, where)
     return RunPlan(
         config=config,
         providers=settings,

@@ -1,32 +1,25 @@
 """Makes the scheduler's inputs: the run's plan, its limits and its policies."""
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
 from msgspec import UNSET
 
 from elastic.compose.data import curricula
 from elastic.compose.evaluation import planned_evaluation
+from elastic.compose.named_policies import NO_POLICY, named_policy
 from elastic.compose.nanoseconds import in_nanoseconds
-from elastic.compose.plan import TRAINER_PROVIDER, RunPlan
-from elastic.config import LOSSES, Config
+from elastic.config import LOSSES, Config, ConfigError, ConfigProblem, PolicyConfig
 from elastic.core.patience import TIMES_MOST
-from elastic.core.policy import (
-    BalancingPolicy,
-    Policies,
-    ProvisioningPolicy,
-    ReplacementPolicy,
-    RoutingPolicy,
-    SeedingPolicy,
-    SelectionPolicy,
-)
+from elastic.core.policy import Policies
 from elastic.core.types import NS_PER_S, Limits, Plan, PlannedEnvironment, StalenessDrop
 from elastic.worker.trainer import seeding_engines
-from policies.balancing import ContinuousBalancing
-from policies.departure import UseNotice
-from policies.provisioning import HoldForRollouts, MarginalValue, TakeWhatIsOffered
-from policies.replacement import EarlyReplacement
-from policies.routing import AffinityRouting, PinnedRouting, TurnWiseRouting
-from policies.sampling import DynamicSampling, FixedBatch
-from policies.seeding import AdaptiveWindow, FixedWindow
-from policies.selection import EveryGroup, NonZeroVariance
+
+if TYPE_CHECKING:
+    from elastic.compose.plan import RunPlan
+
+TRAINER_PROVIDER = "trainer"
+AUTO = "auto"
 
 SLOW_TOKENS_PER_S = 30
 """Decode speed of a turn of a large model in a full batch, on a moderate device."""
@@ -38,7 +31,7 @@ ANSWER_GRACE_S = 2.0
 """A function pool kills a call that is out of time and says so; only one that does not is given up without it."""
 
 
-def run_plan(plan: RunPlan) -> Plan:
+def run_plan(plan: "RunPlan") -> Plan:
     doors = plan.config.doors
     return Plan(
         steps=plan.config.run.steps,
@@ -111,51 +104,107 @@ def short_limits(config: Config) -> list[str]:
     ]
 
 
-def policies(config: Config) -> Policies:
-    rollout = config.rollout
+WORDS: Mapping[str, Sequence[str]] = {
+    "routing": (),
+    "provisioning": (),
+    "balancing": (NO_POLICY,),
+    "seeding": (AUTO, NO_POLICY),
+    "holding": (AUTO, NO_POLICY),
+    "replacement": (AUTO, NO_POLICY),
+    "departure": (AUTO, NO_POLICY),
+    "selection": (AUTO,),
+    "sampling": (AUTO,),
+}
+"""The decisions that a section of the configuration names a policy for, and what it takes in place of a policy's name:
+`auto`, by which the configuration's other keys decide it, and `none`."""
+
+
+def policies(config: Config, where: str = "the run's configuration") -> Policies:
+    """The run's policies. Raises `ConfigError` for one that is not installed, and for settings that are not its own."""
     return Policies(
-        routing=_routing(config),
-        seeding=_seeding(config),
-        provisioning=_provisioning(config),
-        holding=_holding(config),
-        selection=_selection(config),
-        balancing=_balancing(config),
-        replacement=_replacement(config),
-        departure=UseNotice(),
-        curricula=curricula(config),
-        sampling=DynamicSampling(rollout.dynamic_sampling_most) if rollout.dynamic_sampling else FixedBatch(),
+        **{decision: _decided(decision, config, where) for decision in WORDS}, curricula=curricula(config, where)
     )
 
 
-def _holding(config: Config) -> HoldForRollouts | None:
-    return HoldForRollouts() if config.provisioning.hold == "rollouts" else None
+def _decided(decision: str, config: Config, where: str) -> Any:
+    """The policy that a section names; None where there is to be none."""
+    section: PolicyConfig = getattr(config, decision)
+    words = WORDS[decision]
+    name = _when_unnamed(decision, config) if section.policy == AUTO and AUTO in words else section.policy
+    own = _own_keys(decision, name, config)
+    if name == NO_POLICY and decision == "seeding":
+        name = "fixed"
+    elif name == NO_POLICY and NO_POLICY in words:
+        if section.settings:
+            problem = f"found {', '.join(section.settings)}, and no policy to take them; allowed: none"
+            raise ConfigError(ConfigProblem(problem, (decision, "settings"), where))
+        return None
+    return named_policy(
+        decision,
+        name,
+        {**own, **section.settings},
+        where=where,
+        key=(decision, "policy"),
+        settings_key=(decision, "settings"),
+        others=words,
+    )
 
 
-def _selection(config: Config) -> SelectionPolicy:
-    """Dynamic sampling looks at rewards alone, as DAPO does."""
-    if config.trainer.learns_from_equal_rewards and not config.rollout.dynamic_sampling:
-        return EveryGroup()
-    return NonZeroVariance(config.trainer.advantage_epsilon)
+def _when_unnamed(decision: str, config: Config) -> str:
+    """The policy that the configuration's other keys ask for."""
+    match decision:
+        case "seeding":
+            return "adaptive"
+        case "holding":
+            return "rollouts" if config.provisioning.hold == "rollouts" else NO_POLICY
+        case "replacement":
+            return "early" if config.provisioning.successor_margin > 0 else NO_POLICY
+        case "departure":
+            return "use_notice"
+        case "selection":
+            # Dynamic sampling looks at rewards alone, as DAPO does.
+            by_rewards = config.rollout.dynamic_sampling or not config.trainer.learns_from_equal_rewards
+            return "non_zero_variance" if by_rewards else "every_group"
+        case _:
+            return "dynamic" if config.rollout.dynamic_sampling else "fixed"
 
 
-def _replacement(config: Config) -> ReplacementPolicy | None:
-    margin = config.provisioning.successor_margin
-    return EarlyReplacement(margin) if margin > 0 else None
+def _own_keys(decision: str, name: str, config: Config) -> Mapping[str, Any]:
+    """What the configuration's own keys say to a policy of ours."""
+    provisioning = config.provisioning
+    match decision, name:
+        case "routing", "affinity":
+            return {"hardware": config.routing.hardware}
+        case "balancing", "continuous":
+            return {"plateau_share": config.balancing.plateau_share}
+        case "seeding", "adaptive":
+            return _adaptive(config)
+        case "seeding", "fixed":
+            return {"duration_ns": round(config.seeding.window_s * NS_PER_S)}
+        case "seeding", "none":
+            return {"duration_ns": 0}
+        case "provisioning", "marginal_value":
+            return {"usd_per_hour_saved": provisioning.usd_per_hour_saved}
+        case "replacement", "early":
+            return {"margin": provisioning.successor_margin} if provisioning.successor_margin > 0 else {}
+        case "selection", "non_zero_variance":
+            return {"epsilon": config.trainer.advantage_epsilon}
+        case "sampling", "dynamic":
+            return {"most": config.rollout.dynamic_sampling_most}
+        case _:
+            return {}
 
 
-def _seeding(config: Config) -> SeedingPolicy:
+def _adaptive(config: Config) -> Mapping[str, Any]:
     s = config.seeding
-    window_ns = 0 if s.policy == "none" else round(s.window_s * NS_PER_S)
-    if s.policy in ("fixed", "none"):
-        return FixedWindow(window_ns)
-    return AdaptiveWindow(
-        window_ns,
-        rate=s.rate,
-        longest_ns=round(s.longest_window_s * NS_PER_S),
-        remembers=s.memory,
-        bounds_workers=s.bound_workers,
-        reserved_engines=s.reserved_engines or _reserved_engines(config),
-    )
+    return {
+        "initial_ns": round(s.window_s * NS_PER_S),
+        "rate": s.rate,
+        "longest_ns": round(s.longest_window_s * NS_PER_S),
+        "remembers": s.memory,
+        "bounds_workers": s.bound_workers,
+        "reserved_engines": s.reserved_engines or _reserved_engines(config),
+    }
 
 
 def _reserved_engines(config: Config) -> int:
@@ -165,23 +214,3 @@ def _reserved_engines(config: Config) -> int:
         return engines
     sizes = [int(settings.get("gpus_per_worker", 1)) for settings in config.providers.values()]
     return max(1, config.trainer.gpus // min(sizes, default=1))
-
-
-def _routing(config: Config) -> RoutingPolicy:
-    match config.routing.policy:
-        case "static":
-            return PinnedRouting()
-        case "turn_wise":
-            return TurnWiseRouting()
-        case "affinity":
-            return AffinityRouting(config.routing.hardware)
-
-
-def _balancing(config: Config) -> BalancingPolicy | None:
-    return ContinuousBalancing(config.balancing.plateau_share) if config.balancing.policy == "continuous" else None
-
-
-def _provisioning(config: Config) -> ProvisioningPolicy:
-    if config.provisioning.policy == "take_all":
-        return TakeWhatIsOffered()
-    return MarginalValue(config.provisioning.usd_per_hour_saved)

@@ -11,7 +11,7 @@ import msgspec
 
 from elastic.core.demand import Demand
 from elastic.core.profiles import BatchProfile
-from elastic.core.rows import Curriculum
+from elastic.core.rows import Curriculum, PassOrder, PassView
 from elastic.core.types import Nanoseconds, Offer, TrajectoryId, TurnId, WorkerId, WorkerKind, WorkerRole
 
 
@@ -297,6 +297,12 @@ class SamplingPolicy(Protocol):
 
     def launches(self, batch: BatchView, history: Sequence[StepRecord]) -> int:
         """How many more groups to launch now."""
+        ...
+
+
+class CurriculumPolicy(Protocol):
+    def order(self, view: PassView, /) -> PassOrder:
+        """Which rows of an environment's data come first in a pass, and which last. Asked as the pass begins."""
         ...
 
 

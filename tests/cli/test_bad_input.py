@@ -141,9 +141,10 @@ def test_what_is_installed_and_cannot_be_loaded(
     about = tmp_path / "site" / "broken-1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
-    orders = "missing = nosuch.module:order\nraising = raising:Order\nnumber = number:order\n"
+    named = {"missing": "nosuch.module:Order", "raising": "raising:Order", "number": "number:order"}
+    orders = "".join(f"curriculum.{name} = {value}\n" for name, value in named.items())
     kinds = "[elastic.engines]\nwarp = raising:Warp\n"
-    (about / "entry_points.txt").write_text(f"[elastic.curricula]\n{orders}{kinds}[elastic.trainers]\nodd = odd:Kind\n")
+    (about / "entry_points.txt").write_text(f"[elastic.policies]\n{orders}{kinds}[elastic.trainers]\nodd = odd:Kind\n")
     (tmp_path / "site" / "raising.py").write_text("class Order:\n    table = [][0]\n")
     (tmp_path / "site" / "number.py").write_text("order = 3\n")
     (tmp_path / "site" / "odd.py").write_text("raise SystemExit('not today')\n")
@@ -151,14 +152,13 @@ def test_what_is_installed_and_cannot_be_loaded(
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Say."}\n')
     data = f"data = {{source = '{tmp_path}/rows.jsonl', order = "
     chat = f"environment={{name = 'chat', settings = {{rewards = ['mine:worth']}}, {data}"
-    allowed = "allowed: a function of a PassView (elastic.curricula)"
     for name, words in {
-        "missing": ("whose nosuch.module:order cannot be loaded by", "No module named 'nosuch'"),
+        "missing": ("whose nosuch.module:Order cannot be loaded by", "No module named 'nosuch'"),
         "raising": ("IndexError: list index out of range", "raising.py, line 2"),
-        "number": ("whose number:order is 3 (int)",),
+        "number": ("whose number:order is 3 (int)", "allowed: a frozen msgspec.Struct or dataclass with order"),
     }.items():
         ended = elastic("run", config, "--set", f"{chat}'{name}'}}}}")
-        refused(ended, f"environment.data.order: found {name!r}, ", *words, allowed)
+        refused(ended, f"environment.data.order: found 'curriculum.{name}', ", *words)
     refused(elastic("run", config, "--set", "engine.kind=warp"), "engine.kind: found 'warp'", "raising.py, line 2")
     refused(elastic("run", config, "--set", "trainer.kind=odd"), "trainer.kind: found 'odd'", "SystemExit: not today")
     assert not (config.parent / "runs").exists()

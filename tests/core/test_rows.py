@@ -14,7 +14,7 @@ from elastic.core import events as e
 from elastic.core import saved_state
 from elastic.core.rows import KNOWN_MAX, BadCurriculum, PassOrder, PassView, RowProgress
 from elastic.core.scheduler import Scheduler
-from policies.curriculum import OrderedPasses, by_difficulty
+from policies.curriculum import ByDifficulty, OrderedPasses
 from tests.core.conftest import CoreHarness
 
 MakeCore = Callable[..., CoreHarness]
@@ -30,7 +30,7 @@ def test_every_pass_has_each_row_once_whatever_is_killed(
     rows: int, seed: int, rewards: list[float], kills: set[int]
 ) -> None:
     """A process that goes on has the state of the one before, and nothing else."""
-    curriculum, progress = OrderedPasses(rows, seed, by_difficulty), RowProgress()
+    curriculum, progress = OrderedPasses(rows, seed, ByDifficulty().order), RowProgress()
     undisturbed, taken = RowProgress(), list[int]()
     for place, reward in enumerate(rewards):
         if place in kills:
@@ -47,7 +47,7 @@ def test_every_pass_has_each_row_once_whatever_is_killed(
 
 
 def test_rows_that_have_something_to_teach_come_first() -> None:
-    curriculum, progress = OrderedPasses(10, 3, by_difficulty), RowProgress()
+    curriculum, progress = OrderedPasses(10, 3, ByDifficulty().order), RowProgress()
     known = {4: 0.5, 7: 1.0, 2: 0.0, 9: 0.125}
     for _ in range(10):
         progress.next_row(curriculum)
@@ -114,7 +114,7 @@ def test_a_run_with_a_bad_curriculum_fails_for_it(make_core: MakeCore) -> None:
 
 
 def test_a_group_has_the_row_that_the_core_chose_also_in_the_next_process(make_core: MakeCore) -> None:
-    curriculum = OrderedPasses(5, 1, by_difficulty)
+    curriculum = OrderedPasses(5, 1, ByDifficulty().order)
     core = make_core(curricula={"": curriculum}, groups=2, steps=2)
     begun = [start.row for start in core.trainer(capacity=8) if isinstance(start, c.StartGroup)]
     assert len(set(begun)) == 2

@@ -24,6 +24,7 @@ _LOOKED_AT = (
     "elastic.trainers",
     "elastic.environments",
     "elastic.function_pools",
+    "elastic.policies",
 )
 
 

@@ -53,7 +53,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def policies(settings: WorldSettings) -> Policies:
     window_ns, adaptive = settings.seeding_ns, settings.adaptive_seeding
-    return Policies(
+    ours = Policies(
         routing=AffinityRouting(),
         balancing=ContinuousBalancing() if settings.balancing else None,
         seeding=AdaptiveWindow(window_ns, reserved_engines=RESERVED_ENGINES) if adaptive else FixedWindow(window_ns),
@@ -64,6 +64,7 @@ def policies(settings: WorldSettings) -> Policies:
         departure=UseNotice(),
         sampling=DynamicSampling(settings.dynamic_most) if settings.dynamic_most else FixedBatch(),
     )
+    return msgspec.structs.replace(ours, **settings.policies)
 
 
 def replayed(settings: WorldSettings, log: Sequence[tuple[Nanoseconds, e.Event]]) -> list[str]:

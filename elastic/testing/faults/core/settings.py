@@ -1,6 +1,8 @@
 """The sizes and speeds of a small simulated world, and the limits that its core works with."""
 
+from collections.abc import Mapping
 from random import Random
+from typing import Any
 
 import msgspec
 
@@ -102,6 +104,8 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     fault_span_ns: Nanoseconds = 15 * NS_PER_S
     liveness_ns: Nanoseconds = 1500 * NS_PER_S
     """How long after the last fault the run may take to its end."""
+    policies: Mapping[str, Any] = {}
+    """In place of ours, by the fields of `elastic.core.policy.Policies`."""
 
 
 SPOT_WORKERS = 4

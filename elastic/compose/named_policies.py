@@ -1,0 +1,105 @@
+"""Policies by the names that configurations give them: entry points `elastic.policies`, ours and third parties' alike.
+
+An entry point is called `DECISION.NAME`, after what it decides (`elastic.core.decisions`) and what
+configurations call it. It names a class whose instances cannot change: a frozen `msgspec.Struct` or dataclass. Its
+fields are its settings, so it has nothing else that it could remember.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from elastic.config import ConfigError, ConfigProblem
+from elastic.core.decisions import DECISIONS
+from elastic.system.installed import installed, load_point
+from elastic.system.named_code import CodeUnusable
+from elastic.system.plain_values import shown, told
+
+ENTRY_POINTS = "elastic.policies"
+NO_POLICY = "none"
+"""What configurations say where nothing is to be decided."""
+
+
+def policy_names(decision: str) -> list[str]:
+    """What configurations call the policies that are installed for a decision."""
+    of_decision = f"{decision}."
+    return sorted(name.removeprefix(of_decision) for name in installed(ENTRY_POINTS) if name.startswith(of_decision))
+
+
+def asked_of(decision: str) -> list[str]:
+    """The names of what a policy of this decision must have."""
+    return sorted(name for name in vars(DECISIONS[decision]) if not name.startswith("_"))
+
+
+def named_policy(
+    decision: str,
+    name: str,
+    settings: Mapping[str, Any],
+    *,
+    where: str,
+    key: tuple[str, ...],
+    settings_key: tuple[str, ...],
+    others: Iterable[str] = (),
+) -> Any:
+    """The policy of this name, with these settings. Raises `ConfigError`.
+
+    `key` is the configuration's key that has the name, `settings_key` the one that has the settings, and `others` are
+    words that it allows in place of a policy's name.
+    """
+    kind = policy_kind(decision, name, where, key, others)
+    fields = _fields(kind)
+    if unknown := sorted(settings.keys() - set(fields)):
+        allowed = ", ".join(fields) or "none"
+        problems = [ConfigProblem(f"unknown key; allowed: {allowed}", (*settings_key, one), where) for one in unknown]
+        raise ConfigError(*problems)
+    try:
+        return msgspec.convert(dict(settings), kind)
+    except msgspec.ValidationError as error:
+        problem, _, at = str(error).partition(" - at `$.")
+        inner = tuple(part for part in at.rstrip("`").split(".") if part)
+        found = f" (found {shown(settings[inner[0]])})" if inner and inner[0] in settings else ""
+        detail = f"{problem[:1].lower()}{problem[1:]}{found}"
+        raise ConfigError(ConfigProblem(detail, (*settings_key, *inner), where)) from error
+    except Exception as error:
+        raise ConfigError(
+            ConfigProblem(f"{kind.__name__} cannot be made: {told(error)}", settings_key, where)
+        ) from error
+
+
+def policy_kind(decision: str, name: str, where: str, key: tuple[str, ...], others: Iterable[str] = ()) -> type[Any]:
+    """The class of the policy of this name. Raises `ConfigError` for one that is not installed, cannot be loaded, or is
+    not what the decision asks for."""
+    full = f"{decision}.{name}"
+    points = installed(ENTRY_POINTS)
+    if full not in points:
+        allowed = ", ".join(map(repr, [*policy_names(decision), *others])) or "none"
+        problem = f"found {name!r}; allowed: {allowed}, or another that is installed ({ENTRY_POINTS}: {decision}.NAME)"
+        raise ConfigError(ConfigProblem(problem, key, where))
+    try:
+        kind = load_point(points[full])
+    except CodeUnusable as error:
+        raise ConfigError(ConfigProblem(str(error), key, where)) from error
+    if not _cannot_change(kind) or any(not hasattr(kind, one) for one in asked_of(decision)):
+        wanted = " and ".join(asked_of(decision))
+        problem = (
+            f"found {full!r}, whose {points[full].value} is {shown(kind)}; allowed: a frozen msgspec.Struct or "
+            f"dataclass with {wanted} (elastic.core.policy.{DECISIONS[decision].__name__})"
+        )
+        raise ConfigError(ConfigProblem(problem, key, where))
+    return kind
+
+
+def _cannot_change(kind: object) -> bool:
+    if not isinstance(kind, type):
+        return False
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_config__.frozen
+    return dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def _fields(kind: type[Any]) -> list[str]:
+    if issubclass(kind, msgspec.Struct):
+        return list(kind.__struct_fields__)
+    return [one.name for one in dataclasses.fields(kind) if one.init]
