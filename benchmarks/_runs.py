@@ -78,7 +78,7 @@ class CommandRun:
         """When each process was started."""
         known = set(runs.iterdir())
         self.start("run", *arguments, *sets([f"run.directory={runs}"]))
-        self.run_dir = self.until(
+        self.run_dir: Path = self.until(
             "its directory", lambda: next((p for p in runs.iterdir() if p not in known and p.is_dir()), None)
         )
 

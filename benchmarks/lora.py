@@ -26,7 +26,8 @@ from _trained import TRAINED_SHAPE, TRAINERS_PYTHON, WITHOUT_PEFT
 VLLM_PYTHON = ROOT / ".cache" / "vllm-venv" / "bin" / "python"
 WITHOUT_VLLM = "vLLM is not installed in .cache/vllm-venv: `make .cache/vllm-venv/installed`"
 IN_MINUTES = "a run on vLLM takes minutes"
-MODEL = {**TRAINED_SHAPE, "vocab_size": 8192, "max_position_embeddings": 1024, "dtype": "bfloat16"}
+VOCABULARY = 8192
+MODEL = {**TRAINED_SHAPE, "vocab_size": VOCABULARY, "max_position_embeddings": 1024, "dtype": "bfloat16"}
 """13 million parameters."""
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 """What peft adapts where it is not told."""
@@ -92,7 +93,7 @@ def _step(trainer: Any) -> None:
         trajectories = [
             PlainTrajectory(
                 f"{index}.{member}",
-                [rng.randrange(MODEL["vocab_size"]) for _ in range(TOKENS)],
+                [rng.randrange(VOCABULARY) for _ in range(TOKENS)],
                 [0, *[1] * (TOKENS - 1)],
                 [-9.0] * TOKENS,
                 [trainer.version] * TOKENS,
@@ -134,7 +135,7 @@ def _merged_difference(directory: Path) -> float:
     merged = transformers.AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
     exported = Transformers.exported(config, own, directory / "checkpoint.safetensors")
     merged.load_state_dict({name: tensor.bfloat16().float() for name, tensor in exported}, strict=False)
-    text = torch.tensor([proof_text(MODEL["vocab_size"])])
+    text = torch.tensor([proof_text(VOCABULARY)])
     with torch.no_grad():
         said = merged(text).logits[0, :-1].log_softmax(-1).gather(-1, text[0, 1:, None]).squeeze(-1)
     apart = [abs(one - other) for one, other in zip(base, trainer.proof(), strict=True)]

@@ -51,4 +51,7 @@ class OrderedPasses:
 
     rows: int
     seed: int
-    order: PassCurriculum
+    ordering: PassCurriculum
+
+    def order(self, view: PassView) -> PassOrder:
+        return self.ordering(view)

@@ -46,7 +46,11 @@ def show_url(
     run = run_on_disk(directory, name)
     url = base_url(run)
     authority = own_authority(run.path) if url.startswith("https:") else None
-    told = {"run": run.name, "base_url": url, "certificate": None if authority is None else str(authority.resolve())}
+    told: dict[str, object] = {
+        "run": run.name,
+        "base_url": url,
+        "certificate": None if authority is None else str(authority.resolve()),
+    }
     _print(url, told, as_json=as_json)
 
 

@@ -110,7 +110,7 @@ def _newest_sample(run: RunDirectory) -> RunStatus | None:
     """Return how the run stood when its journal last said so."""
     with run.newest_journal() as journal:
         sample = journal.last(SampleRow)
-    return sample and sample.status
+    return None if sample is None else sample.status
 
 
 def _show_rows(rows: list[dict[str, str]], nothing: str, *, as_json: bool) -> None:

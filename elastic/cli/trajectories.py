@@ -63,7 +63,8 @@ def trajectories(
     if group and (not is_group(group) or is_evaluated(group) is not evaluation):
         allowed = "VERSION/TASK such as e10/3" if evaluation else "STEP/NUMBER such as 3/0, with --evaluation e10/3"
         bad_input(f"--group: found {group!r}; allowed: {allowed}")
-    order, most = next(iter(asked.items()), ("newest", NEWEST))
+    newest_ones: tuple[Order, int] = ("newest", NEWEST)
+    order, most = next(iter(asked.items()), newest_ones)
     wanted = TrajectoryFilter(
         evaluation=evaluation,
         step=step,

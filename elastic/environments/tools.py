@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
-from pydantic.errors import PydanticInvalidForJsonSchema
 
 from elastic.environments.calling import called, ends_caller
 from elastic.environments.kinds import as_text
@@ -104,7 +103,7 @@ def load_tool(named: str) -> PythonTool:
     try:
         arguments = _arguments(named, function, parameters)
         schema = _untitled(arguments.model_json_schema(by_alias=True))
-    except (NameError, PydanticUserError, PydanticInvalidForJsonSchema) as error:
+    except (NameError, PydanticUserError) as error:
         raise CodeUnusable(f"{named}: its parameters cannot be told to a model: {told(error, 300)}") from error
     told_as = {"name": name, **({"description": about} if about else {}), "parameters": schema}
     return PythonTool(name, function, arguments, {"type": "function", "function": told_as})

@@ -73,7 +73,7 @@ class LineSocket:
             writer.write(msgspec.json.encode(answer) + b"\n")
             async with asyncio.timeout(self._timeout_s):
                 await writer.drain()
-        except (OSError, TimeoutError):
+        except OSError:
             pass
         except Exception:
             log.exception("control request not answered")

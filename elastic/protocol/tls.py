@@ -282,7 +282,7 @@ class TlsServer:
                 begins = await _first_byte(connection)
                 if begins != HANDSHAKE:
                     await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
-        except (OSError, TimeoutError):
+        except OSError:
             connection.close()
             return
         except asyncio.CancelledError:

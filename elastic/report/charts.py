@@ -95,7 +95,7 @@ def _stacked(
     labels: Sequence[str] = (),
 ) -> svg.Plot:
     """Quantities that add up, as step functions with values between `edges`; at their ends their `labels`."""
-    peak = max(map(sum, zip(*layers, strict=True)), default=0.0)
+    peak = max((sum(values) for values in zip(*layers, strict=True)), default=0.0)
     levels = svg.ticks_to(peak, units.si, least_step)
     y = svg.Scale(0.0, levels[-1][0], bottom, bottom - height)
     areas = svg.stack(x, y, edges, layers, classes)

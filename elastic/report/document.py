@@ -121,7 +121,8 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    pages.globals |= {"text_width": text_width, "anchor": anchor}
+    offered: dict[str, Any] = pages.globals
+    offered |= {"text_width": text_width, "anchor": anchor}
     pages.filters["lines"] = _lines
     return pages.get_template("page.html.j2")
 

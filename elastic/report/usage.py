@@ -6,6 +6,7 @@ for is unattributed.
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import final
 
 import msgspec
 
@@ -19,6 +20,7 @@ ORDERLY_ENDS = frozenset({EndCause.RELEASED, EndCause.EXPIRED})
 """Ends after which no time should be missing from a lease's books: nothing was taken away or given up."""
 
 
+@final
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """What some GPUs did and cost. `accounts_s` has every account, in GPU-seconds, and sums to `gpu_s`;
     those of shared devices are there where a device is shared.

@@ -236,7 +236,7 @@ class GatewayTrainer:
         if known is None or not known.epoch:
             self._stop(cause)
 
-    def _again(self, order: Order) -> list[wire.FromOrchestrator]:
+    def _again(self, order: Order) -> Sequence[wire.FromOrchestrator]:
         match order:
             case c.TrainGroup():
                 rows = self._stored(order.trajectories)
@@ -254,22 +254,22 @@ class GatewayTrainer:
                 self._door.send(trainer.id, trainer.epoch, message)
 
 
-def _train(order: c.TrainGroup, batch: Sequence[RolloutTrajectory]) -> list[wire.FromOrchestrator]:
+def _train(order: c.TrainGroup, batch: Sequence[RolloutTrajectory]) -> Sequence[wire.FromOrchestrator]:
     workers = {worker for episode in batch for worker in episode.workers}
     bounds = {worker: bound for worker, bound in order.bounds if worker in workers}
     data = [row for episode in batch for row in episode.data()]
     frame = wire.TrainGroupFrame(order.step, order.group, order.slot, data, bounds, order.oldest_version)
-    return [*wire.in_parts(frame)]
+    return wire.in_parts(frame)
 
 
-def _skip(order: c.DropGroup, dropped: Sequence[RolloutTrajectory]) -> list[wire.FromOrchestrator]:
+def _skip(order: c.DropGroup, dropped: Sequence[RolloutTrajectory]) -> Sequence[wire.FromOrchestrator]:
     assert order.slot is not None
     tokens = sum(episode.policy_tokens for episode in dropped)
     data = [row for episode in dropped for row in episode.data()]
-    return [*wire.in_parts(wire.SkipGroup(order.step, order.group, order.slot, order.reason, tokens, data))]
+    return wire.in_parts(wire.SkipGroup(order.step, order.group, order.slot, order.reason, tokens, data))
 
 
-def _update(order: c.UpdateWeights) -> list[wire.FromOrchestrator]:
+def _update(order: c.UpdateWeights) -> Sequence[wire.FromOrchestrator]:
     reason = "no group of use was left for it"
     skipped = [wire.SkipGroup(order.step, "", slot, reason) for slot in order.empty_slots]
     source = "" if order.source is UNSET else order.source

@@ -163,8 +163,8 @@ def rates_of(engine: EngineConfig, profile: Profile, where: str) -> EngineRates:
         max_batch=engine.max_batch,
         max_pending=engine.max_pending,
         max_context_tokens=engine.max_context_tokens,
-        tflops=engine.tflops or (sheet and sheet.tflops),
-        memory_gb_per_s=engine.memory_gb_per_s or (sheet and sheet.memory_gb_per_s),
+        tflops=engine.tflops or (None if sheet is None else sheet.tflops),
+        memory_gb_per_s=engine.memory_gb_per_s or (None if sheet is None else sheet.memory_gb_per_s),
     )
 
 

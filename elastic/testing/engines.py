@@ -202,7 +202,12 @@ def turn() -> Callable[..., GenerateRequest]:
             prompt = [(7 * index + sum(name.encode())) % CONFIG.vocab_size for index in range(prompt)]
         drawn: dict[str, Any] = {"max_new_tokens": 12, "noise_seed": sum(name.encode()) << 50}
         drawn |= {key: fields.pop(key) for key in SamplingParameters.__struct_fields__ if key in fields}
-        defaults = {"request_id": name, "token_ids": prompt, "start": 0, "sampling": SamplingParameters(**drawn)}
+        defaults: dict[str, Any] = {
+            "request_id": name,
+            "token_ids": prompt,
+            "start": 0,
+            "sampling": SamplingParameters(**drawn),
+        }
         return GenerateRequest(**{**defaults, **fields})
 
     return make

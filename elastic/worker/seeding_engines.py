@@ -139,7 +139,7 @@ class SeveralEngines:
         spent: Counter[Account] = Counter()
         for now, before in zip(accounts_ns, self._seen_ns, strict=True):
             spent.update({account: ns - before.get(account, 0) for account, ns in now.items()})
-        self._seen_ns = accounts_ns
+        self._seen_ns = [*accounts_ns]
         now_ns = here().monotonic_ns()
         if costs := {account: float(ns) for account, ns in spent.items() if ns > 0}:
             self._meter.settle(now_ns, costs)

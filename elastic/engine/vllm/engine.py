@@ -136,6 +136,7 @@ class VllmEngine:
         """Deaths of vLLM's process that count towards `max_restarts`."""
         self._starting: subprocess.Popen[bytes] | None = None
         self._watching: threading.Thread | None = None
+        self._line: m.Line | None
         self._up, self._process, self._line = self._start()
         self._up_since_s = time.monotonic()
 
@@ -269,11 +270,11 @@ class VllmEngine:
             self._changed.notify_all()
         if self._line is not None:
             self._line.hang_up()
-        if self._starting not in (None, self._process):
+        if self._starting is not None and self._starting is not self._process:
             _kill(self._starting)
         self._end_process()
         self._lose(FinishReason.ABORTED, "the engine is closed")
-        if self._watching not in (None, threading.current_thread()):
+        if self._watching is not None and self._watching is not threading.current_thread():
             self._watching.join(self._settings.stop_timeout_s)
 
     # vLLM's process

@@ -360,7 +360,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["namespace"] = _Namespace
-    environment.globals["dict"] = _dict
+    offered: dict[str, Any] = environment.globals
+    offered |= {"raise_exception": _raise_exception, "namespace": _Namespace, "dict": _dict}
     return environment

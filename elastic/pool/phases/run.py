@@ -314,6 +314,6 @@ def _state(target: PhaseTarget, named: str, parameters: dict[str, Any]) -> Any:
 
 if __name__ == "__main__":
     # What the program imports is the module that it would get, not this one run as a program.
-    from elastic.pool.phases.run import main as run_program
+    from elastic.pool.phases.run import main as run_program  # pyrefly: ignore[missing-module-attribute]
 
     sys.exit(run_program(sys.argv[1:]))

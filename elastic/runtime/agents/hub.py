@@ -138,7 +138,7 @@ class FrontHub:
             async with asyncio.timeout(HAND_OVER_S):
                 self._take_listening(await _descriptor(end))
                 connection = await over_socket(end, m.RUN_SIDE, "a front")
-        except (OSError, TimeoutError) as error:
+        except OSError as error:
             log.warning("a front has handed nothing over", error=str(error))
             end.close()
             return

@@ -11,7 +11,7 @@ from elastic.server.intake.upload_files import UploadStanding
 from elastic.server.retention.rules import REMOVING, RetentionRow, due, is_over
 from elastic.server.store import jobs, runs, uploads
 from elastic.server.store.database import now_us
-from elastic.server.store.rows import first, put
+from elastic.server.store.rows import columns, first, put
 from elastic.server.store.runs import Attempting, HostedRunRow
 from elastic.server.store.tables import retention
 from elastic.server.store.tables import runs as runs_table
@@ -23,7 +23,7 @@ SERVER = "server"
 
 def policy(connection: sa.Connection, scope: str) -> RetentionRow:
     row = first(connection, sa.select(retention).where(retention.c.scope == scope))
-    return RetentionRow(scope=scope) if row is None else RetentionRow(**row)
+    return RetentionRow(scope=scope) if row is None else RetentionRow(**columns(row))
 
 
 def change(tx: sa.Connection, scope: str, changes: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ class _Policies(dict[str, RetentionRow]):
 
     def __init__(self, connection: sa.Connection) -> None:
         rows = connection.execute(sa.select(retention)).mappings()
-        super().__init__({row["scope"]: RetentionRow(**row) for row in rows})
+        super().__init__({row["scope"]: RetentionRow(**columns(row)) for row in rows})
 
     def of(self, project: str) -> RetentionRow:
         """Return what holds of a project."""

@@ -55,7 +55,11 @@ def page(
 
 
 def _ordered(
-    connection: sa.Connection, chosen: sa.Select[Any], id_: sa.ColumnElement[Any], cursor: Cursor, order: Order
+    connection: sa.Connection,
+    chosen: sa.Select[*tuple[Any, ...]],
+    id_: sa.ColumnElement[Any],
+    cursor: Cursor,
+    order: Order,
 ) -> tuple[list[sa.RowMapping], bool]:
     value = order.value
     if cursor.starting_after:

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.server.quotas.budgets import SpendingLimits, day_of
 from elastic.server.store.database import now_us
-from elastic.server.store.rows import first, inserted, put
+from elastic.server.store.rows import columns, first, inserted, put
 from elastic.server.store.tables import accounts, capacities, quotas, runs
 
 TRAINER = "trainer"
@@ -52,11 +52,11 @@ def _nano(usd: float | None) -> int | None:
 def quota(connection: sa.Connection, project: str) -> QuotaRow:
     """Return a project's quota; without limits if none was ever set."""
     row = first(connection, sa.select(quotas).where(quotas.c.project == project))
-    return QuotaRow(project=project) if row is None else QuotaRow(**row)
+    return QuotaRow(project=project) if row is None else QuotaRow(**columns(row))
 
 
 def all_quotas(connection: sa.Connection) -> dict[str, QuotaRow]:
-    return {row["project"]: QuotaRow(**row) for row in connection.execute(sa.select(quotas)).mappings()}
+    return {row["project"]: QuotaRow(**columns(row)) for row in connection.execute(sa.select(quotas)).mappings()}
 
 
 def change_quota(tx: sa.Connection, project: str, changes: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ def change_capacity(tx: sa.Connection, provider: str, gpus: int | None) -> None:
 
 def account(connection: sa.Connection, project: str) -> AccountRow:
     row = first(connection, sa.select(accounts).where(accounts.c.project == project))
-    return AccountRow(project=project) if row is None else AccountRow(**row)
+    return AccountRow(project=project) if row is None else AccountRow(**columns(row))
 
 
 def change_account(tx: sa.Connection, project: str, **changes: Any) -> None:

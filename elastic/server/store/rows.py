@@ -16,6 +16,11 @@ def first(connection: sa.Connection, wanted: sa.Select[Any], **values: Any) -> s
     return connection.execute(wanted, values).mappings().first()
 
 
+def columns(row: sa.RowMapping) -> dict[str, Any]:
+    """Return a row's values by the names of its columns."""
+    return {str(name): value for name, value in row.items()}
+
+
 def inserted(tx: sa.Connection, table: sa.Table, **values: Any) -> sa.RowMapping:
     """Insert a row and return it, with the defaults of its other columns."""
     return tx.execute(sa.insert(table).values(**values).returning(*table.c)).mappings().one()

@@ -91,5 +91,5 @@ def _embedded(address: Address) -> list[Address]:
     inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
     if any(address in network for network in _TRANSLATED):
         inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-    seen = [one for one in inner if one is not None]
+    seen: list[Address] = [one for one in inner if one is not None]
     return seen if address.ipv4_mapped is not None else [address, *seen]

@@ -180,7 +180,9 @@ def _measure(
     # Standard output belongs to the command; what engines print goes beside it.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
-        outcome = _probe_engine(model, checkpoint, settings, lambda *step: connection.send(_Step(*step)), repeats)
+        outcome = _probe_engine(
+            model, checkpoint, settings, lambda done, total, what: connection.send(_Step(done, total, what)), repeats
+        )
     except Exception as error:
         connection.send(_Failure(str(error) or type(error).__name__))
     else:

@@ -30,8 +30,12 @@ from traces.spot import read_spot_trace
 if TYPE_CHECKING:
     from elastic.simulation.performance.run import SimulatedRun
 
-QUEUE_KEYS = {ReservedMarket: "reserved_queue_s", ServerlessMarket: "serverless_queue_s", SpotMarket: "spot_queue_s"}
-BOOT_KEYS = {TrainerMarket: "trainer_boot_s", ServingMarket: "serving_boot_s"}
+QUEUE_KEYS: dict[type[Market[Any]], str] = {
+    ReservedMarket: "reserved_queue_s",
+    ServerlessMarket: "serverless_queue_s",
+    SpotMarket: "spot_queue_s",
+}
+BOOT_KEYS: dict[type[Market[Any]], str] = {TrainerMarket: "trainer_boot_s", ServingMarket: "serving_boot_s"}
 """The profile's keys of two times: from a request to its grant, and from a worker's start to its first message."""
 
 

@@ -79,8 +79,11 @@ class Commander:
             return
         if run.up:
             run.feed(event)
-            run.durable(lambda: self.acknowledged.setdefault(event.command, event) and None)
+            run.durable(lambda: self._acknowledge(event))
         self._loop.after(REPEAT_NS, lambda: self._give(event))
+
+    def _acknowledge(self, event: e.ControlEvent) -> None:
+        self.acknowledged.setdefault(event.command, event)
 
     def forgotten(self) -> list[str]:
         """Acknowledged commands that the run does not know."""

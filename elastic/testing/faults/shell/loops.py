@@ -6,7 +6,7 @@ import itertools
 import random
 import sqlite3
 from asyncio import events
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -137,7 +137,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         return loop
 
     def _make_task(
-        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], context: Context | None = None
+        self, loop: asyncio.AbstractEventLoop, work: Any, context: Context | None = None
     ) -> asyncio.Task[Any]:
         return _Task(work, loop=loop, context=context)
 
