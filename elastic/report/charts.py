@@ -16,7 +16,7 @@ HALF_WIDTH = 476
 LEFT = 52
 LANES_LEFT = 110
 KNOWN_PROVIDERS = ("trainer", "reserved", "serving", "spot", "serverless", "ray")
-"""Providers with the same colour in every report; others take the colours that remain."""
+"""Providers with colours of their own. The name of any other says which of the colours that remain it has."""
 COLOURS = 9
 MOST_LANES = 80
 ACCOUNT_FAMILIES: Mapping[str, tuple[Account, ...]] = {
@@ -45,12 +45,25 @@ class Percent(NamedTuple):
 
 
 def provider_classes(names: Sequence[str]) -> dict[str, str]:
-    """The style sheet's colour class of each provider."""
-    others = [name for name in names if name not in KNOWN_PROVIDERS]
-    slots = {name: i for i, name in enumerate(KNOWN_PROVIDERS)}
-    spare = COLOURS - len(KNOWN_PROVIDERS)
-    slots |= {name: len(KNOWN_PROVIDERS) + i % spare for i, name in enumerate(others)}
+    """The style sheet's colour class of each provider.
+
+    A name has the same colour in every report, unless another one there has it already: then the next that is free.
+    """
+    slots = {name: place for place, name in enumerate(KNOWN_PROVIDERS) if name in names}
+    spare = range(len(KNOWN_PROVIDERS), COLOURS)
+    for name in sorted({*names} - slots.keys()):
+        first = fnv1a(name) % len(spare)
+        wished = [*spare[first:], *spare[:first], *range(len(KNOWN_PROVIDERS))]
+        slots[name] = next((slot for slot in wished if slot not in slots.values()), wished[0])
     return {name: f"provider-{slots[name]}" for name in names}
+
+
+def fnv1a(text: str) -> int:
+    """A hash of 32 bits that the server's page computes, too (`providerColours`)."""
+    found = 0x811C9DC5
+    for byte in text.encode():
+        found = (found ^ byte) * 0x01000193 & 0xFFFFFFFF
+    return found
 
 
 def elasticity(summary: Summary) -> svg.Picture | None:

@@ -263,7 +263,8 @@ def build(
     )
     try:
         episodes = episodes_of(config, experiment)
-        run = SimulatedRun(scheduler, settings, devices, trainer, plan.providers, episodes, journal, shared)
+        providers = {name: (plan.provider_types[name], one) for name, one in plan.providers.items()}
+        run = SimulatedRun(scheduler, settings, devices, trainer, providers, episodes, journal, shared)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _check_patience(config, run)
@@ -322,7 +323,7 @@ def simulate(
     journal = RunDirectory(run_dir).begin_journal(settings, waits=True, notes=told)
     with journaled(journal, scheduler) as ending:
         run = build(plan, experiment, scheduler, journal)
-        tell([line for name, settings in plan.providers.items() for line in doubts(name, settings)])
+        tell([line for name, one in plan.providers.items() for line in doubts(name, plan.provider_types[name], one)])
         sampler = Sampler(config.run.name, scheduler, run.scribe, journal, observe, window=2)
         asked = False
 

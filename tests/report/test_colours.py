@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from elastic.report.charts import provider_classes
 from elastic.report.document import colours
 
 LIGHT, DARK = (dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", part)) for part in colours().split("@media screen"))
@@ -73,3 +74,17 @@ def test_providers_are_told_apart_by_who_sees_few_colours(scheme: str, sight: st
         first, second = (seen_by(sight, SCHEMES[scheme][f"provider-{number}"]) for number in (one, other))
         apart = sum((a - b) ** 2 for a, b in zip(first, second, strict=True)) ** 0.5
         assert apart >= APART, (one, other)
+
+
+def test_a_name_has_its_colour_in_every_report_and_no_two_have_the_same_while_there_are_enough() -> None:
+    alone = provider_classes(["acme"])["acme"]
+    assert (
+        provider_classes(["trainer", "zeta", "acme", "spot"])["acme"]
+        == provider_classes(["acme", "ray"])["acme"]
+        == alone
+    )
+    assert provider_classes(["spot", "trainer"]) == {"spot": "provider-3", "trainer": "provider-0"}
+    several = [f"cloud-{number}" for number in range(9)]
+    assert len(set(provider_classes(several).values())) == 9
+    assert provider_classes(several) == provider_classes(several[::-1])
+    assert set(provider_classes([*several, "one more"]).values()) == {f"provider-{slot}" for slot in range(9)}

@@ -341,6 +341,16 @@ def test_nothing_comes_of_nothing_and_says_so(tmp_path: Path, spot: dict[str, An
     assert found in line
 
 
+def test_a_provider_without_a_market_is_modelled_as_workers_that_stay_and_a_note_says_so(tmp_path: Path) -> None:
+    told = "providers.lab: JoinedProvider names no market (market_type) by which to simulate it: its max_workers = 2"
+    lab = {"kind": "joined", "max_workers": 2, "usd_per_gpu_hour": 1.5}
+    run_dir = simulate(tmp_path, provider="lab", providers={"lab": lab})
+    summary = summarise(RunDirectory(run_dir))
+    assert [note for note in summary.notes if note.startswith(told)]
+    assert summary.providers["lab"].leases == 2
+    assert summary.providers["lab"].usd > 0
+
+
 def test_the_planners_example(tmp_path: Path) -> None:
     overrides = ["run.steps=1", "rollout.groups=4", "rollout.group_size=4", f"run.directory={tmp_path}"]
     settings = load_config(PLANNER, overrides)

@@ -9,14 +9,13 @@ from elastic.core.ids import worker_id
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, WorkerId
 from elastic.simulation.performance.lending import LentHostModel, LentShareModel
 from elastic.simulation.performance.profile import Device
-from providers.base import ProviderSettings
+from providers.base import Provider, ProviderSettings
 from providers.markets import (
     CapacityUnavailable,
     LeaseEnding,
     Market,
     ReservedMarket,
     ServerlessMarket,
-    ServerlessSettings,
     ServingMarket,
     SpotMarket,
     SpotSettings,
@@ -214,25 +213,34 @@ class ServingCluster(Launcher):
         self._world.loop.after(self._poll_ns, self._look)
 
 
-def launcher_of(name: str, settings: ProviderSettings, device: Device, world: "SimulatedRun") -> Launcher:
-    """Return the model of a provider with these settings. Raises `ValueError` if there is none."""
-    markets: dict[type[ProviderSettings], type[Market[Any]]] = {
-        SpotSettings: SpotMarket,
-        ServerlessSettings: ServerlessMarket,
-        ProviderSettings: ReservedMarket,
-    }
+def launcher_of(
+    name: str, kind: type[Provider], settings: ProviderSettings, device: Device, world: "SimulatedRun"
+) -> Launcher:
+    """Return the model of a provider: its own market, if its kind names one, else one that is always there. Raises
+    `ValueError` for what cannot be modelled."""
     if isinstance(settings, ServingSettings):
         if settings.urls:
             raise ValueError(f"providers.{name}.urls: hosts that exist cannot be simulated; set hosts instead")
         return ServingCluster(name, settings, device, world)
-    if type(settings) not in markets:
-        known = "spot, serving, serverless, reserved"
-        raise ValueError(f"providers.{name}: no model of this provider to simulate it with; there are: {known}")
-    return Launcher(markets[type(settings)](name, settings), device, world)
+    if kind.trainer_of_turns is not None:
+        raise ValueError(f"providers.{name}: its devices are a pool's; allowed: `elastic jobs simulate`")
+    return Launcher((market_of(kind) or Market)(name, settings), device, world)
 
 
-def doubts(name: str, settings: ProviderSettings) -> list[str]:
-    """Return why a provider with these settings would give nothing, or less than expected."""
+def market_of(kind: type[Provider]) -> type[Market[Any]] | None:
+    """The market that a kind of provider names, by which it is also simulated."""
+    found = getattr(kind, "market_type", None)
+    return found if isinstance(found, type) and issubclass(found, Market) else None
+
+
+def doubts(name: str, kind: type[Provider], settings: ProviderSettings) -> list[str]:
+    """Return why a simulated provider would give nothing, or other than expected."""
+    if market_of(kind) is None and not isinstance(settings, ServingSettings):
+        return [
+            f"providers.{name}: {kind.__name__} names no market (market_type) by which to simulate it: its "
+            f"max_workers = {settings.max_workers} are taken to be there whenever they are asked for, for "
+            f"${settings.usd_per_gpu_hour:g} a GPU-hour, and to stay"
+        ]
     if settings.max_workers == 0:
         return [f"providers.{name}.max_workers is 0: no worker comes from it"]
     if isinstance(settings, ServingSettings) and settings.hosts == 0:

@@ -33,7 +33,7 @@ from elastic.simulation.performance.relay import RelayModel
 from elastic.simulation.performance.truth import Acts
 from elastic.simulation.performance.worker import WorkerModel
 from functions.base import Call
-from providers.base import ProviderSettings
+from providers.base import Provider, ProviderSettings
 from providers.markets import TrainerMarket
 
 PATIENCE = 4
@@ -79,8 +79,8 @@ class SharedPool:
 
 
 class SimulatedRun(OneIncarnation):
-    """A simulated run; `live` carries it to its end. `providers` maps names to live settings, `trainer` has the
-    settings of the trainer's device.
+    """A simulated run; `live` carries it to its end. `providers` maps names to kinds and live settings, `trainer`
+    has the settings of the trainer's device.
 
     `devices` describes each provider's workers. The profile of the trainer's device also covers what a run has once,
     such as environments and the relay.
@@ -92,7 +92,7 @@ class SimulatedRun(OneIncarnation):
         settings: RunSettings,
         devices: Mapping[str, Device],
         trainer: ProviderSettings,
-        providers: Mapping[str, ProviderSettings],
+        providers: Mapping[str, tuple[type[Provider], ProviderSettings]],
         episodes: Episodes,
         journal: JournalWriter,
         shared: "SharedPool | None" = None,
@@ -135,7 +135,7 @@ class SimulatedRun(OneIncarnation):
             self.launchers[name] = Launcher(SharedTrainerMarket(name, trainer, shared.within_s), devices[name], self)
             slices = SliceMarket(POOL, shared.settings, shared.per_node, shared.within_s)
             self._slices = self.launchers[POOL] = SliceLauncher(slices, devices[POOL], self, shared.member)
-        self.launchers |= {name: launcher_of(name, s, devices[name], self) for name, s in providers.items()}
+        self.launchers |= {name: launcher_of(name, *one, devices[name], self) for name, one in providers.items()}
 
     def _connect(self, run: Run) -> Ports:
         self.environments = Environments(

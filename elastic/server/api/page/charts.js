@@ -15,11 +15,19 @@ const colourOf = (name) => getComputedStyle(document.documentElement).getPropert
 const KNOWN = ["trainer", "reserved", "serving", "spot", "serverless", "ray"];
 const COLOURS = 9;
 
-/** The colours of providers, the same as in reports: others take what remains. */
+const fnv1a = (text) => new TextEncoder().encode(text).reduce((found, byte) => Math.imul(found ^ byte, 0x01000193) >>> 0, 0x811c9dc5);
+
+/** The colours of providers, the same as in reports (`charts.provider_classes`): others have theirs by their names. */
 export function providerColours(names) {
-  const others = names.filter((name) => !KNOWN.includes(name));
-  const slot = (name) => (KNOWN.includes(name) ? KNOWN.indexOf(name) : KNOWN.length + (others.indexOf(name) % (COLOURS - KNOWN.length)));
-  return Object.fromEntries(names.map((name) => [name, `provider-${slot(name)}`]));
+  const slots = new Map(names.filter((name) => KNOWN.includes(name)).map((name) => [name, KNOWN.indexOf(name)]));
+  const spare = Array.from({ length: COLOURS - KNOWN.length }, (_, place) => KNOWN.length + place);
+  for (const name of [...new Set(names)].filter((one) => !KNOWN.includes(one)).sort()) {
+    const first = fnv1a(name) % spare.length;
+    const wished = [...spare.slice(first), ...spare.slice(0, first), ...KNOWN.keys()];
+    const taken = new Set(slots.values());
+    slots.set(name, wished.find((slot) => !taken.has(slot)) ?? wished[0]);
+  }
+  return Object.fromEntries(names.map((name) => [name, `provider-${slots.get(name)}`]));
 }
 
 /** A colour and a dash for one of several alike: nothing is told by colour alone. */
