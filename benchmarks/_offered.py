@@ -34,8 +34,10 @@ def measured_update(directory: Path, memory: Path) -> dict[str, Any]:
     with under_way(directory, *SETTINGS, policy=base) as run:
         run.until("a turn", lambda: _answers(run), TIMEOUT_S)
         offered = [_written(run, number, base) for number in range(1, OFFERS + 1)]
-        answered_s = [_answered_s(run, path) for path in offered]
-        last = run.until("the pull of the last version", lambda: _pulled_bytes(run, OFFERS))
+        answered_s, pulled = list[float](), list[int]()
+        for version, path in enumerate(offered, 1):
+            answered_s.append(_answered_s(run, path))
+            pulled.append(run.until("its pull", lambda version=version: _pulled_bytes(run, version)))
     alone = _alone_s([base, *offered], memory)
     size = sum(path.stat().st_size for path in offered[-1].iterdir())
     read_s, publish_s = (median(part[1:]) for part in zip(*alone, strict=True))
@@ -45,7 +47,7 @@ def measured_update(directory: Path, memory: Path) -> dict[str, Any]:
         "publish_s": publish_s,
         "answered_s": median(answered_s[1:]),
         "ratio": median(answered_s[1:]) / (read_s + publish_s),
-        "wire_share": last / size,
+        "wire_share": pulled[-1] / size,
     }
 
 

@@ -4,8 +4,9 @@
   peer needs it, each turn has all of its tokens from the version that was offered last, by the name that the peer gave
   it, and the version that workers pull then has the tensors of the last directory, bit for bit.
 - `update`: 1.3 % of 61 M weights have changed. `answered_s` is from the call that names their directory to its answer,
-  `ratio` that over reading the files and publishing the version by the library alone; `wire_share` is what a worker
-  pulls of it, of the directory's bytes. Medians of three. The quick run leaves it out.
+  each once the version before was pulled, as trainers take longer than that; `ratio` that over reading the files and
+  publishing the version by the library alone; `wire_share` is what a worker pulls of it, of the directory's bytes.
+  Medians of three. The quick run leaves it out.
 - `churn`: requests of 32 tokens, 16 at a time, while a worker is killed every 5 s, the importer and a front once, and
   five versions are offered. `repeated_tokens` were accepted and answered to nobody, `older_than_answered` are requests
   with a token of an older version than had been answered as they were asked first; `p99_over_calm` compares their
