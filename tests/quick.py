@@ -72,27 +72,19 @@ def _git(*arguments: str) -> list[str]:
 
 def checks(rooms: Iterable[str], files: Sequence[str]) -> dict[str, list[str]]:
     """Commands by name: of these rooms, and of these files where they are tests."""
-    rooms = sorted(set(rooms))
-    typed = [name for room in rooms for name in (f"elastic/{room}", f"elastic/{room}.py", room) if _is_code(name)]
-    of_rooms = [name for room in rooms for name in TESTS[room]]
+    of_rooms = [name for room in sorted(set(rooms)) for name in TESTS[room]]
     tests = [name for name in files if Path(name).name.startswith("test_") and name.endswith(".py")]
     found: dict[str, list[str]] = {
         "lint": [str(BIN / "ruff"), "check", "--quiet", "."],
         "format": [str(BIN / "ruff"), "format", "--quiet", "--check", "."],
+        "types": [str(BIN / "pyrefly"), "check"],
         "imports": [str(BIN / "lint-imports")],
         "house": [sys.executable, "-m", "pytest", "-q", "-x", "tests/test_house.py"],
     }
-    if typed:
-        found["types"] = [str(BIN / "pyright"), *typed]
     if of_rooms or tests:
         chosen = list(dict.fromkeys([*of_rooms, *tests]))
         found["tests"] = [sys.executable, "-m", "pytest", "-q", "-x", "-m", UNIT, *chosen]
     return found
-
-
-def _is_code(name: str) -> bool:
-    path = ROOT / name
-    return (path.suffix == ".py" and path.is_file()) or (path.is_dir() and any(path.glob("*.py")))
 
 
 def main(rooms: Sequence[str]) -> int:
