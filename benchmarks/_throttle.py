@@ -24,10 +24,12 @@ class Link:
         self.bytes_per_s = bytes_per_s
         self._lock = threading.Lock()
         self._free_s = 0.0
+        self.carried_bytes = 0
 
     def send(self, size_bytes: int) -> None:
         """Block for as long as the link takes to get to `size_bytes` and to carry them."""
         with self._lock:
+            self.carried_bytes += size_bytes
             begin_s = max(self._free_s, time.monotonic() - BURST_S)
             self._free_s = begin_s + size_bytes / self.bytes_per_s
             wait_s = self._free_s - time.monotonic()
@@ -91,6 +93,11 @@ class LinkedPort:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def carried_bytes(self) -> int:
+        """In both directions."""
+        return self._up.carried_bytes + self._down.carried_bytes
 
     def close(self) -> None:
         self._listener.close()

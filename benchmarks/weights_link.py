@@ -16,9 +16,6 @@ expired. `others_slowdown`: p99 of the time from published to current with one p
 others, over the same without; every puller has a link of its own there. `others_slowdown_in_site`: the same where they
 share what they fetch, the first keyframe too. Everything shares this machine's cores.
 
-`two_stage`: a site's workers over one slow link, each by itself and through the near relay (`_two_stage`): computed for
-the papers' nodes (wire times, with the `delta_share` measured here), and `live` at a small size.
-
 `s3`: a keyframe over an object store behind shaped links (`_object_store`), where boto3 and moto are installed.
 """
 
@@ -30,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, pairwise
@@ -38,7 +35,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import _two_stage
 import numpy as np
 import torch
 from _common import emit, parse_arguments
@@ -96,10 +92,8 @@ def main() -> None:
     gbps: dict[str, Any] = {str(rate): None for rate in RATES_GBPS}
     for rate in rates:
         gbps[str(rate)] = measure_rate(old, new, rate * BYTES_PER_S_IN_GBPS, arguments.quick)
-    measured = gbps[str(rates[-1])]
     figures = {
         "gbps": gbps,
-        "two_stage": {**_two_stage.computed(measured["delta_share"]), "live": two_stage_live()},
         "s3": measure_object_store(old, arguments.quick),
         **measure_copies(pullers, versions=4 if arguments.quick else 12),
         "others_slowdown": None if arguments.quick else measure_slowdown(pullers, versions=12, in_site=False),
@@ -341,23 +335,6 @@ class SmallHistory:
 
     def close(self) -> None:
         self._publisher.close()
-
-
-def two_stage_live() -> dict[str, Any]:
-    with ExitStack() as histories:
-
-        def publish(relay: Relay) -> Callable[[], int]:
-            history = SmallHistory(relay)
-            histories.callback(history.close)
-
-            def another() -> int:
-                history.step()
-                return history.version
-
-            another()
-            return another
-
-        return _two_stage.live(publish, TRUST, 2 * SMALL_ELEMENTS, SMALL_LINK_BYTES_PER_S / 2)
 
 
 def measure_copies(pullers: int, versions: int) -> dict[str, Any]:

@@ -107,6 +107,7 @@ FOR_PROGRAMS = {
     "pool-host": ("pool_process", ""),
     "serving-host": ("worker", ""),
     "pool-resident": ("worker", ""),
+    "pool-site": ("pool_process", ""),
     "front": ("worker", ""),
     "env-worker": ("worker", ""),
 }

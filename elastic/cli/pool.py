@@ -242,6 +242,12 @@ def join_pool(
     nodes: Annotated[Path, typer.Option("--directory", help="Where this machine's nodes keep their files.")] = Path(
         "nodes"
     ),
+    site: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="This machine's site, if there are several. A site shares copies of weights."
+        ),
+    ] = "",
 ) -> int:
     """Be a rollout node of a pool on another machine, until the pool lets it go, or Ctrl-C.
 
@@ -262,7 +268,7 @@ def join_pool(
     except TicketRefused as error:
         raise ConfigError(f"elastic pool join: {where}: {error}") from error
     named = [one.strip() for one in devices.split(",") if one.strip()]
-    return run_joined_node(ticket, join, named, nodes / f"{ticket.pool}-{ticket.node}")
+    return run_joined_node(ticket, join, named, nodes / f"{ticket.pool}-{ticket.node}", site)
 
 
 @pool.command("drain")

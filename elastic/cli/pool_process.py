@@ -1,4 +1,5 @@
-"""A pool's own process, its supervisor, and the keeper of a node: each imports no more than it needs."""
+"""A pool's own process, its supervisor, the keeper of a node and the relay of a site: each imports no more than it
+needs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,3 +32,16 @@ def pool_host() -> int:
     from elastic.compose.pool_host import run_pool_host
 
     return run_pool_host()
+
+
+def pool_site(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The relay's directory.")],
+    host: Annotated[str, typer.Option(help="Of this machine, where others reach it; else none does.")] = "",
+) -> int:
+    """Be the relay of a site until standard input ends.
+
+    Example: elastic pool-site nodes/lab-rollout-1/site --host 10.0.0.7
+    """
+    from elastic.compose.site_relay import run_site_relay
+
+    return run_site_relay(directory, host)

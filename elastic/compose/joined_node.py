@@ -13,6 +13,7 @@ import structlog
 
 from elastic.compose.processes import run_loop
 from elastic.compose.runs import claimed
+from elastic.compose.site_relay import SiteMembership
 from elastic.config import ConfigError
 from elastic.pool.keeper import RESIDENTS, Keeper, KeeperTicket
 from elastic.pool.machines import NodeTicket
@@ -31,8 +32,9 @@ log = structlog.get_logger(__name__)
 END_TIMEOUT_S = 30.0
 
 
-def run_joined_node(ticket: NodeTicket, join: str, devices: Sequence[DeviceName], directory: Path) -> int:
+def run_joined_node(ticket: NodeTicket, join: str, devices: Sequence[DeviceName], directory: Path, site: str) -> int:
     """Be the keeper of the ticket's node on this machine, which dials `join` if that is given; returns the exit code.
+    The machine is at this `site`.
 
     Its files are in `directory`, and the session by which it comes back once the ticket is spent, also after it was
     killed or its machine has started anew. Lost, or given up by the pool, it comes again without residents. Raises
@@ -55,7 +57,7 @@ def run_joined_node(ticket: NodeTicket, join: str, devices: Sequence[DeviceName]
         token=ticket.token,
         records=directory.resolve() / "leases",
         devices=tuple(its),
-        machine=this_machine(its),
+        machine=this_machine(its, site),
         directory=directory.resolve(),
     )
     with claimed(directory, what="node"):
@@ -82,7 +84,7 @@ def node_devices(ticket: NodeTicket, named: Sequence[DeviceName]) -> Sequence[De
     return there[: ticket.gpus]
 
 
-def this_machine(devices: Sequence[DeviceName]) -> NodeMachine:
+def this_machine(devices: Sequence[DeviceName], site: str = "") -> NodeMachine:
     """Return what a node's machine says of itself. Blocks."""
     gpus = () if kind_of(devices) is DeviceKind.CPU else machine_gpus()
     return NodeMachine(
@@ -91,7 +93,8 @@ def this_machine(devices: Sequence[DeviceName]) -> NodeMachine:
         device=model_of(devices),
         count=len(gpus) or max(cores(), len(devices)),
         memory_bytes=psutil.virtual_memory().total,
-        site=os.environ.get(OF_SITE[0], ""),
+        site=site,
+        relay=os.environ.get(OF_SITE[0], ""),
     )
 
 
@@ -125,7 +128,8 @@ async def _stay(known: KeeperTicket, session: NodeSession) -> int:
             found = RecordedProcesses.found(known.records, known.pool, f"{RESIDENTS} {known.node}")
             await end_left_over(found, END_TIMEOUT_S)
             ticket = msgspec.structs.replace(known, token=session.token() or known.token)
-            end = await Keeper(ticket, let_in=session.keep).run()
+            its = SiteMembership(known.directory / "site", known.records, known.pool, known.node)
+            end = await Keeper(ticket, let_in=session.keep, site=its).run()
             if end.how in ("refused", "dismissed") or not session.token():
                 log.info("node ends", node=known.node, cause=end.reason)
                 return 0 if end.how == "dismissed" else 1

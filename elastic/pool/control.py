@@ -275,6 +275,7 @@ def _machine(node: PoolNode, terms: JoinTerms | None) -> MachineStanding | None:
         host=said.host,
         label="" if terms is None else terms.label,
         site=said.site,
+        relay=said.relay or ("" if node.site is None or node.site.told.relay is None else node.site.told.relay.place),
         device=said.device,
         count=said.count,
         memory_bytes=said.memory_bytes,

@@ -13,6 +13,7 @@ from elastic.core.timers import Timers
 from elastic.pool import messages as w
 from elastic.pool.devices import DeviceAllotment, StartDeath
 from elastic.pool.ports import DoneCommand, JobEntry, PoolPorts, PoolTimes
+from elastic.pool.sites import SiteNode
 from elastic.protocol.frames import SECONDS_MAX
 
 NS_PER_S = 1_000_000_000
@@ -36,13 +37,14 @@ class Resident(msgspec.Struct, kw_only=True):
 
 class PoolNode(msgspec.Struct, kw_only=True):
     """A node's keeper. `given` is the last permit under which it was told to give out its devices, which take turns
-    together. `hello`: what it said of itself that is on another machine."""
+    together. `hello` and `site`: what it said of itself that is on another machine, and of its site's relay."""
 
     phase: PhaseKind
     connected: bool = False
     given: int = 0
     pid: int = 0
     hello: w.KeeperHello | None = None
+    site: SiteNode | None = None
     residents: dict[JobId, Resident] = {}
     start_deaths: list[StartDeath] = []
     """Of its last residents, since one has come up."""

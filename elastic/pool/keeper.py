@@ -8,10 +8,10 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
 import msgspec
 import structlog
@@ -73,6 +73,25 @@ class KeeperEnd(msgspec.Struct, frozen=True):
     how: Literal["unheard", "refused", "given_up", "dismissed"] = "unheard"
 
 
+class NodeSite(Protocol):
+    """A node's part in its site: the relay that it has for the others, and the one that its workers use."""
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """What workers have in their environment to find the relay."""
+        ...
+
+    async def serve(self, order: w.ServeSite, host: str) -> w.SiteServed:
+        """Have a relay, which machines of the site reach at `host`."""
+        ...
+
+    async def use(self, relay: w.SiteRelay | None) -> None:
+        """Have workers use this relay, if it can be reached."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
 class SilenceLimits(NamedTuple):
     """For how long a resident may say nothing, and while it does nothing either; 0 for ever."""
 
@@ -115,7 +134,7 @@ class _OwnResident:
 
 class Keeper:
     """The keeper of one node. `run` returns when the pool dismisses it or was silent for too long. `let_in` is called
-    with the token of its session whenever it has joined."""
+    with the token of its session whenever it has joined. On another machine than the pool's it is of a `site`."""
 
     def __init__(
         self,
@@ -124,9 +143,10 @@ class Keeper:
         faults: LoopFaults | None = None,
         recorded: Callable[[Path | None, str, str, str], RecordedProcesses] = RecordedProcesses,
         let_in: Callable[[str], None] = lambda session: None,
+        site: NodeSite | None = None,
     ) -> None:
         self._ticket = ticket
-        self._let_in = let_in
+        self._let_in, self._site = let_in, site
         self._isolated = IsolatedLoop("keeper", faults or LoopFaults(), clock=_now_s)
         self._memory = memory or held_bytes
         self._recorded = recorded
@@ -152,6 +172,8 @@ class Keeper:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(resident.recorded.end() for resident in self._residents.values()))
+        if self._site is not None:
+            await self._site.aclose()
 
     async def _serve(self) -> KeeperEnd:
         within_s, greeting = self._ticket.wait_s, Greeting(self._hello, w.KeeperWelcome)
@@ -176,13 +198,25 @@ class Keeper:
                         await self._end_all()  # Before the pool sees the end of the connection.
                         return KeeperEnd(message.reason, "dismissed")
                     with self._isolated.attempt(type(message).__name__):
-                        self._heed(message)
+                        if isinstance(message, w.ServeSite | w.UseSite):
+                            self._spawn(self._of_site(message, link))
+                        else:
+                            self._heed(message)
             except ConnectionLost as loss:
                 log.warning("the pool's process is not heard", cause=str(loss))
             finally:
                 measuring.cancel()
                 self._link = None
                 link.abort()
+
+    async def _of_site(self, order: w.ServeSite | w.UseSite, link: PoolLink[w.ToKeeper]) -> None:
+        if self._site is None:
+            return
+        with self._isolated.attempt("relay of the site"):
+            if isinstance(order, w.UseSite):
+                await self._site.use(order.relay)
+            else:
+                link.send(await self._site.serve(order, link.own_host))
 
     @property
     def _on_machine(self) -> str:
@@ -261,7 +295,7 @@ class Keeper:
             command[0] = sys.executable
         ours, theirs = here().socketpair()
         try:
-            environment = self._inherited(order) | resident.recorded.marks | order.environment
+            environment = self._of_node(order) | resident.recorded.marks | order.environment
             environment |= visible(self._ticket.devices)
             if resident.limits.beat_s:
                 environment[w.BEAT_VARIABLE] = str(resident.limits.beat_s)
@@ -291,10 +325,11 @@ class Keeper:
             ours.close()
             self._heed(ScriptStarted(order.job))
 
-    @staticmethod
-    def _inherited(order: w.StartResidentFrame) -> dict[str, str]:
+    def _of_node(self, order: w.StartResidentFrame) -> dict[str, str]:
         """What a resident has of the keeper's environment; of the node's site a worker alone is told."""
-        return inherited(*(OF_SITE if order.phase is PhaseKind.ROLLOUT and not order.script else ()))
+        if order.phase is not PhaseKind.ROLLOUT or order.script:
+            return inherited()
+        return inherited(*OF_SITE) | ({} if self._site is None else dict(self._site.variables))
 
     async def _hear(self, resident: _OwnResident) -> tuple[str, int | None]:
         """Receive messages until the resident's process has ended or is useless; returns why, and its exit status."""

@@ -30,6 +30,8 @@ OWN_PYTHON = "python"
 """First word of a resident's command on another machine, for the interpreter of its keeper."""
 UNFIT_STATUS = 70
 """Exit status of a resident that sees other devices than its node has."""
+SITE_FILE_VARIABLE = "ELASTIC_SITE_FILE"
+"""Environment variable of a worker: the file with the `SiteRelay` that it uses now, absent while there is none."""
 QUIET_VARIABLE = "ELASTIC_QUIET_START"
 """Environment variable of a resident that starts while other jobs may compute on its node."""
 NODES_MAX, RESIDENTS_MAX = 4096, 4096
@@ -258,7 +260,8 @@ class ResidentGone(_PoolMessage, frozen=True):
 
 class NodeMachine(msgspec.Struct, frozen=True, array_like=True):
     """The machine of a node that has joined from elsewhere, as it says itself: `count` devices that are `device`s, and
-    memory. `boot` is the same for all nodes on it until it starts anew. `site` names the relay of its site, if any."""
+    memory. `boot` is the same for all nodes on it until it starts anew. `site` is the name of its site. `relay`: that
+    of its site, if its people have set one up."""
 
     host: Text
     boot: Text
@@ -266,6 +269,16 @@ class NodeMachine(msgspec.Struct, frozen=True, array_like=True):
     count: Count
     memory_bytes: Count
     site: Text = ""
+    relay: Text = ""
+
+
+class SiteRelay(msgspec.Struct, frozen=True, array_like=True):
+    """A relay that all workers of a site reach fast. `place` is a directory, for those on its machine, or a URL, with a
+    `token` and the `anchor` of its certificate (PEM). Never log it."""
+
+    place: Text
+    token: Text = ""
+    anchor: Annotated[str, msgspec.Meta(max_length=1 << 14)] = ""
 
 
 class KeeperHello(_PoolMessage, frozen=True):
@@ -310,6 +323,15 @@ class HostMemory(_PoolMessage, frozen=True):
 
     job: Text
     host_bytes: Count
+
+
+class SiteServed(_PoolMessage, frozen=True):
+    """The node has a relay for its site: `near` for workers on its machine, `far` for those on others, if that was
+    asked for. Without `near` it has none, and `cause` says why."""
+
+    near: SiteRelay | None = None
+    far: SiteRelay | None = None
+    cause: Text = ""
 
 
 # To a keeper.
@@ -387,6 +409,19 @@ class EndResident(_PoolMessage, frozen=True):
     grace_s: Seconds = 0.0
 
 
+class ServeSite(_PoolMessage, frozen=True):
+    """Have a relay for the workers of the node's site, with `beyond` also for those on other machines; answered by
+    `SiteServed`. It ends once another one is used."""
+
+    beyond: bool
+
+
+class UseSite(_PoolMessage, frozen=True):
+    """From now on workers of this node use this relay of their site, if they reach it, or none."""
+
+    relay: SiteRelay | None
+
+
 # Between a keeper and its resident. A resident resumes and parks one after the other, in the order it is told.
 
 
@@ -454,9 +489,20 @@ FromJob: TypeAlias = (
     | StillHere
 )
 ToJob: TypeAlias = JobWelcome | RefusedFrame | Granted | PermitOver | WorkerEnded | StillHere
-FromKeeper: TypeAlias = KeeperHello | ResidentUp | ResidentGone | DeviceFreed | WorkerLeft | HostMemory | StillHere
+FromKeeper: TypeAlias = (
+    KeeperHello | ResidentUp | ResidentGone | DeviceFreed | WorkerLeft | HostMemory | SiteServed | StillHere
+)
 ToKeeper: TypeAlias = (
-    KeeperWelcome | RefusedFrame | StartResidentFrame | GiveDevice | LeaveWorker | TakeDevice | EndResident | StillHere
+    KeeperWelcome
+    | RefusedFrame
+    | StartResidentFrame
+    | GiveDevice
+    | LeaveWorker
+    | TakeDevice
+    | EndResident
+    | ServeSite
+    | UseSite
+    | StillHere
 )
 ToResident: TypeAlias = Resume | Park | WorkAs | Leave | StillHere
 FromResident: TypeAlias = Warm | DeviceResumed | Parked | Left | StillHere

@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
+import structlog
+
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.core.types import Offer
@@ -13,9 +15,12 @@ from elastic.pool.holdings import NS_PER_S, PoolHoldings, PoolNode, PoolRoom, Re
 from elastic.pool.machines import JoinRules, devices_on
 from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
+from elastic.pool.sites import SiteNode, site_orders
 from elastic.pool.slice_workers import SliceWorkers
 from elastic.pool.slices import PoolSlices
 from elastic.system.devices import DeviceName
+
+log = structlog.get_logger(__name__)
 
 REPLACED = "another node takes its place"
 
@@ -120,6 +125,8 @@ class NodeKeepers(PoolRoom):
         self._timers.clear("keeper", name)
         node.connected, node.pid, node.given = True, hello.pid, hello.last_permit
         node.hello = None if hello.machine is None else hello
+        node.site = None if hello.machine is None else SiteNode(machine=hello.machine)
+        self._tell_sites()
         before, node.residents = node.residents, {}
         for state in hello.residents:
             former = before.pop(state.job, None)
@@ -152,6 +159,25 @@ class NodeKeepers(PoolRoom):
             if resident.ending:
                 self._ports.tell_keeper(name, w.EndResident(job, "as it was told before"))
         return ""
+
+    def site_served(self, name: NodeId, served: w.SiteServed) -> None:
+        """Note what a node says of the relay that it was to have for its site."""
+        site = self._nodes[name].site
+        if site is not None:
+            site.served = served
+            if served.near is None:
+                log.warning("a node has no relay for its site", node=name, cause=served.cause)
+            self._tell_sites()
+
+    def _tell_sites(self) -> None:
+        """Have the nodes of each site use one relay."""
+        sites = {name: node.site for name, node in self._nodes.items() if node.site is not None}
+        for name, order in site_orders(sites):
+            if isinstance(order, w.ServeSite):
+                sites[name].asked = order
+            else:
+                sites[name].told = order
+            self._ports.tell_keeper(name, order)
 
     def _adopt_script(self, name: NodeId, job: JobId, gone: w.ResidentGone | None) -> None:
         """Take over what a keeper says of a script, in a process of the pool that has come back."""
@@ -210,6 +236,7 @@ class NodeKeepers(PoolRoom):
             self._timers.clear("keeper", name)
             self._ports.end_keeper(name)
             self._give_back(name)
+            self._tell_sites()
             if not self._pool.stopping:
                 self.fill()
 
@@ -222,6 +249,7 @@ class NodeKeepers(PoolRoom):
         self._ports.end_keeper(name)
         self._pool.feed(e.NodeLost(node=name))
         self._give_back(name)
+        self._tell_sites()
         for job, resident in list(node.residents.items()):
             self._workers.lost(job, name)
             entry = self._entries.get(job)

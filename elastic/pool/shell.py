@@ -285,6 +285,8 @@ class PoolShell(PoolRoom):
                 self._workers.left(name, message)
             case w.HostMemory(job=job, host_bytes=host_bytes):
                 self._residents.measured(name, job, host_bytes)
+            case w.SiteServed():
+                self._keepers.site_served(name, message)
             case _:
                 pass
         self._drain()

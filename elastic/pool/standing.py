@@ -35,11 +35,12 @@ class KeeperStanding(msgspec.Struct, kw_only=True):
 
 class MachineStanding(msgspec.Struct, kw_only=True):
     """The machine of a node that has joined by ticket, with its ticket's `label`: it has `count` devices, such as
-    `device`."""
+    `device`. `relay`: the one of its site that its workers use, if any."""
 
     host: str
     label: str
     site: str
+    relay: str
     device: str
     count: int
     memory_bytes: int

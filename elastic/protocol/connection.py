@@ -127,6 +127,12 @@ class Connection(asyncio.Protocol, Generic[SaysT, HearsT]):
         peer = self.transport.get_extra_info("peername")
         return str(peer[0]) if peer else ""
 
+    @property
+    def own_host(self) -> str:
+        """This end's host, as the peer's network knows it."""
+        own = self.transport.get_extra_info("sockname")
+        return str(own[0]) if own else ""
+
     def take_over(
         self,
         peer: str,

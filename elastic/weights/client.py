@@ -139,7 +139,7 @@ class WeightsClient:
         if source.cache:
             from elastic.weights.peer_cache import PeerCacheRelay
 
-            near = open_relay(source.cache, source.cache_token or None)
+            near = open_relay(source.cache, source.cache_token or None, source.cache_anchor)
             relay = PeerCacheRelay(relay, near, uuid.uuid4().hex, trust)
             self._relay = relay
             return relay, relay.refuse
@@ -148,4 +148,5 @@ class WeightsClient:
 
 
 def _place(source: RelaySource) -> tuple[str, ...]:
-    return source.relay, source.relay_token, source.relay_anchor, source.cache, source.cache_token
+    cache = source.cache, source.cache_token, source.cache_anchor
+    return source.relay, source.relay_token, source.relay_anchor, *cache

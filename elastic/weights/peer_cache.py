@@ -49,6 +49,9 @@ COPIES = 2
 CLAIMS = 6
 """On a piece; when all of them came to nothing one fetches it for oneself."""
 
+REST = 4
+"""Times as long as looking for a piece took until one looks again: a relay that is asked by many has work to do."""
+
 PART_S, PART_BYTES_MIN = 0.25, 64 << 10
 """A claimed piece is fetched in parts of about this time, none smaller than this, to see in between whether another
 worker was faster."""
@@ -140,9 +143,10 @@ class PeerCacheRelay:
         number, holder, patience_s = 0, None, self._patience_s(length)
         begun_s = since_s = self._clock()
         while True:
+            looked_s = self._clock()
             if (content := self._found(piece)) is not None:
                 return content, None
-            waited_s = self._clock() - begun_s
+            waited_s, took_s = self._clock() - begun_s, self._clock() - looked_s
             if not self._overtaken or waited_s >= self._patience_least_s:
                 if number == CLAIMS:
                     return None, None
@@ -155,7 +159,7 @@ class PeerCacheRelay:
                 elif found is not None and self._clock() - since_s >= patience_s * 2**number:
                     number, holder = number + 1, None
                     continue
-            self._sleep(pause_after_s(waited_s))
+            self._sleep(max(pause_after_s(waited_s), REST * took_s))
 
     def _found(self, key: str) -> bytes | None:
         try:

@@ -29,6 +29,8 @@ class RelaySource(msgspec.Struct, frozen=True, kw_only=True):
     cache: str = ""
     """A relay that all workers of a site, or all ranks of an engine, reach fast: one copy crosses to them."""
     cache_token: str = ""
+    cache_anchor: str = ""
+    """As `relay_anchor`, of the cache."""
 
     def __repr__(self) -> str:
         return f"RelaySource(run={self.run!r}, version={self.version}, relay={self.relay!r})"

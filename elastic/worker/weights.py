@@ -1,7 +1,14 @@
-"""Completes the orchestrator's weights source with the machine's own cache (`ELASTIC_SITE`)."""
+"""Completes the orchestrator's weights source with a relay of the machine's site.
+
+That is the one of `ELASTIC_SITE`, or else the one that a pool's keeper names in a file, from pull to pull.
+"""
 
 import os
+from pathlib import Path
 
+import msgspec
+
+from elastic.pool.messages import SITE_FILE_VARIABLE, SiteRelay
 from elastic.protocol import wire
 from elastic.weights.source import RelaySource
 
@@ -10,6 +17,7 @@ SITE_VARIABLE, SITE_TOKEN_VARIABLE = "ELASTIC_SITE", "ELASTIC_SITE_TOKEN"
 
 
 def source_of(welcome: wire.Welcome, order: wire.PullWeights) -> RelaySource:
+    site = _site()
     return RelaySource(
         run=welcome.run,
         version=order.version,
@@ -17,6 +25,18 @@ def source_of(welcome: wire.Welcome, order: wire.PullWeights) -> RelaySource:
         relay_token=welcome.relay_token,
         relay_anchor=welcome.relay_anchor,
         publisher=order.publisher,
-        cache=os.environ.get(SITE_VARIABLE, ""),
-        cache_token=os.environ.get(SITE_TOKEN_VARIABLE, ""),
+        cache=site.place,
+        cache_token=site.token,
+        cache_anchor=site.anchor,
     )
+
+
+def _site() -> SiteRelay:
+    """Return the relay that workers here use; without a place if there is none."""
+    if place := os.environ.get(SITE_VARIABLE, ""):
+        return SiteRelay(place, os.environ.get(SITE_TOKEN_VARIABLE, ""))
+    file = os.environ.get(SITE_FILE_VARIABLE, "")
+    try:
+        return msgspec.json.decode(Path(file).read_bytes(), type=SiteRelay) if file else SiteRelay("")
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return SiteRelay("")

@@ -126,6 +126,9 @@ async def test_a_machine_comes_back_by_its_session_alone_and_its_node_is_drained
         assert f"cpu:0 of its machine is node {first.node}'s" in elsewhere.said(second)
         elsewhere.join(second, "--devices", "cpu:1")
         await pool.until(up(first.node, second.node), "the second does not join", 120.0)
+        await pool.until(lambda status: len(relays(status)) == 2, "they use no relay of their site")
+        (relay,) = set(relays(await pool.status()))
+        assert relay == str(elsewhere.directory / "nodes" / f"lab-{first.node}" / "site" / "blobs")
 
         (node,) = (await pool.job("one"))["rollout"]
         (pool.jobs["one"] / "stop").touch()  # A stub's process looks for it at its step's end.
@@ -141,6 +144,11 @@ async def test_a_machine_comes_back_by_its_session_alone_and_its_node_is_drained
         await pool.control.cancel("one")
         await pool.until_over("one")
         assert pool.replayed_digest() == (await pool.status())["digest"]
+
+
+def relays(status: Mapping[str, Any]) -> list[str]:
+    """The relays of their site that nodes of other machines use."""
+    return [node["machine"]["relay"] for node in status["nodes"] if node["machine"] and node["machine"]["relay"]]
 
 
 async def goes_on(pool: Pool) -> None:

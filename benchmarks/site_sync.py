@@ -1,0 +1,257 @@
+"""A version of weights to a site behind a slow link: each worker by itself, or one copy to the site (Weave Fig. 13).
+
+Live: a process a worker, each with the client that engines have; relays as a pool's nodes have them (`elastic
+pool-site`), the far one behind a shaped link. `direct_s`: until the last worker has the version where each pulls it
+over the link. `two_stage_s`: where the workers of the site share the relay of one of its nodes, in its memory: workers
+of that node read it as a directory, those of another by HTTPS over a link between the nodes. Rates have the papers'
+ratio, 20 to 400, in both arms. `ratio`: direct over two-stage; it can be as large as there are workers
+(`ratio_of_most`). `bytes_over_link`: what crossed the slow link by what the version has on its relay.
+
+`computed`: the papers' nodes bucket by bucket, wire times alone. All of a node's workers share its links. The near
+relay is host memory, so a worker's last stretch is its own PCIe; NVLink, which is faster and which the papers use, is
+stated and not counted on.
+"""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from _common import emit, parse_arguments
+from _throttle import LinkedPort
+
+from elastic.pool.messages import SiteRelay, SiteServed
+from elastic.weights.choice import BYTES_PER_S_IN_GBPS
+from elastic.weights.client import WeightsClient
+from elastic.weights.codecs import warm_up
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.publisher import Publisher, PublishSettings
+from elastic.weights.signing import SigningKey
+from elastic.weights.source import RelaySource
+
+ACROSS_GBPS, WITHIN_GBPS = 20, 400
+"""Weave §6.1: between the clusters, and within one."""
+PCIE_BYTES_PER_S = 55e9
+"""Gen 5, 16 lanes."""
+NVLINK_BYTES_PER_S = 450e9
+"""An H20's, one way."""
+WORKERS = 8
+"""A node's GPUs, each a worker."""
+MODELS = {"qwen2.5-7b": 7.62e9, "qwen2.5-14b": 14.77e9, "qwen2.5-32b": 32.76e9}
+BUCKET_BYTES = 2 * (32 << 20)
+NODES = {"one_node": 1, "two_nodes": 2}
+PRINTED = {"one_node": [7.87, 8.33], "two_nodes": [2.62, 2.75]}
+
+BUCKETS = 64
+ELEMENTS = BUCKETS << 15
+ALONE_S, ALONE_QUICK_S = 5.0, 2.0
+"""How long a copy of the version takes over the slow link."""
+WORKERS_QUICK = 4
+TIMEOUT_S = 300.0
+KEY = SigningKey()
+TRUST = KEY.trust("run")
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    torch.set_num_threads(1)
+    warm_up()
+    workers = WORKERS_QUICK if arguments.quick else WORKERS
+    # Before there are threads: everybody has what is imported and compiled here.
+    pullers = [_PullingProcess() for _ in range(max(NODES.values()) * workers)]
+    with ExitStack() as stack:
+        for puller in pullers:
+            stack.callback(puller.close)
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        far = stack.enter_context(_relay(place / "far"))
+        size_bytes = _publish(far)
+        across = size_bytes / (ALONE_QUICK_S if arguments.quick else ALONE_S)
+        figures: dict[str, Any] = {}
+        for name, nodes in NODES.items():
+            figures[name] = _measured(pullers[: nodes * workers], workers, far, place / name, size_bytes, across)
+    figures["version"] = {"bytes": size_bytes, "buckets": BUCKETS, "workers_a_node": workers}
+    emit({**figures, "computed": computed()}, arguments)
+
+
+@dataclass
+class _PullingProcess:
+    """A worker's process, which pulls what it is told and says how long that took."""
+
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_pull, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def close(self) -> None:
+        self.pipe.close()
+        self._process.terminate()
+        self._process.join()
+
+
+def _pull(pipe: Connection) -> None:
+    while True:
+        try:
+            source: RelaySource = pipe.recv()
+        except EOFError:
+            return
+        client = WeightsClient()
+        client.stage(source, TIMEOUT_S)
+        client.apply(source)
+        pipe.send(client.received_bytes)
+        client.close()
+
+
+@contextmanager
+def _relay(directory: Path) -> Iterator[SiteServed]:
+    """A relay as a pool's node has one, on this machine."""
+    directory.mkdir(parents=True)
+    command = [sys.executable, "-P", "-m", "elastic.cli", "pool-site", str(directory), "--host", "127.0.0.1"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield msgspec.json.decode(process.stdout.readline(), type=SiteServed)
+    finally:
+        process.stdin.close()
+        process.wait(20)
+        process.stdout.close()
+
+
+def _publish(far: SiteServed) -> int:
+    """Put a keyframe of random weights there; returns its bytes on the relay."""
+    assert far.near is not None
+    relay = DirectoryRelay(Path(far.near.place))
+    settings = PublishSettings(keyframe_in_buckets=True, bucket_elements=ELEMENTS // BUCKETS, tile_elements=1 << 13)
+    bits = (np.random.default_rng(0).normal(0, 0.02, ELEMENTS).astype(np.float32).view(np.uint32) >> 16).astype(
+        np.uint16
+    )
+    publisher = Publisher(relay, TRUST.run, {}, settings, key=KEY)
+    publisher.publish(0, {"weights": torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)})
+    publisher.close()
+    keys = relay.list_keys("versions/")
+    assert sum("manifest" not in key for key in keys) >= BUCKETS, keys
+    return sum(len(relay.get(key)) for key in keys)
+
+
+def _measured(
+    pullers: list[_PullingProcess], workers: int, far: SiteServed, place: Path, size_bytes: int, across: float
+) -> dict[str, Any]:
+    within = across * WITHIN_GBPS / ACROSS_GBPS
+    assert far.far is not None
+    direct_s, direct_bytes = _all_pull(pullers, far.far, across, [None] * len(pullers))
+    with _relay(place) as near:
+        assert near.near is not None
+        assert near.far is not None
+        between = LinkedPort(_port(near.far), within)
+        beyond = _at(near.far, between)
+        seen = [near.near if number < workers else beyond for number in range(len(pullers))]
+        two_stage_s, two_stage_bytes = _all_pull(pullers, far.far, across, seen)
+        between.close()
+    return {
+        "direct_s": direct_s,
+        "two_stage_s": two_stage_s,
+        "ratio": direct_s / two_stage_s,
+        "ratio_of_most": direct_s / two_stage_s / len(pullers),
+        "bytes_over_link": {"direct": direct_bytes / size_bytes, "two_stage": two_stage_bytes / size_bytes},
+        "bytes_between_nodes": between.carried_bytes / size_bytes,
+        "rates": {"across_bytes_per_s": across, "within_bytes_per_s": within, "across_to_within": within / across},
+        "load": os.getloadavg()[0],
+    }
+
+
+def _all_pull(
+    pullers: list[_PullingProcess], far: SiteRelay, across: float, near: list[SiteRelay | None]
+) -> tuple[float, int]:
+    """Have all pull at once over one link; returns the seconds until the last has it, and the bytes over the link."""
+    link = LinkedPort(_port(far), across)
+    its = _at(far, link)
+    begun_s = time.monotonic()
+    for puller, relay in zip(pullers, near, strict=True):
+        cache = relay or SiteRelay("")
+        puller.pipe.send(
+            RelaySource(
+                run=TRUST.run,
+                version=0,
+                relay=its.place,
+                relay_token=its.token,
+                relay_anchor=its.anchor,
+                publisher=TRUST.public,
+                cache=cache.place,
+                cache_token=cache.token,
+                cache_anchor=cache.anchor,
+            )
+        )
+    for puller in pullers:
+        if not wait([puller.pipe], TIMEOUT_S):
+            raise TimeoutError("a worker has no version")
+        puller.pipe.recv()
+    took_s = time.monotonic() - begun_s
+    link.close()
+    return took_s, link.carried_bytes
+
+
+def _port(relay: SiteRelay) -> int:
+    return int(relay.place.rpartition(":")[2])
+
+
+def _at(relay: SiteRelay, port: LinkedPort) -> SiteRelay:
+    return SiteRelay(f"https://127.0.0.1:{port.port}", relay.token, relay.anchor)
+
+
+def computed() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, nodes in NODES.items():
+        found[name] = {}
+        for model, parameters in MODELS.items():
+            size = 2 * parameters
+            flat, two = flat_s(size, nodes), two_stage_s(size, nodes)
+            found[name][model] = {"flat_s": flat, "two_stage_s": two, "flat_over_two_stage": flat / two}
+    found["assumed"] = {
+        "across_gbps": ACROSS_GBPS,
+        "within_gbps": WITHIN_GBPS,
+        "pcie_gbytes_per_s": PCIE_BYTES_PER_S / 1e9,
+        "nvlink_gbytes_per_s": NVLINK_BYTES_PER_S / 1e9,
+        "workers_a_node": WORKERS,
+        "flat_over_two_stage_printed": PRINTED,
+    }
+    return found
+
+
+def flat_s(size_bytes: float, nodes: int) -> float:
+    """Of the slow link's users the last; its last bucket goes to the device after that."""
+    last = min(BUCKET_BYTES, size_bytes)
+    return nodes * WORKERS * size_bytes / (ACROSS_GBPS * BYTES_PER_S_IN_GBPS) + last / PCIE_BYTES_PER_S
+
+
+def two_stage_s(size_bytes: float, nodes: int) -> float:
+    """Until the last worker has the last bucket. A bucket that a worker of another node fetched is put over the link
+    between the nodes before it is read over that."""
+    across, within = ACROSS_GBPS * BYTES_PER_S_IN_GBPS, WITHIN_GBPS * BYTES_PER_S_IN_GBPS
+    fetched_s = there_s = read_s = 0.0
+    left = size_bytes
+    while left > 0:
+        bucket = min(BUCKET_BYTES, left)
+        left -= bucket
+        fetched_s += bucket / across
+        there_s = max(there_s, fetched_s)
+        if nodes > 1:
+            there_s += (1 + (nodes - 1) * WORKERS) * bucket / within
+        read_s = max(read_s, there_s) + bucket / PCIE_BYTES_PER_S
+    return read_s
+
+
+if __name__ == "__main__":
+    main()
