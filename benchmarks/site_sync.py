@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -173,7 +173,7 @@ def _measured(
 
 
 def _all_pull(
-    pullers: list[_PullingProcess], far: SiteRelay, across: float, near: list[SiteRelay | None]
+    pullers: list[_PullingProcess], far: SiteRelay, across: float, near: Sequence[SiteRelay | None]
 ) -> tuple[float, int]:
     """Have all pull at once over one link; returns the seconds until the last has it, and the bytes over the link."""
     link = LinkedPort(_port(far), across)
