@@ -33,14 +33,15 @@ keys = group(
 )
 secrets = group(
     "secrets",
-    "Set the variables of a project's runs whose values nobody reads again.\n\nExample: elastic secrets set HF_TOKEN",
+    "Set secret variables of a project's runs; their values cannot be read again.\n\n"
+    "Example: elastic secrets set HF_TOKEN",
 )
 webhooks = group(
     "webhooks",
-    "Name the URLs that are told what becomes of a project's runs.\n\n"
+    "Name the URLs that get messages about a project's runs.\n\n"
     "Example: elastic webhooks add https://example.com/elastic --event run.failed",
 )
-Mine = Annotated[bool, typer.Option("--mine", help="One's own, as a person: it ends with the membership.")]
+Mine = Annotated[bool, typer.Option("--mine", help="A personal key, which ends with the membership.")]
 KeyName = Annotated[str, typer.Argument(metavar="KEY", help="A key's id, or its name if no other one has it.")]
 SecretName = Annotated[
     str, typer.Argument(metavar="NAME", help="The variable: SECRET_ and what you like, or a known one as HF_TOKEN.")
@@ -54,11 +55,13 @@ def create_key(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What lists and the audit log call it.")],
     role: RoleOption = "runner",
     scope: Annotated[
-        list[str] | None, typer.Option(metavar="ACTION", help="Limit it to this action, such as runs:read.")
+        list[str] | None, typer.Option(metavar="ACTION", help="Limit the key to this action, such as runs:read.")
     ] = None,
-    expires_days: Annotated[int | None, typer.Option(min=1, max=3660, help="Until when it is good.")] = None,
+    expires_days: Annotated[int | None, typer.Option(min=1, max=3660, help="Days for which the key is valid.")] = None,
     project: ProjectOption = "",
-    server_wide: Annotated[bool, typer.Option("--server-wide", help="Of no project: for all of them.")] = False,
+    server_wide: Annotated[
+        bool, typer.Option("--server-wide", help="Make a key of no project, for all projects.")
+    ] = False,
     mine: Mine = False,
     as_json: AsJson = False,
 ) -> None:
@@ -110,7 +113,10 @@ def revoke_key(name: KeyName, mine: Mine = False) -> None:
 def set_secret(
     name: SecretName,
     from_file: Annotated[
-        Path | None, typer.Option("--from-file", metavar="FILE", help="Has the value; else it is asked for, or piped.")
+        Path | None,
+        typer.Option(
+            "--from-file", metavar="FILE", help="File with the value; else it is asked for, or comes from a pipe."
+        ),
     ] = None,
     project: ProjectOption = "",
 ) -> None:
@@ -154,7 +160,8 @@ def delete_secret(name: SecretName, project: ProjectOption = "") -> None:
 def set_credentials(
     vendor: VendorName,
     from_file: Annotated[
-        Path | None, typer.Option("--from-file", metavar="FILE", help="Has the fields as JSON; else they are piped.")
+        Path | None,
+        typer.Option("--from-file", metavar="FILE", help="File with the fields as JSON; else they come from a pipe."),
     ] = None,
     project: ProjectOption = "",
 ) -> None:
@@ -199,7 +206,7 @@ def delete_credentials(vendor: VendorName, project: ProjectOption = "") -> None:
 def add_webhook(
     url: Annotated[str, typer.Argument(metavar="URL")],
     event: Annotated[
-        list[str] | None, typer.Option(metavar="TYPE", help="What it is told of; runs that end, unless given.")
+        list[str] | None, typer.Option(metavar="TYPE", help="Events to send; by default those of runs that end.")
     ] = None,
     project: ProjectOption = "",
     as_json: AsJson = False,
@@ -239,7 +246,7 @@ def try_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
 
 @webhooks.command("deliveries")
 def list_deliveries(webhook: WebhookName, as_json: AsJson = False) -> None:
-    """List what a webhook was told in the last 30 days, or is still to be told.
+    """List a webhook's messages of the last 30 days, sent or still to be sent.
 
     Example: elastic webhooks deliveries hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
@@ -250,7 +257,7 @@ def list_deliveries(webhook: WebhookName, as_json: AsJson = False) -> None:
 
 @webhooks.command("enable")
 def enable_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
-    """Go on telling it; what happened meanwhile is not told later.
+    """Send messages to a webhook again; events of the meantime are not sent later.
 
     Example: elastic webhooks enable hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
@@ -259,7 +266,7 @@ def enable_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
 
 @webhooks.command("disable")
 def disable_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
-    """Tell it nothing for now.
+    """Send a webhook nothing for now.
 
     Example: elastic webhooks disable hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
@@ -274,7 +281,7 @@ def _switch(webhook: str, words: str, *, enabled: bool, as_json: bool) -> None:
 
 @webhooks.command("delete")
 def delete_webhook(webhook: WebhookName) -> None:
-    """Remove a webhook, with what it was still to be told.
+    """Remove a webhook, with its messages that are still to be sent.
 
     Example: elastic webhooks delete hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
@@ -287,7 +294,7 @@ def audit(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, at most.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """List who did what on a server, and whom it refused, the newest first.
+    """List who did what on a server, and what it refused, the newest first.
 
     Example: elastic audit -n 20 --json
     """

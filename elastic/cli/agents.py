@@ -33,7 +33,7 @@ def show_url(
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
-    """Print the base URL that agents of a run take: OPENAI_BASE_URL. Where the run has made its own certificate, --json
+    """Print the base URL of a run's agents, for OPENAI_BASE_URL. Where the run has made its own certificate, --json
     names the file to trust.
 
     Example: OPENAI_BASE_URL=$(elastic agents url latest)
@@ -58,26 +58,28 @@ def show_url(
 def show_key(
     name: AnyRunName = "latest",
     driver: Annotated[
-        str, typer.Option(metavar="NAME", help="Of the program that opens trajectories; each sees its own alone.")
+        str,
+        typer.Option(metavar="NAME", help="Name of a program that opens trajectories; each driver sees only its own."),
     ] = MAIN,
     trajectory: Annotated[
         str, typer.Option(metavar="ID", help="The key of one trajectory's agent, instead of a driver's.")
     ] = "",
     viewer: Annotated[
         bool,
-        typer.Option("--viewer", help="The key of who may only chat with the policy, instead of a driver's."),
+        typer.Option("--viewer", help="A viewer's key, which only chats with the policy, instead of a driver's."),
     ] = False,
     control: Annotated[
-        bool, typer.Option("--control", help="Of somebody else's trainer, which offers weights and asks for rollouts.")
+        bool,
+        typer.Option("--control", help="The key of a trainer outside, which offers weights and asks for rollouts."),
     ] = False,
     requests: Annotated[
-        bool, typer.Option("--requests", help="Of who asks for rollouts alone of a run that somebody else trains.")
+        bool, typer.Option("--requests", help="The key of a client that only asks for rollouts of such a run.")
     ] = False,
     remote: Remote = False,
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
-    """Print a key that a driver, an agent or somebody else's trainer shows: OPENAI_API_KEY.
+    """Print the key of a driver, an agent or a trainer outside, for OPENAI_API_KEY.
 
     Example: OPENAI_API_KEY=$(elastic agents key latest)
     """

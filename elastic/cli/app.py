@@ -70,12 +70,12 @@ PANELS = {
         "config": ("configuration", "Say what the keys of a configuration mean."),
         "doctor": (
             "doctor",
-            "Check what this machine has, how its pools do, and with CONFIG what the clouds of its providers say: "
-            "credentials, quotas, reach.",
+            "Check this machine and its pools; with CONFIG also what its providers' clouds say: credentials, quotas, "
+            "reach.",
         ),
     },
     "Serve": {
-        "serve": ("serve", "Serve the control API: many runs, many people."),
+        "serve": ("serve", "Serve the control API, for many runs and many people."),
         "runner": ("serve", "Look after a server's runs in a process of its own, beside `elastic serve --no-runner`."),
         "support-bundle": (
             "serve",
@@ -84,20 +84,20 @@ PANELS = {
         "api": ("login", "Log in to a server."),
         "projects": ("projects", "List, make and share projects on a server."),
         "keys": ("access", "Make, list and revoke keys of a server."),
-        "secrets": ("access", "Set the variables of a project's runs whose values nobody reads again."),
-        "webhooks": ("access", "Name the URLs that are told what becomes of a project's runs."),
+        "secrets": ("access", "Set secret variables of a project's runs; their values cannot be read again."),
+        "webhooks": ("access", "Name the URLs that get messages about a project's runs."),
         "uploads": ("uploads", "Keep checkpoints and data in a project's storage on a server."),
-        "audit": ("access", "List who did what on a server, and whom it refused, the newest first."),
+        "audit": ("access", "List who did what on a server, and what it refused, the newest first."),
     },
     "Pool": {
-        "pool": ("pool", "Have devices that many jobs share, phase by phase: see docs/jobs.md."),
+        "pool": ("pool", "Start and look after a pool: GPUs that many jobs share, phase by phase (docs/jobs.md)."),
         "jobs": ("jobs", "Submit jobs to a pool and look after them."),
     },
     "Capacity": {
         "providers": ("providers", "List the kinds of providers on the server, and what its runs have of each."),
-        "ticket": ("ticket", "Mint a ticket with which one worker joins a run that goes on, from any machine."),
+        "ticket": ("ticket", "Make a ticket, with which one worker joins a living run from any machine."),
         "worker": ("worker", "Serve rollout turns to a run: dial its orchestrator and generate until the lease ends."),
-        "modal": ("modal", "Deploy what runs call on Modal."),
+        "modal": ("modal", "Deploy on Modal the app that runs call."),
     },
 }
 """The commands by panel. Of each: its module in this package, which has a function or a group by the command's name,

@@ -46,7 +46,7 @@ def chat(
     message: Annotated[
         str | None, typer.Option("--message", "-m", metavar="TEXT", help="Say this, print the answer and end.")
     ] = None,
-    system: Annotated[str, typer.Option(metavar="TEXT", help="The system's message, before all others.")] = "",
+    system: Annotated[str, typer.Option(metavar="TEXT", help="The system message, before all others.")] = "",
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
     temperature: Annotated[
         float | None,

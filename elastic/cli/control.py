@@ -32,10 +32,10 @@ _BAD_INPUT = ("invalid", "unknown_provider", "conflict")
 def stop(
     name: AnyRunName,
     force: Annotated[
-        bool, typer.Option("--force", help="On a server: kill what it has, without a checkpoint.")
+        bool, typer.Option("--force", help="On a server: kill the run's processes, without a checkpoint.")
     ] = False,
     reason: Annotated[
-        str, typer.Option(help="Of a run on disk: why; it stands in its report.")
+        str, typer.Option(help="For a run on disk: the reason, which the report shows.")
     ] = "stopped from the command line",
     command_id: CommandIdOption = "",
     remote: Remote = False,

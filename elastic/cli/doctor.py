@@ -54,15 +54,16 @@ class Finding(msgspec.Struct, frozen=True):
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="CONFIG", help="A run's TOML file, whose limits to look at too.", show_default=False),
+        typer.Argument(
+            metavar="CONFIG", help="A run's TOML file; checks what its providers' clouds say, too.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
     pools: Annotated[Path, typer.Option("--pools", help="Where pools are kept, which are looked at, too.")] = Path(
         "pools"
     ),
 ) -> int:
-    """Check what this machine has, how its pools do, and with CONFIG what the clouds of its providers say: credentials,
-    quotas, reach.
+    """Check this machine and its pools; with CONFIG also what its providers' clouds say: credentials, quotas, reach.
 
     Example: elastic doctor examples/frozenlake.toml
     """

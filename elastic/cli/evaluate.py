@@ -58,7 +58,12 @@ def evaluate(
         ),
     ] = "",
     step: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Of a run: the step whose policy it is; the newest saved.")
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="For a run: the step whose policy is evaluated; by default the newest that is saved.",
+        ),
     ] = None,
     against: Annotated[
         str,
@@ -75,7 +80,7 @@ def evaluate(
         str,
         typer.Option(
             metavar="RUN",
-            help="Take up an evaluation that did not come to its end: its run, with --against either (a name, a path "
+            help="Go on with an evaluation that did not end: name its run, with --against either (a name, a path "
             "or `latest`).",
         ),
     ] = "",

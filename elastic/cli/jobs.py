@@ -104,7 +104,7 @@ def submit_job(
     name: Annotated[str, typer.Option(help="What the job is called; else as its run's directory.")] = "",
     phases: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Of a script: which of its functions are which phases (TOML)."),
+        typer.Option(metavar="FILE", help="For a script: the TOML file that says which functions are which phases."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say where it would go, at what cost, and why not elsewhere; no more.")

@@ -29,7 +29,7 @@ api = group("api", "Log in to a server.\n\nExample: elastic api login http://127
 @api.command()
 def login(
     url: Annotated[str, typer.Argument(metavar="URL", help="Such as http://127.0.0.1:7430.")],
-    with_key: Annotated[bool, typer.Option("--key", help="Ask for a key, although people can sign in.")] = False,
+    with_key: Annotated[bool, typer.Option("--key", help="Ask for a key, even where people can sign in.")] = False,
 ) -> None:
     """Log in, and keep a key for this user alone.
 

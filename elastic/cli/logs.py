@@ -19,7 +19,7 @@ POLL_S = 0.1
 def logs(
     name: AnyRunName = "latest",
     follow: Follow = False,
-    source: Annotated[str, typer.Option(help="Whose: `process`, `orchestrator`, a worker's name, …")] = "",
+    source: Annotated[str, typer.Option(help="Whose log: `process`, `orchestrator`, a worker's name, …")] = "",
     tail: Tail = None,
     remote: Remote = False,
     directory: RunsDirectory = Path("runs"),

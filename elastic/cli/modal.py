@@ -9,7 +9,7 @@ from elastic.cli.output import emit, say
 from elastic.compose.modal_deployment import deploy as deploy_app
 from elastic.system.modal import APP
 
-modal = group("modal", "Deploy what runs call on Modal.\n\nExample: elastic modal deploy --environment main")
+modal = group("modal", "Deploy on Modal the app that runs call.\n\nExample: elastic modal deploy --environment main")
 AppName = Annotated[str, typer.Option("--app", metavar="NAME", help="What the app is called on Modal.")]
 EnvironmentName = Annotated[
     str, typer.Option("--environment", metavar="NAME", help="Modal's environment; else the profile's.")

@@ -29,7 +29,10 @@ RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs are
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or path, or `latest`.")]
 AnyRunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or path, its id, or `latest`.")]
 CommandIdOption = Annotated[
-    str, typer.Option("--id", metavar="ID", help="Of a run on disk: the command's id, under which it is done once.")
+    str,
+    typer.Option(
+        "--id", metavar="ID", help="For a run on disk: the command's id; a repetition under it has no effect."
+    ),
 ]
 JobCommandIdOption = Annotated[
     str, typer.Option("--id", metavar="ID", help="The command's id, under which it is done once.")
@@ -38,7 +41,7 @@ PoolsDirectory = Annotated[Path, typer.Option("--directory", help="Where pools a
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until the run ends; Ctrl-C detaches.")]
 Tail = Annotated[int | None, typer.Option("--tail", "-n", min=0, help="Only the last lines.")]
 ProjectOption = Annotated[
-    str, typer.Option("--project", metavar="NAME", help="Its name or id; the key's own unless given.")
+    str, typer.Option("--project", metavar="NAME", help="A project's name or id; by default the key's project.")
 ]
 RoleOption = Annotated[str, typer.Option(help="viewer, runner or admin.")]
 

@@ -49,7 +49,7 @@ BAD_INPUT = ("invalid", "unknown_job", "conflict", "rejected", "version")
 
 pool = group(
     "pool",
-    "Have devices that many jobs share, phase by phase: see docs/jobs.md.\n\n"
+    "Start and look after a pool: GPUs that many jobs share, phase by phase (docs/jobs.md).\n\n"
     "Example: elastic pool start examples/pool.toml",
 )
 PoolName = Annotated[
@@ -65,7 +65,7 @@ def start_pool(
         bool, typer.Option("--foreground", help="Stay here: the pool stops with this command, by Ctrl-C or SIGTERM.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often its process is started again within its first minute.")
+        int, typer.Option(min=0, help="How often the pool's process is restarted within its first minute.")
     ] = 10,
     wait_s: Annotated[float, typer.Option(min=0.1, help="How long to wait until it is up.")] = 60.0,
     as_json: AsJson = False,
@@ -114,7 +114,7 @@ def start_pool(
 @pool.command("status")
 def pool_status(
     name: PoolName = "",
-    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")] = False,
     every_s: Annotated[float, typer.Option(min=0.1, help="With --watch.")] = 1.0,
     as_json: AsJson = False,
     directory: PoolsDirectory = Path("pools"),

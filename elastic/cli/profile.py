@@ -32,7 +32,7 @@ def profile(
     ] = "",
     engine: Annotated[
         Path | None,
-        typer.Option(metavar="CONFIG", help="Drive the engine of this TOML file and measure how fast it is."),
+        typer.Option(metavar="CONFIG", help="Start the engine of this TOML file and measure its speed."),
     ] = None,
     overrides: Overrides = None,
     base: Annotated[

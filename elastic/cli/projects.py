@@ -37,7 +37,8 @@ def list_projects(as_json: AsJson = False) -> None:
 def create_project(
     name: Annotated[str, typer.Argument(metavar="NAME")],
     unix_user: Annotated[
-        str | None, typer.Option(metavar="USER", help="Whose processes its runs are; needs a runner that is root.")
+        str | None,
+        typer.Option(metavar="USER", help="The Unix user of the project's runs; needs a runner that is root."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -53,8 +54,8 @@ def create_project(
 @projects.command("set")
 def set_project(
     project: Annotated[str, typer.Argument(metavar="PROJECT", help="Its name or id.")],
-    name: Annotated[str | None, typer.Option(help="What it is called from now on.")] = None,
-    unix_user: Annotated[str | None, typer.Option(metavar="USER", help="Whose processes its runs are.")] = None,
+    name: Annotated[str | None, typer.Option(help="The new name.")] = None,
+    unix_user: Annotated[str | None, typer.Option(metavar="USER", help="The Unix user of the project's runs.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rename a project, or give it a Unix user; only a key of no project may.
@@ -138,11 +139,11 @@ def quota(
     usd_per_day: Annotated[str | None, typer.Option(metavar="USD", help="Dollars a day (UTC), or `none`.")] = None,
     budget_usd: Annotated[str | None, typer.Option(metavar="USD", help="Dollars in all, or `none`.")] = None,
     weight: Annotated[
-        float | None, typer.Option(min=0.001, max=1000, help="Its part of what projects share, beside their weights.")
+        float | None, typer.Option(min=0.001, max=1000, help="The project's weight where projects share capacity.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a project may have at once and spend, and what it uses of that; with options, set it.
+    """Show, or with options set, what a project may have at once and spend; and what it uses.
 
     Example: elastic projects quota agents --gpus spot-replay=8 --runs 4 --usd-per-day 100
     """
@@ -170,7 +171,9 @@ def quota(
 @projects.command()
 def retention(
     project: ProjectName = "default",
-    of_server: Annotated[bool, typer.Option("--server", help="The server's, where projects say nothing else.")] = False,
+    of_server: Annotated[
+        bool, typer.Option("--server", help="The server's policy, for projects without one of their own.")
+    ] = False,
     runs_days: DaysOption = None,
     trajectories_days: DaysOption = None,
     checkpoints_days: DaysOption = None,
@@ -179,7 +182,7 @@ def retention(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go now; nothing is removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show for how many days after its end what a run leaves is kept; with options, set it.
+    """Show, or with options set, for how many days after a run's end its files are kept.
 
     Example: elastic projects retention agents --checkpoints-days 30 --logs-days 14
     """

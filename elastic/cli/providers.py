@@ -121,7 +121,7 @@ def prices(config: ConfigFile, names: Names = "", as_json: AsJson = False) -> in
 @providers.command()
 def capacity(
     wanted: Annotated[
-        str, typer.Argument(metavar="KIND=GPUS", help="Such as spot-replay=16, or spot-replay=none: nobody need share.")
+        str, typer.Argument(metavar="KIND=GPUS", help="Such as spot-replay=16, or spot-replay=none for no limit.")
     ],
     as_json: AsJson = False,
 ) -> None:

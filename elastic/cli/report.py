@@ -26,7 +26,7 @@ def report(
     output: Annotated[Path | None, typer.Option(help="Write the HTML here instead of into the run.")] = None,
     compare: Annotated[
         str | None,
-        typer.Option(metavar="RUN", help="A run to hold it against, as a rule of the same seed without providers."),
+        typer.Option(metavar="RUN", help="A run to compare with, usually of the same seed without providers."),
     ] = None,
     markdown: Annotated[bool, typer.Option("--md", help="Print Markdown instead.")] = False,
     remote: Remote = False,

@@ -412,7 +412,7 @@ def _logging_to(path: Path) -> Iterator[None]:
 def prepare(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)],
     overrides: Overrides = None,
-    force: Annotated[bool, typer.Option("--force", help="Make it anew, although it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Make it again, even if it exists.")] = False,
 ) -> None:
     """Make an example's base policy by a short supervised warm-up, once.
 

@@ -226,10 +226,10 @@ def _budget_words(budget: RunBudget) -> str:
 def resume(
     name: HostedName,
     steps: Annotated[int | None, typer.Option(min=1, help="Train up to this many steps.")] = None,
-    budget_usd: Annotated[float | None, typer.Option(min=0, help="What it may cost in all from now on.")] = None,
+    budget_usd: Annotated[float | None, typer.Option(min=0, help="What the run may cost in all from now on.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a run on the server that has ended.
+    """Resume a run on the server that has ended.
 
     Example: elastic runs resume latest --steps 200
     """
@@ -253,7 +253,7 @@ def delete(name: Annotated[str, typer.Argument(metavar="RUN", help="A run's id o
 def events(
     name: HostedName = "latest",
     follow: Follow = False,
-    after: Annotated[str, typer.Option(metavar="ID", help="Begin behind the event with this id.")] = "",
+    after: Annotated[str, typer.Option(metavar="ID", help="Begin after the event with this id.")] = "",
 ) -> None:
     """Print what happens in a run on the server, one JSON object a line.
 

@@ -67,7 +67,8 @@ def serve(
         typer.Option(metavar="DIR", help="Base policies that every project may start from; .cache unless given."),
     ] = None,
     host_name: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A name, besides addresses, that this server goes by.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A host name that leads to this server; addresses need none."),
     ] = None,
     trusted_proxies: Annotated[
         list[str] | None,
@@ -77,11 +78,11 @@ def serve(
     shared_trust: Annotated[
         bool, typer.Option("--shared-trust", help="Let several projects' runs be processes of one Unix user.")
     ] = False,
-    uploads_gb: Annotated[int, typer.Option(min=0, help="What a project's uploads may take of the disk.")] = 256,
+    uploads_gb: Annotated[int, typer.Option(min=0, help="GB of disk that a project's uploads may take.")] = 256,
     oidc_issuer: Annotated[
         str, typer.Option(metavar="URL", help="People sign in with this OpenID Connect provider.")
     ] = "",
-    oidc_client_id: Annotated[str, typer.Option(metavar="ID", help="What the provider calls this server.")] = "",
+    oidc_client_id: Annotated[str, typer.Option(metavar="ID", help="This server's id at the provider.")] = "",
     oidc_client_secret_file: Annotated[
         Path | None,
         typer.Option(
@@ -96,11 +97,17 @@ def serve(
         ),
     ] = None,
     oidc_scope: Annotated[
-        list[str] | None, typer.Option(metavar="SCOPE", help="To ask for besides openid, email, profile: groups.")
+        list[str] | None,
+        typer.Option(metavar="SCOPE", help="A further scope besides openid, email and profile, such as groups."),
     ] = None,
-    oidc_name: Annotated[str, typer.Option(metavar="NAME", help="What the page calls the provider.")] = "",
+    oidc_name: Annotated[str, typer.Option(metavar="NAME", help="The provider's name on the page.")] = "",
     oidc_sign_in_hours: Annotated[
-        float, typer.Option(min=0.1, max=8760, help="After so long people sign in again, unless it has said so since.")
+        float,
+        typer.Option(
+            min=0.1,
+            max=8760,
+            help="Hours after which people sign in again, unless the provider has confirmed them since.",
+        ),
     ] = 24.0,
     oidc_recheck_minutes: Annotated[
         float, typer.Option(min=0.1, max=1440, help="How often it is asked again, where it gives refresh tokens.")
@@ -123,7 +130,7 @@ def serve(
     runs_listen: RunsListen = "",
     runs_advertise: RunsAdvertise = "",
 ) -> None:
-    """Serve the control API: many runs, many people. Runs outlive it; a server that is started again finds them.
+    """Serve the control API, for many runs and many people. Runs outlive it; a server that is started again finds them.
 
     On a fresh home it makes a project and prints the first admin key, once.
 
@@ -214,12 +221,14 @@ def runner(
 def support_bundle(
     home: Home = Path("elastic-server"),
     database: Database = "",
-    url: Annotated[str, typer.Option(help="Where the server listens: asks whether it is ready.")] = "",
+    url: Annotated[str, typer.Option(help="The server's address, to ask whether it is ready.")] = "",
     log: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="The server's or the runner's own log; its end is taken.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="The server's or the runner's log file, whose end is added."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to; a new file here unless given.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The file to write; by default a new file here."),
     ] = None,
 ) -> None:
     """Collect what helps to find a server's fault: versions, health, states of runs and logs, without secrets.

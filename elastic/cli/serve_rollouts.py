@@ -49,7 +49,7 @@ def serve_rollouts(
         list[str] | None,
         typer.Option(
             metavar="DIR",
-            help="Offered weights are below it; THEIRS=OURS where trainers call it otherwise. May be repeated.",
+            help="Folder of the offered weights; THEIRS=OURS where trainers name it otherwise. May be repeated.",
         ),
     ] = None,
     doors: Annotated[str, typer.Option(metavar="NAMES", help=f"Comma-separated, of {', '.join(DOORS)}.")] = "",

@@ -45,7 +45,7 @@ def simulate(
     ] = False,
     budget_usd: BudgetOption = None,
     frame_s: Annotated[float | None, typer.Option(help="Longest that tokens wait to be sent.", hidden=True)] = None,
-    hours: Annotated[float, typer.Option(help="Virtual time after which a run that has no end is given up.")] = 2160.0,
+    hours: Annotated[float, typer.Option(help="Virtual hours after which a run without an end is given up.")] = 2160.0,
     faults: Annotated[
         bool, typer.Option(help="Instead of CONFIG: small worlds full of faults drawn from seeds.")
     ] = False,
@@ -60,12 +60,15 @@ def simulate(
     keep: Annotated[
         str,
         typer.Option(
-            metavar="NUMBERS", help="With --world run, outside, pool: of the faults drawn only these, or none."
+            metavar="NUMBERS",
+            help="With --world run, outside, pool: let only these of the drawn faults happen, or none.",
         ),
     ] = "",
     shrink_within: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="With --world run: so long leave out faults that a failure needs not."),
+        typer.Option(
+            metavar="SECONDS", help="With --world run: for so long leave out faults that the failure does not need."
+        ),
     ] = 0.0,
     log: Annotated[
         bool, typer.Option("--log", help="With --world run, outside or pool: print what processes log.")

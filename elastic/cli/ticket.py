@@ -30,15 +30,15 @@ def ticket(
     ] = None,
     label: Annotated[str, typer.Option(help="Whose machine it is for.")] = "",
     usd_per_gpu_hour: Annotated[
-        float | None, typer.Option(min=0, help="What it is paid; else as the provider says whose kind is `joined`.")
+        float | None, typer.Option(min=0, help="The worker's price; by default that of the provider of kind `joined`.")
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.1, max=10_080, help="Until when it must be used.")] = 60.0,
-    revoke: Annotated[str, typer.Option(metavar="TICKET", help="Instead: have this one let nobody in any more.")] = "",
+    revoke: Annotated[str, typer.Option(metavar="TICKET", help="Make this ticket void, instead.")] = "",
     listed: Annotated[bool, typer.Option("--list", help="Instead: list the run's tickets.")] = False,
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
-    """Mint a ticket with which one worker joins a run that goes on, from any machine. It is shown once.
+    """Make a ticket, with which one worker joins a living run from any machine. It is shown once.
 
     Example: elastic ticket latest -o machine.ticket --label "the lab's 4090"
     """

@@ -40,7 +40,9 @@ def track(
             help="trackio, tensorboard, wandb, mlflow; comma-separated. As [logging] to unless given.",
         ),
     ] = None,
-    project: Annotated[str, typer.Option(metavar="NAME", help="As [logging] project unless given.")] = "",
+    project: Annotated[
+        str, typer.Option(metavar="NAME", help="The loggers' project; by default that of [logging].")
+    ] = "",
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Wait for more until the run ends; Ctrl-C detaches.")
     ] = False,

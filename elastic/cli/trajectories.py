@@ -30,19 +30,24 @@ Order = Literal["newest", "best", "worst"]
 def trajectories(
     name: AnyRunName = "latest",
     evaluation: Annotated[
-        bool, typer.Option("--evaluation", help="Episodes of evaluations; else none of them is listed.")
+        bool, typer.Option("--evaluation", help="List episodes of evaluations instead of trained ones.")
     ] = False,
     step: Annotated[
         int | None, typer.Option(min=0, help="Only those of this training step, or evaluations of this version.")
     ] = None,
     group: Annotated[
-        str, typer.Option(metavar="GROUP", help="Only those of this group, such as 3/0, or task, such as e10/3.")
+        str,
+        typer.Option(metavar="GROUP", help="Only those of this group, such as 3/0, or of this task, such as e10/3."),
     ] = "",
     newest: Annotated[
         int | None, typer.Option(min=1, metavar="N", help=f"So many of the newest; {NEWEST} unless said.")
     ] = None,
-    best: Annotated[int | None, typer.Option(min=1, metavar="N", help="So many of the highest reward.")] = None,
-    worst: Annotated[int | None, typer.Option(min=1, metavar="N", help="So many of the lowest reward.")] = None,
+    best: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Show this many with the highest reward.")
+    ] = None,
+    worst: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Show this many with the lowest reward.")
+    ] = None,
     truncated: Annotated[bool, typer.Option("--truncated", help="Only those that a limit ended.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Only those without a reward.")] = False,
     reward_min: Annotated[float | None, typer.Option(help="Only those with this reward or more.")] = None,

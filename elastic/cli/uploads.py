@@ -22,7 +22,7 @@ UploadName = Annotated[str, typer.Argument(metavar="UPLOAD", help="An upload's i
 @uploads.command("put")
 def put_upload(
     source: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a directory with files.")],
-    name: Annotated[str, typer.Option(help="What lists call it; else the file's own name.")] = "",
+    name: Annotated[str, typer.Option(help="Name in lists; by default the file's name.")] = "",
     project: ProjectOption = "",
     as_json: AsJson = False,
 ) -> None:
@@ -76,7 +76,7 @@ def get_upload(
 
 @uploads.command("delete")
 def delete_upload(upload: UploadName) -> None:
-    """Delete an upload that no run which goes on names.
+    """Delete an upload that no living run names.
 
     Example: elastic uploads delete upl_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """

@@ -107,7 +107,7 @@ def change(
 
 @router.delete("/{webhook}", status_code=204, **rules(Action.WEBHOOKS_WRITE, "not-found"))
 def delete(webhook: WebhookId, write: WriteDep, tx: sa.Connection) -> WriteResult:
-    """Remove a webhook, with what it was still to be told."""
+    """Remove a webhook, with its messages that are still to be sent."""
     found = _webhook_of(tx, write.caller, webhook)
     webhooks.remove(tx, found["id"])
     return WriteResult(204, project=found["project"])
