@@ -16,14 +16,16 @@ from msgspec.structs import replace
 from elastic.config import Config, TrainerPacingConfig
 from elastic.core.types import LogprobCheck, WeightMode
 from elastic.engine.base import RolloutEngine
+from elastic.engine.model.stored import CheckpointError
 from elastic.protocol import wire
 from elastic.protocol.best_checkpoint import best_kept
 from elastic.system.host import here
 from elastic.system.logs import PaceLog
 from elastic.system.parking import Parkable, Switch
+from elastic.weights.puller import Puller
 from elastic.weights.relay import open_relay
 from elastic.weights.shared_memory import kept_in_memory
-from elastic.weights.signing import SigningKey
+from elastic.weights.signing import SigningKey, Trust
 from elastic.weights.source import TensorSource
 from elastic.worker.agent import AgentExit, BuildEngine, Ticket, build_engine, run_agent
 from elastic.worker.device_permit import DevicePermit
@@ -54,6 +56,8 @@ from elastic.worker.weights import source_of
 log = structlog.get_logger(__name__)
 
 KEEP_CHECKPOINTS = 2
+FORMER_KEY = ".publisher"
+"""The file with the public key of the process that has published last: its successor may need what that was."""
 
 MakeTrainer = Callable[[Config], PolicyTrainer]
 """Makes the trainer from the run's configuration."""
@@ -119,6 +123,7 @@ class TrainerHost:
         self.publisher = self._key.public
         """The key with which its versions are signed."""
         self._checkpoints = run_dir / "checkpoints"
+        self._former_key = self._checkpoints / FORMER_KEY
         self._resume = resume
         self._publishing = here().executor(1, "publishing")
         self._publication: Future[wire.PublishedFrame] = Future()
@@ -138,13 +143,16 @@ class TrainerHost:
         if self._shares_device:
             self._learning = self._trainer
         if self._resume:
-            self._restore()
+            self._restore(welcome)
         self._standing = self._between_steps()
         self._versions = self._versions_of(self._trainer)
         self._hold()
         patience_s, model = welcome.orchestrator_timeout_s, dict(welcome.model)
         terms = PublishingTerms(self._run, model, RelayPlace.of(welcome), patience_s, self._key.secret)
         self._versions.begin_publishing(terms)
+        if isinstance(self._trainer, TakesOffers):
+            self._former_key.parent.mkdir(parents=True, exist_ok=True)
+            self._former_key.write_text(self.publisher)
         self._publication.set_result(self._publish(self._trainer.version, ()))
         self._welcome = welcome
         if self._makes_way:
@@ -359,14 +367,34 @@ class TrainerHost:
             if best is None or old != self._checkpoint_of(best):
                 remove_saved(old)
 
-    def _restore(self) -> None:
+    def _restore(self, welcome: wire.Welcome) -> None:
         checkpoint.sweep(self._checkpoints)
         found = saved(self._checkpoints)
         if found:
-            self._trainer.load(found[-1])
+            try:
+                self._trainer.load(found[-1])
+            except CheckpointError as damage:
+                self._mend(found[-1], damage, welcome)
             proof = wire.sound_proof(self._trainer.proof())
             self._stepped = wire.Stepped(self._trainer.version, wire.finite(self._trainer.metrics), proof=proof)
         log.info("resuming", version=self._trainer.version, checkpoint=str(found[-1]) if found else "none")
+
+    def _mend(self, path: Path, damage: CheckpointError, welcome: wire.Welcome) -> None:
+        """Go on from what was published of a version that others have trained and written over since.
+
+        Raises `CheckpointError`.
+        """
+        trainer, place = self._trainer, RelayPlace.of(welcome)
+        if not isinstance(trainer, TakesOffers):
+            raise damage
+        try:
+            trust = Trust(self._run, self._former_key.read_text())
+            puller = Puller(self._open_relay(place.url, place.token, place.anchor), trust)
+            trainer.mend(path, lambda version: puller.pull(version, self._config.weights.pull_timeout_s))
+            trainer.load(path)
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(f"{damage}; {error}") from error
+        log.warning("what was kept had been written over: goes on from what was published", damage=str(damage))
 
 
 def _maker(generates: bool, engines: int) -> BuildEngine:

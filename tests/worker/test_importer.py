@@ -16,6 +16,7 @@ from elastic.engine.model.stored import CheckpointError
 from elastic.protocol import wire
 from elastic.protocol.offers import OfferedWeights, look_of, source_of_offer
 from elastic.system.parking import Parkable
+from elastic.weights.versions import discard_all
 from elastic.worker.trainer.base import OfferRefused, saved
 from elastic.worker.trainer.imported.forms import WholeModels
 from elastic.worker.trainer.imported.trainer import PIECE, ImportedTrainer, is_finite
@@ -246,7 +247,7 @@ def config(base: Path, root: Path) -> Config:
             "doors": {},
             "trainer": {"kind": "imported", "imported": {"roots": [str(root)]}, "checkpoint_every_steps": 1},
             "engine": {"max_context_tokens": 64, "kv_blocks": 16, "max_batch": 4},
-            "weights": {"keep_versions": 3},
+            "weights": {"keep_versions": 3, "pull_timeout_s": 1.0},
         }
     )
 
@@ -296,6 +297,41 @@ async def test_a_successor_stands_where_the_importer_stood_and_answers_again(hou
     house.send(wire.UpdateFrame(0, 1, source=offer(root / "1")), worker="again")
     again = await house.first(wire.Stepped, after=begin)
     assert again.metrics.items() <= stepped.metrics.items()
+
+
+async def written_over(house: TrainerHouse, root: Path) -> int:
+    """An importer is gone, and what it has kept by links is another model's by now; returns how much was heard."""
+    first = house.host("w")
+    await house.first(wire.Ready)
+    await updated(house, 1, write(root / "1", policy(1)))
+    await updated(house, 2, write(root / "2", policy(2)))
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    (root / "2" / "model.safetensors").write_bytes((write(root / "3", policy(3)) / "model.safetensors").read_bytes())
+    return len(house.heard)
+
+
+async def test_a_successor_goes_on_from_what_was_published_where_what_was_kept_is_written_over(
+    house: TrainerHouse, root: Path
+) -> None:
+    begin = await written_over(house, root)
+    for worker in ("again", "and again"):
+        successor = house.host(worker, resume=True)
+        ready = await house.first(wire.Ready, after=begin)
+        assert (ready.weights_version, ready.source) == (2, offer(root / "2"))
+        assert equal(house.weights(2), policy(2))
+        successor.cancel()
+        await asyncio.gather(successor, return_exceptions=True)
+        begin = len(house.heard)
+
+
+async def test_where_nothing_is_left_of_a_version_that_is_written_over_its_place_is_named(
+    house: TrainerHouse, root: Path
+) -> None:
+    await written_over(house, root)
+    discard_all(house.relay)
+    ended = await house.host("again", resume=True)
+    assert f"{root / '2'}: was written over after its update was answered" in ended.reason
 
 
 async def test_a_successor_does_not_answer_for_what_was_kept_of_another_offer(house: TrainerHouse, root: Path) -> None:

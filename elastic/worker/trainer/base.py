@@ -6,7 +6,7 @@ Source: docs/design.md, `Trainer`.
 """
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -117,6 +117,11 @@ class TakesOffers(Protocol):
 
         Raises `OfferRefused`, and changes nothing.
         """
+        ...
+
+    def mend(self, path: Path, pull: "Callable[[int], dict[str, Tensor]]") -> None:
+        """Write anew what was saved at `path`, whose files are not as they were: with the tensors of its version, which
+        `pull` gets from where it was published. Raises `CheckpointError`."""
         ...
 
 

@@ -267,6 +267,11 @@ def read_directory(path: Path, ranks: Ranks = ALONE) -> Counters:
     return _on_all(path, "read", ranks, verified)
 
 
+def counters_of(path: Path) -> Counters:
+    """The counters of a directory, whatever its files are like by now. Raises `CheckpointError`."""
+    return _on_all(path, "read", ALONE, lambda: _counters(path, StoredFiles(path).header))
+
+
 def _on_all(path: Path, what: str, ranks: Ranks, work: Callable[[], T]) -> T:
     """Do this on each rank. Where it fails on one, it raises `CheckpointError` on all of them."""
     found: list[T] = []

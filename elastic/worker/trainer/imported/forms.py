@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from elastic.engine.model.stored import CheckpointError, StoredTensor, read_object, stored_tensors
+from elastic.engine.model.stored import WEIGHTS_FILE, CheckpointError, StoredTensor, read_object, stored_tensors
+from elastic.system.files import sync
 from elastic.weights.sharding import Shape
 from elastic.worker.trainer.imported.adapters import (
     CONFIG_FILE,
@@ -42,6 +44,10 @@ class OfferedForm(Protocol):
         """Raises `CheckpointError`."""
         ...
 
+    def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write what `kept` finds there, and `read` reads, durably. Raises `CheckpointError`, and `OSError`."""
+        ...
+
 
 class WholeModels:
     """Directories of the base policy's names, shapes and types."""
@@ -64,6 +70,10 @@ class WholeModels:
 
     def read(self, files: OfferedFiles) -> dict[str, Tensor]:
         return read_tensors(files.tensors)
+
+    def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        save_file({**tensors}, directory / WEIGHTS_FILE)
+        sync(directory / WEIGHTS_FILE)
 
 
 class Adapters:
@@ -99,6 +109,10 @@ class Adapters:
             name: (tensor.bfloat16() * scale if name.endswith(".lora_B.weight") else tensor.bfloat16())
             for name, tensor in found.items()
         }
+
+    def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        """An adapter is never kept by links, and what was published of it is not its files."""
+        raise CheckpointError(f"{directory}: an adapter is kept as it was offered, or not at all")
 
     def merged(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the base with an adapter added to it. Raises `CheckpointError`."""

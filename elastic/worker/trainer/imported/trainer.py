@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from elastic.protocol.offers import OfferedWeights, look_of, read_source
 from elastic.system.files import sync
 from elastic.system.host import here
 from elastic.system.parking import Switch
+from elastic.weights.errors import WeightsError
 from elastic.worker.trainer import checkpoint
 from elastic.worker.trainer.base import OfferRefused
 from elastic.worker.trainer.imported.forms import OfferedForm
@@ -133,6 +134,16 @@ class ImportedTrainer:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
         self._served, self._taken = _ReadVersion(self._form.read(kept), kept, source=counters.source), None
         self.version, self.metrics = counters.version, counters.metrics
+
+    def mend(self, path: Path, pull: Callable[[int], dict[str, Tensor]]) -> None:
+        counters = checkpoint.counters_of(path)
+        try:
+            tensors = pull(counters.version)
+        except WeightsError as error:
+            found = read_source(counters.source).directory
+            said = f"{found}: was written over after its update was answered, and what was published of it is gone"
+            raise CheckpointError(f"{said} ({error})") from error
+        checkpoint.write_directory(path, counters, ALONE, lambda unfinished: self._form.write(unfinished, tensors))
 
     def park(self) -> Switch:
         """It has nothing on a device."""
