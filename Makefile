@@ -243,7 +243,7 @@ check: setup
 	$(BIN)/lint-imports
 
 bench: setup
-	@for file in benchmarks/[a-z]*.py; do echo "$$file"; $(BIN)/python $$file --quick --json || exit 1; done
+	$(BIN)/python benchmarks --quick
 
 # With the interpreter that has the GPU's torch: `make gpu PYTHON=python3`. Without network, `make gpu-wheels` on another
 # machine brings what a GPU image lacks; then `pip install --no-index --no-deps --target SITE .whl/*.whl`, PYTHONPATH=SITE.

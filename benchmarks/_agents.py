@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from _crashes import CrashingRun
-from _proof import trajectories
-from _runs import sets
 
+from benchmarks._crashes import CrashingRun
+from benchmarks._proof import trajectories
+from benchmarks._runs import sets
 from elastic.core import events as e
 from elastic.core.ids import parse_turn
 from elastic.core.types import TrajectoryId, TurnId

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, NamedTuple, TypeAlias, cast
 
-import _common  # noqa: F401  (the path)
 import uvloop
-from _spoken import CHAT, ROUTES, SpokenRoute
 
+from benchmarks._spoken import CHAT, ROUTES, SpokenRoute
 from elastic.system.machine import raise_descriptor_limit
 
 SYSTEM = "You are a helpful assistant. You may call functions."

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
-from _served import DoorsRun, write_version
 
+from benchmarks._served import DoorsRun, write_version
 from elastic.protocol.http_clients import async_client
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import RunDirectory, SampleRow

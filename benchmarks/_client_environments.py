@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from _common import ROOT
+from benchmarks import ROOT
 
 OPENAI_3 = "openai==3.57.0"
 LITELLM = ("litellm==1.106.2", "mcp==2.3.0")

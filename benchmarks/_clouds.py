@@ -5,9 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import _common  # noqa: F401 - first: without it benchmarks/providers.py hides the package of that name
-from _proof import judge_tokens
-
+from benchmarks._proof import judge_tokens
 from elastic.compose.incarnations import replay
 from elastic.core import commands as c
 from elastic.core import events as e

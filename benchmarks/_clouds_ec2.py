@@ -13,12 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _clouds import PARTS, starts_of
-from _crashes import CrashingRun
-from _live import write_policy
-from _proof import judge_tokens
-from _runs import EXAMPLE
-
+from benchmarks._clouds import PARTS, starts_of
+from benchmarks._crashes import CrashingRun
+from benchmarks._live import write_policy
+from benchmarks._proof import judge_tokens
+from benchmarks._runs import EXAMPLE
 from elastic.core import events as e
 from elastic.core.ids import lease_of
 from elastic.core.types import NS_PER_S

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _clouds import figures_of
-from _crashes import CrashingRun
-from _live import write_policy
-from _runs import EXAMPLE, POLL_S, elastic, sets
-
+from benchmarks._clouds import figures_of
+from benchmarks._crashes import CrashingRun
+from benchmarks._live import write_policy
+from benchmarks._runs import EXAMPLE, POLL_S, elastic, sets
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.core.ids import tagged
 from elastic.protocol.run_secrets import RunSecrets

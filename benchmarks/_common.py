@@ -1,4 +1,4 @@
-"""What every benchmark shares: its two flags, and how it prints."""
+"""What every benchmark shares: how it is run from the command line, and how it prints."""
 
 import argparse
 import importlib.util
@@ -6,38 +6,53 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+from benchmarks import HERE
 
-# A script's own directory comes first on the path, where `providers.py` would hide the package of that name.
-sys.path[:] = [*(path for path in sys.path if Path(path).resolve() != HERE), str(HERE)]
+Figures: TypeAlias = Mapping[str, Any]
+Measured: TypeAlias = Figures | Coroutine[Any, Any, Figures]
 
 
-@dataclass(frozen=True)
-class Arguments:
+class Arguments(argparse.Namespace):
+    """The two flags of every benchmark, and its own options."""
+
     quick: bool
     json: bool
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """With the two flags that every benchmark has."""
+def no_options(options: argparse.ArgumentParser) -> None:
+    """Add none: the benchmark has its two flags alone."""
+
+
+def benchmark(
+    description: str | None,
+    measure: Callable[[Arguments], Measured],
+    add_options: Callable[[argparse.ArgumentParser], object] = no_options,
+) -> Figures:
+    """Run a benchmark by its command line: print the figures that `measure` comes to, and return them.
+
+    A coroutine goes on until SIGINT or SIGTERM ends it with all that it started, and logs faults alone.
+    """
+    began_s = time.monotonic()
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--quick", action="store_true", help="under 50 s on two cores; what does not fit is null")
     options.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
-    return options
+    add_options(options)
+    arguments = options.parse_args(namespace=Arguments())
+    figures = measure(arguments)
+    if isinstance(figures, Coroutine):
+        from benchmarks._live import run_to_end
 
-
-def parse_arguments(description: str | None) -> Arguments:
-    parsed = parser(description).parse_args()
-    return Arguments(quick=parsed.quick, json=parsed.json)
+        figures = run_to_end(figures)
+    emit(figures, arguments, began_s)
+    return figures
 
 
 def multiple_of(least: int) -> Callable[[str], int]:
@@ -60,22 +75,33 @@ def skipped_without_vllm() -> str:
     return "vLLM is not installed here: `make test-vllm` sets up an environment that has it"
 
 
-def emit(figures: Mapping[str, Any], arguments: Arguments | argparse.Namespace) -> None:
-    """Print the figures: a JSON object with `--json`, else a table."""
+def emit(figures: Figures, arguments: argparse.Namespace, began_s: float) -> None:
+    """Print the figures: a JSON object with `--json`, else a table. With `--quick` standard error says how long they
+    took since `began_s`, a monotonic time."""
+    if arguments.quick:
+        print(f"{Path(sys.argv[0]).name} --quick: {time.monotonic() - began_s:.1f} s", file=sys.stderr)
     if arguments.json:
         print(json.dumps(figures), flush=True)
         return
     table = Table(
         box=None, show_header=False, title=f"{platform.machine()}, {os.cpu_count()} cores", title_justify="left"
     )
-    for key, value in _flatten("", figures):
-        table.add_row(key, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    for key, value in flattened(figures):
+        table.add_row(key, shown(value))
     Console().print(table)
 
 
-def _flatten(prefix: str, figures: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def flattened(figures: Figures, prefix: str = "") -> list[tuple[str, Any]]:
+    """Figures with those within others, whose keys have dots."""
     rows: list[tuple[str, Any]] = []
     for key, value in figures.items():
         name = f"{prefix}{key}"
-        rows += _flatten(f"{name}.", value) if isinstance(value, Mapping) else [(name, value)]
+        rows += flattened(value, f"{name}.") if isinstance(value, Mapping) else [(name, value)]
     return rows
+
+
+def shown(value: object) -> str:
+    """A figure as tables have it; of texts each has a line."""
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return "\n".join(value)
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 import psutil
-from _runs import POLL_S, CommandRun, processes_of
 
+from benchmarks._runs import POLL_S, CommandRun, processes_of
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import JournalError, JournalReader, RunDirectory
 

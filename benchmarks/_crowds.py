@@ -16,9 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _hosted import CONFIG, HostedSite, forks
-from _http_load import request
-
+from benchmarks._hosted import CONFIG, HostedSite, forks
+from benchmarks._http_load import request
 from elastic.compose.relay import weights_relay
 from elastic.config import Config, validate
 from elastic.protocol.api import AccessRole, NewKey

@@ -11,8 +11,8 @@ from statistics import mean
 from typing import Any
 
 import msgspec
-from _optimum import Optimiser, fewest_nodes
 
+from benchmarks._optimum import Optimiser, fewest_nodes
 from elastic.core.cluster import JobRequest, PoolSpec
 from elastic.core.cluster.policy import ClusterPolicies
 from elastic.core.cluster.types import JobId

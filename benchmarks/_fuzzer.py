@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _common import ROOT
+from benchmarks import ROOT
 
 FUZZER = ROOT / ".cache" / "fuzz" / "bin" / "schemathesis"
 WITHOUT = "schemathesis is not installed here: `make fuzz` sets up an environment"

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import psutil
-from _common import HERE, ROOT
 
+from benchmarks import ROOT
 from elastic.server.settings import ServerSettings
 from elastic.system.sqlite import open_sqlite
 
@@ -223,10 +223,10 @@ def _settings(home: Path, database: str, job: Path, pools: tuple[Path, ...] = ()
 @functools.cache
 def forks() -> ForkServerContext:
     """A context of processes that begin with what servers and crowds need imported."""
-    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{HERE}"
+    os.environ["PYTHONPATH"] = str(ROOT)
     context = multiprocessing.get_context("forkserver")
     servers = ["elastic.system.logs", "elastic.server.serving", "alembic.command", "psycopg"]
-    context.set_forkserver_preload([*servers, "_crowds"])
+    context.set_forkserver_preload([*servers, "benchmarks._crowds"])
     return context
 
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from _common import ROOT
-from _mutants import Mutant
+from benchmarks import ROOT
+from benchmarks._mutants import Mutant
 
 TESTS = ("tests/core", "tests/policies")
 CLUSTER_TESTS = ("tests/cluster",)

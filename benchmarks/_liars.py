@@ -15,9 +15,10 @@ from random import Random
 from typing import Any, cast
 
 import msgspec
-from _live import replay
-from _orchestrated import RUN, OwnWorkers, orchestrator
 
+from benchmarks import ROOT
+from benchmarks._live import replay
+from benchmarks._orchestrated import RUN, OwnWorkers, orchestrator
 from elastic.compose.plan import TRAINER_PROVIDER
 from elastic.config import Config
 from elastic.core import commands as c
@@ -333,8 +334,8 @@ async def play_beside(arm: str, steps: int, token_s: float) -> RunBeside:
 
 
 async def _lone_liar(arm: str, ticket: Ticket) -> None:
-    script = Path(__file__).with_name("_lone_liar.py")
-    process = await asyncio.create_subprocess_exec(sys.executable, script, arm, msgspec.json.encode(ticket).decode())
+    command = (sys.executable, "-m", "benchmarks._lone_liar", arm, msgspec.json.encode(ticket).decode())
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
     try:
         await process.wait()
     finally:

@@ -1,6 +1,6 @@
 """One liar with a valid session: a process of its own, which says nothing but what the protocol allows.
 
-python _lone_liar.py ARM TICKET     (the ticket as JSON)
+python -m benchmarks._lone_liar ARM TICKET     (the ticket as JSON)
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import TypeAlias
 
-import _common  # noqa: F401  (the path)
 import msgspec
 
 from elastic.core.types import INTEGER_MAX, TEXT_MAX, Account, Capabilities, Chunk, FinishReason

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from _common import HERE, ROOT
+from benchmarks import HERE, ROOT
 
 PACKAGES = ("elastic/core", "elastic/core/cluster", "policies")
 DATA_ONLY = ("types.py", "events.py", "commands.py", "__init__.py")

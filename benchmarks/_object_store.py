@@ -15,9 +15,9 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
-from _throttle import LinkedPort
 from torch import Tensor
 
+from benchmarks._throttle import LinkedPort
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller

@@ -7,10 +7,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from _served import DoorsRun, client, step_on, under_way
-from _updates import CONFIG
 from safetensors.torch import load_file, save_file
 
+from benchmarks._served import DoorsRun, client, step_on, under_way
+from benchmarks._updates import CONFIG
 from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.engine.model.stored import stored_tensors

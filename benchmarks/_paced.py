@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from _live import LiveRun, live_run, write_policy
 from pydantic import BaseModel, ConfigDict
 
+from benchmarks._live import LiveRun, live_run, write_policy
 from elastic.config import Config
 from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S, EndCause, WorkerRole

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import sqlalchemy as sa
-from _hosted import CONFIG, HostedSite
 
+from benchmarks._hosted import CONFIG, HostedSite
 from elastic.protocol.api import NewWebhook, RunPhase
 from elastic.protocol.api_client import ApiError, Client, ClientError
 from elastic.server.store import Store, webhooks

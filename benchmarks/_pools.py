@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 import psutil
-from _common import ROOT
-from _runs import RunFailed, elastic, sets
 
+from benchmarks import ROOT
+from benchmarks._runs import RunFailed, elastic, sets
 from elastic.compose.pool_config import POOL_CONFIG, load_pool
 from elastic.core.cluster import Cluster
 from elastic.core.cluster.commands import ClusterCommand

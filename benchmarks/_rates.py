@@ -7,12 +7,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _agents import write_policy
-from _churn import PROMPT_TOKENS, SeenRequests, asked
-from _live import live_run, reserved, run_to_end
-from _paced import FixedTask, TaskSettings
-from _served import CONFIG, under_way
-
+from benchmarks._agents import write_policy
+from benchmarks._churn import PROMPT_TOKENS, SeenRequests, asked
+from benchmarks._live import live_run, reserved, run_to_end
+from benchmarks._paced import FixedTask, TaskSettings
+from benchmarks._served import CONFIG, under_way
 from elastic.config import Config
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import RunDirectory, SampleRow

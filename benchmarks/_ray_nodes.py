@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import psutil
-from _live import Capacity, LiveRun, endless, live_run, reserved, write_policy
-from _paced import LimitedSettings, LimitedTask
-from _proof import judge_tokens
-from _runs import processes_of
 
+from benchmarks._live import Capacity, LiveRun, endless, live_run, reserved, write_policy
+from benchmarks._paced import LimitedSettings, LimitedTask
+from benchmarks._proof import judge_tokens
+from benchmarks._runs import processes_of
 from elastic.protocol.sockets import listening_socket
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory

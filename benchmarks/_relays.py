@@ -22,8 +22,8 @@ from typing import NamedTuple, cast
 
 import psutil
 import uvloop
-from _common import ROOT
 
+from benchmarks import ROOT
 from elastic.system.machine import raise_descriptor_limit
 from elastic.system.processes import inherited
 

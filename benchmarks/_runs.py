@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from _common import ROOT
+
+from benchmarks import ROOT
 
 T = TypeVar("T")
 

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import psutil
 import torch
-from _agents import write_policy
-from _crashes import CrashingRun
-from _runs import sets
 from safetensors.torch import load_file, save_file
 
+from benchmarks._agents import write_policy
+from benchmarks._crashes import CrashingRun
+from benchmarks._runs import sets
 from elastic.protocol.http_clients import sync_client
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import AGENTS, PUBLISHER, JournalError, RunDirectory

@@ -16,8 +16,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from _shapes import SHAPES, random_weights
 
+from benchmarks._shapes import SHAPES, random_weights
 from elastic.compose.processes import run_loop
 from elastic.config import EngineConfig
 from elastic.core.types import NS_PER_S, SamplingParameters, WeightMode

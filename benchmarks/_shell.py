@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from _coverage import Coverage, lines_of
 
+from benchmarks._coverage import Coverage, lines_of
 from elastic.system.cores import cores
 
 

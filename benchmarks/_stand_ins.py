@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, NamedTuple, TypeAlias
 
-import _common  # noqa: F401  (the path)
 import numpy as np
 import uvloop
 

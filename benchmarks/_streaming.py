@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
-import _common  # noqa: F401  (the path)
 import numpy as np
 import numpy.typing as npt
-from _orchestrated import OwnWorkers, orchestrator
-from _stand_ins import (
+from pydantic import BaseModel
+
+from benchmarks._orchestrated import OwnWorkers, orchestrator
+from benchmarks._stand_ins import (
     PATIENCE_S,
     TOKENS_PER_S,
     TURN_TOKENS_MAX,
@@ -32,8 +33,6 @@ from _stand_ins import (
     StandInPace,
     stand_ins,
 )
-from pydantic import BaseModel
-
 from elastic.compose.plan import TRAINER_PROVIDER
 from elastic.config import Config
 from elastic.core import commands as c

@@ -15,10 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import _common  # noqa: F401  (the path)
-from _crowds import ELSEWHERE, GATHERS_S, PATIENCE_S, asked_for, attackers, figures, log_here
-from _hosted import forks
-
+from benchmarks._crowds import ELSEWHERE, GATHERS_S, PATIENCE_S, asked_for, attackers, figures, log_here
+from benchmarks._hosted import forks
 from elastic.protocol import tls, wire
 from elastic.protocol.endpoint import Address
 from elastic.runtime.gateway import Gateway

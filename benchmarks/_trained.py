@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from _common import ROOT
+from benchmarks import ROOT
 
 TRAINED_SHAPE: dict[str, Any] = {
     "hidden_size": 384,

@@ -15,6 +15,7 @@ In full mode: `success_before` 20 to 60 %, a gain of 10 points and two standard 
 `--quick` is ten steps of one example from a base policy that has seen next to nothing, and shows no gain.
 """
 
+import argparse
 import json
 import math
 import os
@@ -28,10 +29,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from _client_environments import python_of, why_missing
-from _common import ROOT, emit, parser
-from _runs import RunFailed, sets
-
+from benchmarks import ROOT
+from benchmarks._client_environments import python_of, why_missing
+from benchmarks._common import Arguments, benchmark
+from benchmarks._runs import RunFailed, sets
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.journal.records import TrajectoryRow
 
@@ -189,27 +190,27 @@ def chosen(arguments: Namespace) -> dict[str, Example]:
     return {arguments.example: found[arguments.example]} if arguments.example else dict(found)
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--example", choices=list(examples()), help="this one alone")
-    arguments = options.parse_args()
+def main(arguments: Arguments) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    bars: list[str] = []
     for name, example in chosen(arguments).items():
         with tempfile.TemporaryDirectory() as directory:
             if example.missing:
                 results[name] = {"skipped_because": example.missing}
             elif not arguments.quick:
                 results[name] = measure(name, example, Path(directory))
-                bars += [f"{name}: {bar}" for bar in missed(results[name])]
             elif any("wall_s" in figures for figures in results.values()):
                 results[name] = {"skipped_because": "--quick is ten steps of one example"}
             else:
                 results[name] = measure_quickly(name, example, Path(directory))
-    emit(results, arguments)
-    if bars:
-        sys.exit("\n".join(bars))
+    return results
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--example", choices=list(examples()), help="this one alone")
 
 
 if __name__ == "__main__":
-    main()
+    measured = benchmark(__doc__, main, add_options)
+    judged = {name: figures for name, figures in measured.items() if figures.get("success_after")}
+    if bars := [f"{name}: {bar}" for name, figures in judged.items() for bar in missed(figures)]:
+        sys.exit("\n".join(bars))

@@ -19,16 +19,16 @@ Where `If-Match` is missing 428 is the answer, as RFC 6585 has it.
 - `failures`: kinds of failures by operation, and errors of the fuzzer; `server_errors`: answers 5xx, as logged.
 """
 
+import argparse
 import shutil
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from _common import emit, parser
-from _fuzzer import FUZZER, REQUEST_TIMEOUT_S, SEED, WITHOUT, Fuzzed, failures, fuzz, tested
-from _hosted import CONFIG, HostedSite
-
+from benchmarks._common import Arguments, benchmark
+from benchmarks._fuzzer import FUZZER, REQUEST_TIMEOUT_S, SEED, WITHOUT, Fuzzed, failures, fuzz, tested
+from benchmarks._hosted import CONFIG, HostedSite
 from elastic.protocol.http_clients import sync_client
 
 REQUESTS = 20_000
@@ -37,15 +37,15 @@ ACCEPTED = ["2xx", "400", "401", "403", "404", "409", "410", "412", "422"]
 RUNS = 3
 
 
-def main() -> None:
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--within-s", type=int, default=0, help="stop after so long, however few requests there were")
     options.add_argument("--keep", type=Path, help="keep the fuzzer's report and the server's log here")
     options.add_argument("--seed", type=int, default=SEED, help="of what is made up first")
-    parsed = options.parse_args()
+
+
+def main(parsed: Arguments) -> dict[str, Any]:
     if not FUZZER.exists():
-        emit({"skipped_because": WITHOUT}, parsed)
-        return
+        return {"skipped_because": WITHOUT}
     figures: dict[str, Any] = {"requests": 0, "operations": 0, "failures": 0, "server_errors": 0}
     found: Counter[str] = Counter()
     with HostedSite.up(JOB_S, JOB_S, JOB_S) as site:
@@ -65,7 +65,7 @@ def main() -> None:
                 shutil.copy(path, parsed.keep)
     for failure, count in found.most_common():
         print(f"{count} x {failure}", file=sys.stderr)
-    emit(figures, parsed)
+    return figures
 
 
 def _populate(site: HostedSite) -> dict[str, list[str]]:
@@ -95,4 +95,4 @@ def _answered(site: HostedSite) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main, add_options)

@@ -15,11 +15,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from _arms import descends, in_turn, standard_error
-from _common import Arguments, emit, parse_arguments
-from _live import run_to_end
-from _paced import Devices, LongTailedTask, TaskSettings, paced_run
-
+from benchmarks._arms import descends, in_turn, standard_error
+from benchmarks._common import Arguments, benchmark
+from benchmarks._paced import Devices, LongTailedTask, TaskSettings, paced_run
 from elastic.core.types import NS_PER_S
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -101,5 +99,4 @@ async def measure(arguments: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    args = parse_arguments(__doc__)
-    emit(run_to_end(measure(args)), args)
+    benchmark(__doc__, measure)

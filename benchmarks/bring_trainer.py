@@ -19,6 +19,7 @@
 from the second third of that time to the last.
 """
 
+import argparse
 import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from _agents import write_policy
-from _churn import WORKERS, measured_churn, measured_hours
-from _common import emit, parser, skipped_without_vllm
-from _offered import measured_update
-from _peers import PEERS, TIMEOUT_S, TOKENS, WITH_ADAPTERS, CallFailed, FrontSeen, PeerTurn, Play
-from _rates import measured_rates
-from _served import ADAPTING, DoorsRun, under_way, write_adapter, write_version
 from safetensors.torch import load_file
 
+from benchmarks._agents import write_policy
+from benchmarks._churn import WORKERS, measured_churn, measured_hours
+from benchmarks._common import Arguments, benchmark, skipped_without_vllm
+from benchmarks._offered import measured_update
+from benchmarks._peers import PEERS, TIMEOUT_S, TOKENS, WITH_ADAPTERS, CallFailed, FrontSeen, PeerTurn, Play
+from benchmarks._rates import measured_rates
+from benchmarks._served import ADAPTING, DoorsRun, under_way, write_adapter, write_version
 from elastic.protocol.http_clients import sync_client
 from elastic.protocol.run_secrets import RunSecrets
 
@@ -129,13 +130,13 @@ def _with_adapters(told: Sequence[PeerTurn], offered: Sequence[Path]) -> bool:
     return whole and len(told) == len(offered) and all(len({*turn.versions}) == 1 for turn in told if turn.versions)
 
 
-def main() -> None:
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--hours", type=float, default=0.0, help="churn alone, for so long, and what grows meanwhile")
-    arguments = options.parse_args()
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
     if arguments.hours:
-        emit({"hours": _hours(arguments.hours)}, arguments)
-        return
+        return {"hours": _hours(arguments.hours)}
     requests = QUICK_REQUESTS if arguments.quick else REQUESTS
     with tempfile.TemporaryDirectory() as place:
         whole, adapters = Path(place) / "whole", Path(place) / "adapters"
@@ -147,7 +148,7 @@ def main() -> None:
         update = LEFT_OUT if arguments.quick else _updates(Path(place))
         doors |= measured_adapters(adapters, quick=arguments.quick)
         rates = RATES_LEFT_OUT if arguments.quick else measured_rates(Path(place))
-        emit({"doors": doors, "update": update, "churn": churn, **rates}, arguments)
+        return {"doors": doors, "update": update, "churn": churn, **rates}
 
 
 def _hours(hours: float) -> dict[str, Any]:
@@ -165,4 +166,4 @@ def _updates(place: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main, add_options)

@@ -12,8 +12,7 @@ import math
 from random import Random
 from typing import Any
 
-from _common import emit, parse_arguments
-
+from benchmarks._common import benchmark
 from elastic.compose.incarnations import configured_budget
 from elastic.compose.plan import resolve
 from elastic.compose.scheduling import limits, policies, run_plan
@@ -116,5 +115,4 @@ def measure(seeds: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    args = parse_arguments(__doc__)
-    emit(measure(QUICK_SEEDS if args.quick else SEEDS), args)
+    benchmark(__doc__, lambda arguments: measure(QUICK_SEEDS if arguments.quick else SEEDS))

@@ -11,6 +11,7 @@ that are installed, three at a time, as far as its time goes, and kills two work
 environments of those that are not there.
 """
 
+import argparse
 import contextlib
 import json
 import math
@@ -24,12 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from _agents import AgentsRun, Sampling, played, trained
-from _client_environments import CLIENTS, ReleasedClient, install, python_of, why_missing
-from _common import HERE, emit, parser
-from _proof import trajectories
-from _scripted_policy import write_scripted_policy
 
+from benchmarks import HERE
+from benchmarks._agents import AgentsRun, Sampling, played, trained
+from benchmarks._client_environments import CLIENTS, ReleasedClient, install, python_of, why_missing
+from benchmarks._common import Arguments, benchmark
+from benchmarks._proof import trajectories
+from benchmarks._scripted_policy import write_scripted_policy
 from elastic.core.ids import lease_of, parse_agent_id, parse_turn
 from elastic.core.types import TrajectoryId, TurnId
 from elastic.front.rendering.tokenizer import Tokenizer
@@ -296,21 +298,22 @@ def same(call: Mapping[str, Any], answer: Sampling, tokenizer: Tokenizer) -> boo
     return bool(answer.ids)
 
 
-def main(*, quick: bool, installs: bool, only: Sequence[str] = ()) -> dict[str, Any]:
-    chosen = only or list(CLIENTS)
-    missing = {name: why for name in chosen if (why := install(name) if installs else why_missing(name))}
+def main(arguments: Arguments) -> dict[str, Any]:
+    chosen = arguments.client or list(CLIENTS)
+    missing = {name: why for name in chosen if (why := install(name) if arguments.install else why_missing(name))}
     there = [name for name in chosen if name not in missing]
     found: dict[str, Any] = {}
     if there:
         with tempfile.TemporaryDirectory() as directory:
-            found = measure(there, QUICK if quick else FULL, Path(directory))
+            found = measure(there, QUICK if arguments.quick else FULL, Path(directory))
     skipped = {name: {"calls": None, "passed": None, "skipped_because": why} for name, why in missing.items()}
     return {name: {**found, **skipped}[name] for name in chosen}
 
 
-if __name__ == "__main__":
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--install", action="store_true", help="make the environments that are not there")
     options.add_argument("--client", action="append", default=[], choices=list(CLIENTS), help="only this one; repeats")
-    parsed = options.parse_args()
-    emit(main(quick=parsed.quick, installs=parsed.install, only=parsed.client), parsed)
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, main, add_options)

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from _common import emit, parse_arguments
 
+from benchmarks._common import Arguments, benchmark
 from elastic.core import events as e
 from elastic.core.ledger import NANO_USD_PER_USD, Ledger
 from elastic.core.types import NS_PER_S, LeaseId, Offer
@@ -303,7 +303,8 @@ async def measure(quick: bool) -> dict[str, Any]:
         }
 
 
-def main(quick: bool) -> dict[str, Any]:
+def main(arguments: Arguments) -> dict[str, Any]:
+    quick = arguments.quick
     if importlib.util.find_spec("boto3") is None or importlib.util.find_spec("moto") is None:
         return {"skipped_because": "boto3 and moto are not installed here: `make test-clouds` sets up what has them"}
     logging.disable()
@@ -313,5 +314,4 @@ def main(quick: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments(__doc__)
-    emit(main(arguments.quick), arguments)
+    benchmark(__doc__, main)

@@ -17,15 +17,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import _clouds_ec2
-import _clouds_modal
-from _common import emit, parser
+from benchmarks import _clouds_ec2, _clouds_modal
+from benchmarks._common import Arguments, benchmark
 
 PROVIDERS: dict[str, Callable[[bool], dict[str, Any]]] = {"ec2": _clouds_ec2.measure, "modal": _clouds_modal.measure}
 """Each is told whether it is to be quick."""
 
 
-def main(parsed: argparse.Namespace) -> dict[str, Any]:
+def main(parsed: Arguments) -> dict[str, Any]:
     wanted = [parsed.only] if parsed.only else list(PROVIDERS)
     # Quick ones mostly wait for processes to start: all clouds at once. Full ones are judged by their times.
     with ThreadPoolExecutor(len(wanted) if parsed.quick else 1) as threads:
@@ -33,8 +32,9 @@ def main(parsed: argparse.Namespace) -> dict[str, Any]:
         return {name: one.result() for name, one in measured.items()}
 
 
-if __name__ == "__main__":
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--only", choices=list(PROVIDERS), help="measure one cloud alone")
-    args = options.parse_args()
-    emit(main(args), args)
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, main, add_options)

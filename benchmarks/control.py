@@ -33,11 +33,11 @@ import msgspec
 import numpy as np
 import psutil
 import sqlalchemy as sa
-from _common import emit, parse_arguments
-from _hosted import CONFIG, HOST, HostedSite
-from _http_load import EventStream, ReadPool, ServerHungUp, request
-from _postgres import cluster, skipped_without_postgresql
 
+from benchmarks._common import Arguments, benchmark
+from benchmarks._hosted import CONFIG, HOST, HostedSite
+from benchmarks._http_load import EventStream, ReadPool, ServerHungUp, request
+from benchmarks._postgres import cluster, skipped_without_postgresql
 from elastic.compose.processes import run_loop
 from elastic.config import Config, JournalConfig, validate
 from elastic.core import events as e
@@ -104,8 +104,7 @@ class ToldEvent(msgspec.Struct):
 decode = msgspec.json.Decoder(ToldEvent).decode
 
 
-def main() -> None:
-    arguments = parse_arguments(__doc__)
+def main(arguments: Arguments) -> dict[str, Any]:
     load_s = LOAD_QUICK_S if arguments.quick else LOAD_S
     figures: dict[str, Any] = {"sqlite": measure("", load_s)}
     if skipped := skipped_without_postgresql():
@@ -113,7 +112,7 @@ def main() -> None:
     else:
         with cluster() as servers:
             figures["postgresql"] = measure(servers.new_database(), load_s)
-    emit(figures, arguments)
+    return figures
 
 
 def measure(database: str, load_s: float) -> dict[str, Any]:
@@ -375,4 +374,4 @@ async def _read_openly(
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main)

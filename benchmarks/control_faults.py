@@ -13,6 +13,7 @@ its events. At the end each acknowledged run must be there and finished, begun o
   interpreter takes to start.
 """
 
+import argparse
 import contextlib
 import itertools
 import random
@@ -24,10 +25,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from _common import emit, parser
-from _hosted import CONFIG, HostedSite, Part
-from _poisons import poisoned
-
+from benchmarks._common import Arguments, benchmark
+from benchmarks._hosted import CONFIG, HostedSite, Part
+from benchmarks._poisons import poisoned
 from elastic.protocol.api import HostedRun, RunPhase
 from elastic.protocol.api_client import ApiError, Client, ClientError
 from elastic.server.runner.loop import LOCK
@@ -107,11 +107,12 @@ class Submitter:
                     time.sleep(0.05)
 
 
-def main() -> None:
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--seed", type=int, default=SEED, help="of when what is killed")
     options.add_argument("--kills", type=int, default=KILLS, help="without --quick")
-    parsed = options.parse_args()
+
+
+def main(parsed: Arguments) -> dict[str, Any]:
     chance = random.Random(parsed.seed)
     kills: list[tuple[float, Part]] = []
     with HostedSite.up(*(JOB_QUICK_S if parsed.quick else JOB_S), EVERY_S) as site:
@@ -142,7 +143,7 @@ def main() -> None:
             submitter.given_up.set()
     with HostedSite.up(*JOB_QUICK_S, EVERY_S) as site:
         figures["poisoned"] = poisoned(site)
-    emit(figures, parsed)
+    return figures
 
 
 def _wait_for_work(site: HostedSite, submitter: Submitter) -> None:
@@ -219,4 +220,4 @@ def _unix_s(timestamp: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main, add_options)

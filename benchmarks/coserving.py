@@ -46,9 +46,10 @@ from typing import Any
 
 import msgspec
 import torch
-from _common import emit, parser
-from _shapes import SHAPES
-from _shared_device import (
+
+from benchmarks._common import Arguments, Measured, benchmark
+from benchmarks._shapes import SHAPES
+from benchmarks._shared_device import (
     CONTEXT,
     CORES,
     LEASE_S,
@@ -60,8 +61,6 @@ from _shared_device import (
     DeviceUse,
     Sharing,
 )
-
-from elastic.compose.processes import run_loop
 from elastic.core.types import NS_PER_S
 from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.load import RequestRecord, Targets, report, violated_minutes
@@ -461,8 +460,14 @@ def replaced(plan: CoservingPlan, parsed: argparse.Namespace) -> CoservingPlan:
     )
 
 
-def main() -> None:
-    options = parser(__doc__)
+def there(device: str) -> str:
+    """Read a device that this machine has."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("cuda: there is none here")
+    return device
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
     add = options.add_argument
     add("--window-s", type=float, help="length of each window (default: 120, quick 2)")
     add("--densities", type=float, nargs="+", help="of arrivals (default: 1 1.5 2, quick 1)")
@@ -470,15 +475,14 @@ def main() -> None:
     add("--windows", nargs="+", choices=FULL.windows, help="which windows of the trace (default: all)")
     add("--no-extras", action="store_true", help="without the kinds of cuts and the lease sweep")
     add("--paced", action="store_true", help="a modelled device: iterations take at least its time")
-    add("--device", choices=PAGE_BYTES, default="cpu")
+    add("--device", type=there, choices=PAGE_BYTES, default="cpu")
     for model in ("serving", "rollout"):
         add(f"--{model}-model", choices=SHAPES, help="its shape (default: tiny; on a GPU Qwen3's)")
-    parsed = options.parse_args()
-    if parsed.device == "cuda" and not torch.cuda.is_available():
-        options.error("--device: cuda: there is none here")
-    plan = replaced(QUICK if parsed.quick else FULL, parsed)
-    emit(run_loop(measure(plan)), parsed)
+
+
+def main(parsed: Arguments) -> Measured:
+    return measure(replaced(QUICK if parsed.quick else FULL, parsed))
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main, add_options)

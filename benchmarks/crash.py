@@ -16,12 +16,12 @@ trainer was killed with it there may be nothing to generate until another traine
 token ids in its frames and the state saved beside its last checkpoint, as a live run saves it; page cache warm.
 """
 
+import argparse
 import gc
 import itertools
 import random
 import tempfile
 import time
-from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,12 +29,12 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from _common import emit, parser
-from _crashes import CrashingRun, Victim
-from _proof import judge, same_episode, same_weights, trajectories
-from _retold import retell
-from _runs import EXAMPLE, prepare, sets
 
+from benchmarks._common import Arguments, benchmark
+from benchmarks._crashes import CrashingRun, Victim
+from benchmarks._proof import judge, same_episode, same_weights, trajectories
+from benchmarks._retold import retell
+from benchmarks._runs import EXAMPLE, prepare, sets
 from elastic.compose.incarnations import past_incarnations, previous_incarnation
 from elastic.compose.plan import resolve
 from elastic.config import load_config
@@ -135,7 +135,7 @@ def long_resume_s(directory: Path, steps: int, events: int) -> float:
     return took_s
 
 
-def main(arguments: Namespace) -> dict[str, Any]:
+def main(arguments: Arguments) -> dict[str, Any]:
     prepare()
     rng = random.Random(SEED)
     planned = VICTIMS if arguments.gpus == 1 else VICTIMS_OF_RANKS
@@ -156,9 +156,11 @@ def main(arguments: Namespace) -> dict[str, Any]:
     return {**figures, "long_resume_s": long_s}
 
 
-if __name__ == "__main__":
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--trainer", default="embedded", help="the kind of the runs' trainer")
     options.add_argument("--gpus", type=int, default=1, help="the ranks of the runs' trainer")
     options.add_argument("--kills", type=int, help="how often runs are disturbed; all of what is planned unless given")
-    emit(main(args := options.parse_args()), args)
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, main, add_options)

@@ -12,9 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _common import Arguments, emit, parse_arguments
-from _runs import prepare, run
-
+from benchmarks._common import Arguments, benchmark
+from benchmarks._runs import prepare, run
 from elastic.runtime.journal import RunDirectory, SampleRow, StepRow, TrajectoryRow
 
 WORKERS = (1, 2, 4)
@@ -80,4 +79,4 @@ def main(arguments: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    emit(main(args := parse_arguments(__doc__)), args)
+    benchmark(__doc__, main)

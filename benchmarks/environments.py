@@ -19,7 +19,6 @@ answers at once.
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import random
 import shutil
@@ -34,11 +33,10 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import psutil
-import structlog
-from _common import HERE, ROOT, Arguments, emit, parse_arguments
-from _computing import WORDS, Computing
 
-from elastic.compose.processes import run_loop
+from benchmarks import HERE, ROOT
+from benchmarks._common import benchmark
+from benchmarks._computing import WORDS, Computing
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import env_worker_id
@@ -314,10 +312,5 @@ async def measure(size: Size) -> dict[str, Any]:
     }
 
 
-def main(arguments: Arguments) -> None:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # Deaths are meant.
-    emit(run_loop(measure(QUICK if arguments.quick else FULL)), arguments)
-
-
 if __name__ == "__main__":
-    main(parse_arguments(__doc__))
+    benchmark(__doc__, lambda arguments: measure(QUICK if arguments.quick else FULL))

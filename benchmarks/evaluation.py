@@ -22,11 +22,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from _common import Arguments, emit, parse_arguments
-from _diagnoses import measured
-from _proof import same_weights
-from _runs import EXAMPLE, CommandRun, prepare, sets
-
+from benchmarks._common import Arguments, benchmark
+from benchmarks._diagnoses import measured
+from benchmarks._proof import same_weights
+from benchmarks._runs import EXAMPLE, CommandRun, prepare, sets
 from elastic.compose.plan import resolve
 from elastic.config import load_config
 from elastic.core.scores import paired
@@ -165,5 +164,4 @@ def main(arguments: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parsed = parse_arguments(__doc__)
-    emit(main(parsed), parsed)
+    benchmark(__doc__, main)

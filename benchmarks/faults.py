@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from _common import emit
-from _judges import judge
-from _mutants import all_mutants, sample
-from _shell import (
+from benchmarks._common import emit
+from benchmarks._judges import judge
+from benchmarks._mutants import all_mutants, sample
+from benchmarks._shell import (
     WorldsSeen,
     import_shell,
     is_production_shell,
@@ -36,7 +36,6 @@ from _shell import (
     planted_bugs,
     shell_lines,
 )
-
 from elastic.system.cores import cores
 
 BATCH, SHELL_BATCH = 50, 5
@@ -215,7 +214,7 @@ if __name__ == "__main__":
     parser.add_argument("--mutants", type=int, default=MUTANTS, help="judge so many, drawn evenly")
     parser.add_argument("--all-mutants", action="store_true", help="judge every mutant")
     parser.add_argument("--mutation-seed", type=int, default=MUTATION_SEED, help="which mutants are drawn")
-    given = parser.parse_args()
+    given, began_s = parser.parse_args(), time.monotonic()
     modes = ((given.quick, QUICK), (given.nightly, NIGHTLY), (given.only_mutants, Extent()))
     chosen = next((extent for asked, extent in modes if asked), FULL)
     if given.seeds is not None:
@@ -228,7 +227,7 @@ if __name__ == "__main__":
     if first is None:
         first = 0 if given.minutes is None else fresh_seed()
     figures = main(chosen, first, count, given.mutation_seed)
-    emit(figures, given)
+    emit(figures, given, began_s)
     jobs = figures.get("jobs") or {}
     told = (figures, jobs, jobs.get("runs_in_pools", {}))
     sys.exit(any(each.get("failed_seeds") for each in told) or bool(figures.get("shell_failed_seeds")))

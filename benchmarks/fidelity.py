@@ -12,9 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _common import Arguments, emit, parse_arguments
-from _runs import EXAMPLE, prepare, run
-
+from benchmarks._common import Arguments, benchmark
+from benchmarks._runs import EXAMPLE, prepare, run
 from elastic.compose.plan import resolve
 from elastic.compose.runs import new_run_dir
 from elastic.config import load_config
@@ -118,5 +117,4 @@ def _shown(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parsed = parse_arguments(__doc__)
-    emit(main(parsed), parsed)
+    benchmark(__doc__, main)

@@ -29,11 +29,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import psutil
-from _common import emit, multiple_of, parser
-from _stand_ins import PATIENCE_S, Look
-from _streaming import STREAMS_PER_WORKER, StandInFleet, StreamedRun, comes_to, live_run, streaming_config, until, used
 
-from elastic.compose.processes import run_loop
+from benchmarks._common import Arguments, Measured, benchmark, multiple_of
+from benchmarks._stand_ins import PATIENCE_S, Look
+from benchmarks._streaming import (
+    STREAMS_PER_WORKER,
+    StandInFleet,
+    StreamedRun,
+    comes_to,
+    live_run,
+    streaming_config,
+    until,
+    used,
+)
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
@@ -169,19 +177,17 @@ async def _missing_tokens(run: StreamedRun) -> int:
         return accepted - live - sum(row.tokens for row in journal.rows(TurnRow)[:finished])
 
 
-def main(arguments: argparse.Namespace) -> dict[str, Any]:
+def main(arguments: Arguments) -> Measured:
+    multiprocessing.set_start_method("spawn")
     if arguments.quick:
-        return run_loop(_measure(arguments.workers or WORKERS_QUICK, RUN_QUICK_S, DRIFT_QUICK_S))
-    return run_loop(_measure(arguments.workers or WORKERS, RUN_S, DRIFT_S))
+        return _measure(arguments.workers or WORKERS_QUICK, RUN_QUICK_S, DRIFT_QUICK_S)
+    return _measure(arguments.workers or WORKERS, RUN_S, DRIFT_S)
 
 
-def parse() -> argparse.Namespace:
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     words = f"a multiple of {PROCESSES}; without it {WORKERS:,}"
     options.add_argument("--workers", type=multiple_of(PROCESSES), metavar="N", help=words)
-    return options.parse_args()
 
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method("spawn")
-    emit(main(args := parse()), args)
+    benchmark(__doc__, main, add_options)

@@ -28,6 +28,7 @@ Beside it, with the same agents and loads, are LiteLLM's proxy over a stub that 
 carries (`litellm.us_per_token`, `ratio` is how many times ours that is), and vLLM's server and router.
 """
 
+import argparse
 import asyncio
 import contextlib
 import gc
@@ -43,7 +44,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import psutil
-from _chatters import (
+
+from benchmarks._chatters import (
     BeginChats,
     ChatterProcess,
     LookAtChats,
@@ -55,11 +57,11 @@ from _chatters import (
     TellOfChats,
     ToldOfChats,
 )
-from _common import emit, parser
-from _relays import cpu_s, install, litellm, skipped_without_litellm
-from _spoken import CHAT, ROUTES
-from _stand_ins import Look, StandInPace, TellTimes, TurnTimes
-from _streaming import (
+from benchmarks._common import Arguments, benchmark
+from benchmarks._relays import cpu_s, install, litellm, skipped_without_litellm
+from benchmarks._spoken import CHAT, ROUTES
+from benchmarks._stand_ins import Look, StandInPace, TellTimes, TurnTimes
+from benchmarks._streaming import (
     GROUP_SIZE,
     STREAMS_PER_WORKER,
     StandInFleet,
@@ -71,7 +73,6 @@ from _streaming import (
     until,
     used,
 )
-
 from elastic.compose.agents import agents_wiring
 from elastic.compose.plan import resolve
 from elastic.compose.processes import run_loop
@@ -417,9 +418,11 @@ def by_route(load: ChatLoad, seconds: float, rounds: int) -> dict[str, dict[str,
     return {route: middle(figures) for route, figures in found.items()}
 
 
-def main(*, quick: bool, with_litellm: bool) -> dict[str, Any]:
+def main(arguments: Arguments) -> dict[str, Any]:
+    multiprocessing.set_start_method("spawn")
+    quick = arguments.quick
     seconds, rounds, looks = (2.0, 1, RIVAL_LOOKS_QUICK) if quick else (10.0, 3, RIVAL_LOOKS)
-    skipped = install() if with_litellm else skipped_without_litellm()
+    skipped = install() if arguments.with_litellm else skipped_without_litellm()
     loads = LOADS[:1] if quick else LOADS
     by_load = {load: list[dict[str, Any]]() for load in loads}
     for _ in range(rounds):
@@ -438,9 +441,9 @@ def main(*, quick: bool, with_litellm: bool) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    multiprocessing.set_start_method("spawn")
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--with-litellm", action="store_true", help="make LiteLLM's environment if it is not there")
-    parsed = options.parse_args()
-    emit(main(quick=parsed.quick, with_litellm=parsed.with_litellm), parsed)
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, main, add_options)

@@ -10,6 +10,7 @@ the answer), trajectories and sessions that are not there (404), that are over o
 - `failures`: kinds of failures by operation, and errors of the fuzzer; `alive`: whether a call was answered at the end.
 """
 
+import argparse
 import sys
 import tempfile
 from collections import Counter
@@ -18,10 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _agents import AgentsRun
-from _common import emit, parser
-from _fuzzer import FUZZER, REQUEST_TIMEOUT_S, SEED, WITHOUT, Fuzzed, failures, fuzz, tested
-
+from benchmarks._agents import AgentsRun
+from benchmarks._common import Arguments, benchmark
+from benchmarks._fuzzer import FUZZER, REQUEST_TIMEOUT_S, SEED, WITHOUT, Fuzzed, failures, fuzz, tested
 from elastic.protocol.http_clients import sync_client
 
 ROUNDS = 8
@@ -73,12 +73,16 @@ def _shows(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-if __name__ == "__main__":
-    options = parser(__doc__)
-    options.add_argument("--seed", type=int, default=SEED, help="of what is made up first")
-    parsed = options.parse_args()
+def main(arguments: Arguments) -> dict[str, Any]:
     if not FUZZER.exists():
-        emit({"skipped_because": WITHOUT}, parsed)
-        sys.exit()
+        return {"skipped_because": WITHOUT}
     with tempfile.TemporaryDirectory() as name:
-        emit(play(Path(name), parsed.seed, quick=parsed.quick), parsed)
+        return play(Path(name), arguments.seed, quick=arguments.quick)
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--seed", type=int, default=SEED, help="of what is made up first")
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, main, add_options)

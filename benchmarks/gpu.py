@@ -34,10 +34,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
-from _common import emit, parser
-from _episodes import EpisodePlayer, PlayedEpisode, episode
-from _shapes import SHAPES, random_weights
-
+from benchmarks._common import Arguments, benchmark
+from benchmarks._episodes import EpisodePlayer, PlayedEpisode, episode
+from benchmarks._shapes import SHAPES, random_weights
 from elastic.config import EngineConfig, RolloutConfig
 from elastic.core.types import WeightMode
 from elastic.environments.base import Environment, StepResult
@@ -71,20 +70,19 @@ GPU = GpuExtent("cuda", "qwen3-0.6b", "qwen3-8b", 64, 256, 256, 4096, 10.0, Fals
 CPU = GpuExtent("cpu", "tiny-rollouts", "tiny-serving", 4, 16, 8, 64, 2.0, True)
 
 
-def main() -> None:
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU, as a test of the benchmark")
     options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
     options.add_argument("--in-process", choices=PARTS, help=argparse.SUPPRESS)
-    parsed = options.parse_args()
+
+
+def main(parsed: Arguments) -> dict[str, Any]:
     scale = CPU if parsed.cpu else GPU
     if parsed.in_process:
-        print(json.dumps(PARTS[parsed.in_process].run(scale)), flush=True)
-        return
+        return PARTS[parsed.in_process].run(scale)
     if not parsed.cpu and (missing := _missing()):
-        emit({"skipped_because": missing}, parsed)
-        return
-    emit({"device": _device_name(scale), **{name: _apart(name, parsed.cpu) for name in parsed.parts}}, parsed)
+        return {"skipped_because": missing}
+    return {"device": _device_name(scale), **{name: _apart(name, parsed.cpu) for name in parsed.parts}}
 
 
 def _missing() -> str:
@@ -102,7 +100,7 @@ def _device_name(scale: GpuExtent) -> str:
 def _apart(name: str, cpu: bool) -> dict[str, Any]:
     """A part's figures, or what became of it."""
     print(f"{name} …", file=sys.stderr, flush=True)
-    command = [sys.executable, __file__, "--in-process", name, *(["--cpu"] if cpu else [])]
+    command = [sys.executable, __file__, "--json", "--in-process", name, *(["--cpu"] if cpu else [])]
     begun_s = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PARTS[name].timeout_s, check=False)
@@ -487,4 +485,4 @@ PARTS = {
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main, add_options)

@@ -12,10 +12,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, cast
 
-from _arms import by_name, in_turn
-from _common import emit, parse_arguments
-from _live import live_run, run_to_end, write_policy
-
+from benchmarks._arms import by_name, in_turn
+from benchmarks._common import benchmark
+from benchmarks._live import live_run, write_policy
 from elastic.config import Config
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.core.types import NS_PER_S
@@ -118,5 +117,4 @@ async def compare(runs: int, lease_s: float, ends: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    args = parse_arguments(__doc__)
-    emit(run_to_end(compare(1, 14.0, 1) if args.quick else compare(FULL_RUNS, 25.0, 2)), args)
+    benchmark(__doc__, lambda arguments: compare(1, 14.0, 1) if arguments.quick else compare(FULL_RUNS, 25.0, 2))

@@ -16,8 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from _common import ROOT, Arguments, emit, parse_arguments
-
+from benchmarks import ROOT
+from benchmarks._common import Arguments, benchmark
 from elastic.compose.plan import RunPlan, resolve
 from elastic.compose.runs import new_run_dir
 from elastic.config import Config
@@ -172,5 +172,4 @@ def figures(arguments: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments(__doc__)
-    emit(figures(arguments), arguments)
+    benchmark(__doc__, figures)

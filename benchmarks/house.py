@@ -9,9 +9,7 @@ import argparse
 import ast
 import io
 import itertools
-import json
 import re
-import sys
 import tokenize
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
+from benchmarks._common import Arguments, benchmark
+
 PACKAGES = ("elastic", "providers", "policies", "functions", "traces", "benchmarks", "examples", "infra")
 IMPORTED = ("elastic", "providers", "policies", "functions", "traces")
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
@@ -278,23 +278,17 @@ def measure(root: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="the same: it takes a few seconds")
-    parser.add_argument("--arrows", action="store_true", help="print the pairs of rooms, too")
-    parser.add_argument("--root", type=Path, default=ROOT, help="of which checkout")
-    given = parser.parse_args()
-    figures = measure(given.root)
-    if given.arrows:
-        figures["pairs"] = sorted(f"{a} -> {b}" for a, b in arrows_of(sources(given.root)))
-    if given.json:
-        json.dump(figures, sys.stdout)
-        print()
-        return
-    for name, value in figures.items():
-        print(f"{name:34} {value:>14}" if not isinstance(value, list) else "\n".join([f"{name}:", *value]))
+def main(arguments: Arguments) -> dict[str, Any]:
+    figures = measure(arguments.root)
+    if arguments.arrows:
+        figures["pairs"] = sorted(f"{a} -> {b}" for a, b in arrows_of(sources(arguments.root)))
+    return figures
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--arrows", action="store_true", help="print the pairs of rooms, too")
+    options.add_argument("--root", type=Path, default=ROOT, help="of which checkout")
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main, add_options)

@@ -29,6 +29,7 @@ rollouts those that are the turn of whoever had it a round before. `returned_s` 
 the first step.
 """
 
+import argparse
 import contextlib
 import itertools
 import os
@@ -45,12 +46,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-from _common import HERE, emit, parser
-from _live import write_policy
-from _pools import LivePool, Moment, example, left_over, live_pool, moments
-from _proof import same_episode, trajectories
-from _runs import elastic, sets
 
+from benchmarks import HERE
+from benchmarks._common import Arguments, benchmark
+from benchmarks._live import write_policy
+from benchmarks._pools import LivePool, Moment, example, left_over, live_pool, moments
+from benchmarks._proof import same_episode, trajectories
+from benchmarks._runs import elastic, sets
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import PhaseKind
@@ -515,8 +517,9 @@ def whole(run: Path) -> dict[str, TrajectoryRow]:
     return {key: row for key, row in trajectories(RunDirectory(run)).items() if not row.cause}
 
 
-def main(only: Sequence[str], *, quick: bool) -> dict[str, Any]:
-    kinds = list(only or (QUICK_KINDS if quick else (*KINDS, THREE)))
+def main(arguments: Arguments) -> dict[str, Any]:
+    quick = arguments.quick
+    kinds = list(arguments.only or (QUICK_KINDS if quick else (*KINDS, THREE)))
     three = THREE in kinds
     kinds = [kind for kind in kinds if kind != THREE]
     kills = QUICK_KILLS if quick else FULL_KILLS
@@ -562,10 +565,11 @@ def main(only: Sequence[str], *, quick: bool) -> dict[str, Any]:
     return {"measured": "live, on this machine; engines and training paced to modelled devices", **shown}
 
 
-if __name__ == "__main__":
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--only", action="append", choices=(*KINDS, THREE), default=[], help="this kind; may be repeated"
     )
-    parsed = options.parse_args()
-    emit(main(parsed.only, quick=parsed.quick), parsed)
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, main, add_options)

@@ -30,12 +30,12 @@ from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from _common import ROOT, Arguments, emit, parse_arguments
-from _live import write_policy
-from _pools import JOBS, LivePool, at_once, live_pool, residual_nano_usd
-from _proof import judge, same_episode, trajectories
-from _runs import elastic, sets
-
+from benchmarks import ROOT
+from benchmarks._common import Arguments, benchmark
+from benchmarks._live import write_policy
+from benchmarks._pools import JOBS, LivePool, at_once, live_pool, residual_nano_usd
+from benchmarks._proof import judge, same_episode, trajectories
+from benchmarks._runs import elastic, sets
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory, SampleRow, TrajectoryRow
 
@@ -341,5 +341,4 @@ def averaged(found: Sequence[Any]) -> Any:
 
 
 if __name__ == "__main__":
-    options = parse_arguments(__doc__)
-    emit(main(options), options)
+    benchmark(__doc__, main)

@@ -20,6 +20,7 @@ charged.
 `--part` runs some parts alone; the others are null. Without it the full form takes some ten minutes on two cores.
 """
 
+import argparse
 import multiprocessing
 from collections import Counter
 from collections.abc import Sequence
@@ -28,11 +29,10 @@ from random import Random
 from statistics import mean, pstdev
 from typing import Any, NamedTuple
 
-from _common import emit, parser
-from _drift import ARMS, SETTINGS, drifted
-from _job_variants import QUANTILES, extra_rounds, planned, train_when
-from _optimum import Optimiser
-
+from benchmarks._common import Arguments, benchmark
+from benchmarks._drift import ARMS, SETTINGS, drifted
+from benchmarks._job_variants import QUANTILES, extra_rounds, planned, train_when
+from benchmarks._optimum import Optimiser
 from elastic.core.cluster.types import JobState
 from elastic.simulation.jobs.phases import Arrival
 from elastic.simulation.jobs.plans import NS_PER_H, PhaseShares, PlanWorld
@@ -280,7 +280,10 @@ def drift(pool: Pool, seeds: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def main(quick: bool, proven_max: int, parts: Sequence[str]) -> dict[str, Any]:
+def main(arguments: Arguments) -> dict[str, Any]:
+    quick = arguments.quick
+    proven_max = arguments.proven_max or (QUICK_PROVEN_MAX if quick else PROVEN_MAX)
+    parts = arguments.part or (("windows",) if quick else PARTS)
     seeds = QUICK_SEEDS if quick else SEEDS
     windows: dict[str, Any] = {}
     spread: dict[str, Any] = {}
@@ -320,11 +323,10 @@ def main(quick: bool, proven_max: int, parts: Sequence[str]) -> dict[str, Any]:
         }
 
 
-if __name__ == "__main__":
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--proven-max", type=int, metavar="N", help="prove optima of at most so many jobs")
     options.add_argument("--part", action="append", choices=PARTS, help="this part alone; may be given several times")
-    given = options.parse_args()
-    proven = given.proven_max or (QUICK_PROVEN_MAX if given.quick else PROVEN_MAX)
-    wanted = given.part or (("windows",) if given.quick else PARTS)
-    emit(main(given.quick, proven, wanted), given)
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, main, add_options)

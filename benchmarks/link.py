@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-from _common import Arguments, emit, parse_arguments
-from _live import Capacity, LiveRun, endless, live_run, replay, reserved, run_to_end, write_policy
-from _paced import LimitedSettings, LimitedTask
-from _proof import judge_tokens
 
+from benchmarks._common import Arguments, Measured, benchmark
+from benchmarks._live import Capacity, LiveRun, endless, live_run, replay, reserved, write_policy
+from benchmarks._paced import LimitedSettings, LimitedTask
+from benchmarks._proof import judge_tokens
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -172,14 +172,13 @@ async def measure(policy: Path, directory: Path, name: str, times: int) -> dict[
 async def measure_all(times: Mapping[str, int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         policy = write_policy(Path(name) / "policy")
-        return {link: await measure(policy, Path(name), link, count) for link, count in times.items() if count}
+        figures = {link: await measure(policy, Path(name), link, count) for link, count in times.items() if count}
+    return {link: figures.get(link) for link in LINKS}
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
-    times = {"lan": 1, "cut_10s": 1} if arguments.quick else dict.fromkeys(LINKS, 10)
-    figures = run_to_end(measure_all(times))
-    return {name: figures.get(name) for name in LINKS}
+def main(arguments: Arguments) -> Measured:
+    return measure_all({"lan": 1, "cut_10s": 1} if arguments.quick else dict.fromkeys(LINKS, 10))
 
 
 if __name__ == "__main__":
-    emit(main(args := parse_arguments(__doc__)), args)
+    benchmark(__doc__, main)

@@ -28,10 +28,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _common import ROOT, Arguments, emit, parse_arguments
-from _crashes import CrashingRun
-from _runs import EXAMPLE, elastic, prepare, sets
-
+from benchmarks import ROOT
+from benchmarks._common import Arguments, benchmark
+from benchmarks._crashes import CrashingRun
+from benchmarks._runs import EXAMPLE, elastic, prepare, sets
 from elastic.report.texts import Reading, with_texts
 from elastic.report.tracking import LOGGERS, SampleBounds, StepSource, TrackedRow, TrackedRun, logger_named
 from elastic.runtime.journal import RunDirectory
@@ -195,4 +195,4 @@ def main(arguments: Arguments) -> dict[str, Any]:
 if __name__ == "__main__":
     if PYTHON.exists() and Path(sys.prefix) != PYTHON.parents[1]:
         os.execv(PYTHON, [str(PYTHON), *sys.argv])
-    emit(main(args := parse_arguments(__doc__)), args)
+    benchmark(__doc__, main)

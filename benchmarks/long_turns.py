@@ -21,8 +21,7 @@ from random import Random
 from statistics import mean
 from typing import Any
 
-from _common import Arguments, emit, parse_arguments
-
+from benchmarks._common import Arguments, benchmark
 from elastic.compose import scheduling
 from elastic.compose.plan import resolve
 from elastic.compose.scheduling import policies, run_plan
@@ -243,5 +242,4 @@ def main(arguments: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parsed = parse_arguments(__doc__)
-    emit(main(parsed), parsed)
+    benchmark(__doc__, main)

@@ -20,8 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _common import ROOT, emit, parse_arguments
-from _trained import TRAINED_SHAPE, TRAINERS_PYTHON, WITHOUT_PEFT
+from benchmarks import ROOT
+from benchmarks._common import Arguments, benchmark
+from benchmarks._trained import TRAINED_SHAPE, TRAINERS_PYTHON, WITHOUT_PEFT
 
 VLLM_PYTHON = ROOT / ".cache" / "vllm-venv" / "bin" / "python"
 WITHOUT_VLLM = "vLLM is not installed in .cache/vllm-venv: `make .cache/vllm-venv/installed`"
@@ -145,8 +146,7 @@ def _merged_difference(directory: Path) -> float:
 
 def wrong_adapter(directory: Path) -> dict[str, Any]:
     """In vLLM's environment: a live run in which the dedicated worker keeps the first adapter that it loads."""
-    from _runs import CommandRun, elastic, sets
-
+    from benchmarks._runs import CommandRun, elastic, sets
     from elastic.core import events as e
     from elastic.core.types import NS_PER_S
     from elastic.runtime.journal import RunDirectory
@@ -212,7 +212,8 @@ def _in(python: Path, what: str, directory: Path) -> dict[str, Any]:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def main(*, quick: bool) -> dict[str, Any]:
+def main(arguments: Arguments) -> dict[str, Any]:
+    quick = arguments.quick
     figures: dict[str, Any] = dict.fromkeys(("bytes_per_update", "wrong_adapter_found_s", "merged_difference"))
     skipped: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -233,5 +234,4 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--wrong"]:
         print(json.dumps(wrong_adapter(Path(sys.argv[2]))))
     else:
-        arguments = parse_arguments(__doc__)
-        emit(main(quick=arguments.quick), arguments)
+        benchmark(__doc__, main)

@@ -20,9 +20,10 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import uvloop
-from _common import Arguments, emit, parse_arguments
-from _liars import RunBeside, play, play_beside, wrong_rows
-from _live import log_faults_only
+
+from benchmarks._common import Arguments, benchmark
+from benchmarks._liars import RunBeside, play, play_beside, wrong_rows
+from benchmarks._live import log_faults_only
 
 FRAMES_QUICK, FRAMES = 2_520, 24_000
 STEPS_QUICK, STEPS = 18, 100
@@ -33,6 +34,7 @@ FLOODS = ("flood_tokens", "flood_reports", "flood_beats")
 
 
 def main(arguments: Arguments) -> dict[str, Any]:
+    log_faults_only()
     frames, steps = (FRAMES_QUICK, STEPS_QUICK) if arguments.quick else (FRAMES, STEPS)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), log_faults_only) as processes:
         lies = processes.submit(_lies, frames)
@@ -86,5 +88,4 @@ async def measure(frames: int, seed: int = 1) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    log_faults_only()
-    emit(main(args := parse_arguments(__doc__)), args)
+    benchmark(__doc__, main)

@@ -19,9 +19,10 @@ import multiprocessing
 from typing import Any
 
 import psutil
-from _common import Arguments, emit, parse_arguments
-from _stand_ins import PATIENCE_S, Fill
-from _streaming import (
+
+from benchmarks._common import Arguments, Measured, benchmark
+from benchmarks._stand_ins import PATIENCE_S, Fill
+from benchmarks._streaming import (
     GROUP_SIZE,
     STREAMS_PER_WORKER,
     PausingEnvironment,
@@ -30,8 +31,6 @@ from _streaming import (
     live_run,
     streaming_config,
 )
-
-from elastic.compose.processes import run_loop
 
 TRAJECTORIES, FILLED, TOKENS = 100_000, 1_000, 32_000
 QUICK_SHARE = 10
@@ -119,11 +118,11 @@ async def _settled_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Measured:
+    multiprocessing.set_start_method("spawn")
     share = QUICK_SHARE if arguments.quick else 1
-    return run_loop(_measure(TRAJECTORIES // share // GROUP_SIZE * GROUP_SIZE, FILLED // share))
+    return _measure(TRAJECTORIES // share // GROUP_SIZE * GROUP_SIZE, FILLED // share)
 
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method("spawn")
-    emit(main(args := parse_arguments(__doc__)), args)
+    benchmark(__doc__, main)

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from _arms import standard_error
-from _common import emit, parse_arguments
 from torch import Tensor
 
+from benchmarks._arms import standard_error
+from benchmarks._common import Arguments, benchmark
 from elastic.config import TrainerConfig
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
@@ -121,7 +121,8 @@ def figures_of(runs: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def main(*, quick: bool) -> dict[str, Any]:
+def main(arguments: Arguments) -> dict[str, Any]:
+    quick = arguments.quick
     torch.set_num_threads(1)
     seeds, steps = (1, 8) if quick else (5, 24)
     nats = OUTLIER_NATS
@@ -148,5 +149,4 @@ def main(*, quick: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments(__doc__)
-    emit(main(quick=arguments.quick), arguments)
+    benchmark(__doc__, main)

@@ -29,8 +29,8 @@ from statistics import mean
 from typing import Any
 
 import msgspec
-from _common import emit, parse_arguments
 
+from benchmarks._common import Arguments, benchmark
 from elastic.compose import scheduling
 from elastic.compose.plan import resolve
 from elastic.compose.scheduling import limits, run_plan
@@ -488,8 +488,7 @@ PARTS = (train, spatial, temporal, long_tails)
 """Each with the figures that need the same jobs alone."""
 
 
-def main() -> None:
-    arguments = parse_arguments(__doc__)
+def main(arguments: Arguments) -> dict[str, Any]:
     settings = [Setting(steps=3 if arguments.quick else 9, seed=seed) for seed in range(1, 2 if arguments.quick else 4)]
     figures: dict[str, Any] = {"measured": "simulated, token by token", "seeds": len(settings), "tail": {}}
     with ProcessPoolExecutor(2) as processes:
@@ -502,8 +501,8 @@ def main() -> None:
         name: math.floor(97 * theirs) / 100 for name, theirs in THEIRS["tables_1_and_4_over_solo"].items()
     }
     figures["theirs"] = THEIRS
-    emit(figures, arguments)
+    return figures
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main)

@@ -17,9 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from _common import Arguments, emit, parse_arguments
-from _live import endless, live_run, run_to_end, write_policy
-
+from benchmarks._common import Arguments, benchmark
+from benchmarks._live import endless, live_run, run_to_end, write_policy
 from elastic.compose.plan import resolve
 from elastic.config import Config
 from elastic.core import events as e
@@ -201,4 +200,4 @@ def main(arguments: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    emit(main(args := parse_arguments(__doc__)), args)
+    benchmark(__doc__, main)

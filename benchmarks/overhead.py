@@ -37,12 +37,12 @@ from statistics import mean, median
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
-from _common import Arguments, emit, parse_arguments
-from _episodes import EpisodePlayer, PlayedEpisode, episode
-from _live import live_run, run_to_end, write_policy
-from _paced import FixedTask, TaskSettings
 from pydantic import BaseModel
 
+from benchmarks._common import Arguments, Measured, benchmark
+from benchmarks._episodes import EpisodePlayer, PlayedEpisode, episode
+from benchmarks._live import live_run, write_policy
+from benchmarks._paced import FixedTask, TaskSettings
 from elastic.config import Config
 from elastic.core.types import WeightMode
 from elastic.environments.base import Environment, StepResult
@@ -331,10 +331,10 @@ async def measure(quick: bool) -> dict[str, Any]:
     }
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Measured:
     multiprocessing.set_start_method("spawn")
-    return run_to_end(measure(arguments.quick))
+    return measure(arguments.quick)
 
 
 if __name__ == "__main__":
-    emit(main(args := parse_arguments(__doc__)), args)
+    benchmark(__doc__, main)

@@ -43,11 +43,12 @@ import httpx
 import msgspec
 import numpy as np
 import sqlalchemy as sa
-from _common import ROOT, emit, parse_arguments
-from _hosted import CONFIG, HOST, HostedSite
-from _hosted_runs import WrittenRun
-from _http_load import EventStream, ReadPool, ServerHungUp, request
 
+from benchmarks import ROOT
+from benchmarks._common import Arguments, benchmark
+from benchmarks._hosted import CONFIG, HOST, HostedSite
+from benchmarks._hosted_runs import WrittenRun
+from benchmarks._http_load import EventStream, ReadPool, ServerHungUp, request
 from elastic.config import Config, validate
 from elastic.protocol.api import RunFigures, RunPhase
 from elastic.protocol.http_clients import sync_client
@@ -167,16 +168,14 @@ class PagesSite:
         }
 
 
-def main() -> None:
-    arguments = parse_arguments(__doc__)
+def main(arguments: Arguments) -> dict[str, Any]:
     if importlib.util.find_spec("playwright") is None and PYTHON.exists() and Path(sys.executable) != PYTHON:
         os.execv(PYTHON, [str(PYTHON), *sys.argv])
     if skipped := _missing():
-        emit({"skipped_because": skipped}, arguments)
-        return
+        return {"skipped_because": skipped}
     scale = QUICK if arguments.quick else FULL
     with _site(scale) as site, _chromium() as browser:
-        emit(measure(site, browser, scale), arguments)
+        return measure(site, browser, scale)
 
 
 def _missing() -> str:
@@ -394,4 +393,4 @@ async def _replay(
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main)

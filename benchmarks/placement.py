@@ -11,9 +11,8 @@ import time
 from random import Random
 from typing import Any
 
-from _common import emit, parse_arguments
-from _optimum import Optimiser
-
+from benchmarks._common import Arguments, benchmark
+from benchmarks._optimum import Optimiser
 from elastic.core.cluster import Cluster, WaitLimits
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
@@ -103,7 +102,8 @@ def optimum_ms(jobs: int) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def main(quick: bool) -> dict[str, Any]:
+def main(arguments: Arguments) -> dict[str, Any]:
+    quick = arguments.quick
     changes = QUICK_CHANGES if quick else CHANGES
     found: dict[str, dict[str, Any]] = {"latency_ms": {}, "regroup_ms": {}, "weave_latency_ms": {}, "groups": {}}
     for jobs in SIZES:
@@ -122,5 +122,4 @@ def main(quick: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments(__doc__)
-    emit(main(arguments.quick), arguments)
+    benchmark(__doc__, main)

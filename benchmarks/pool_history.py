@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from _common import emit, parse_arguments
 
+from benchmarks._common import Arguments, benchmark
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
 from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, PhasePlan
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
@@ -180,8 +180,7 @@ def process_of(directory: Path) -> Any:
         process.wait(UP_S)
 
 
-def main() -> None:
-    arguments = parse_arguments(__doc__)
+def main(arguments: Arguments) -> dict[str, Any]:
     jobs = QUICK_JOBS if arguments.quick else JOBS
     with tempfile.TemporaryDirectory() as place:
         pool_file = Path(place) / "pool.toml"
@@ -200,7 +199,7 @@ def main() -> None:
                 status_ms.append(1e3 * (time.monotonic() - began_s))
             ended_jobs = asyncio.run(PoolControl(directory).standing()).status.jobs_over
         tenth = len(costs_us) // 10
-        figures = {
+        return {
             "ended_jobs": ended_jobs,
             "status_ms": statistics.median(status_ms),
             "start_s": start_s,
@@ -208,8 +207,7 @@ def main() -> None:
             "event_us_last": statistics.median(costs_us[-tenth:]),
             "journal_mb": journal_mb,
         }
-    emit(figures, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main)

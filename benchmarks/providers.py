@@ -23,12 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _arms import median_range
-from _common import emit, parser
-from _live import run_to_end
-from _ray_nodes import LEFT_S, kill_nodes, why_not
-from _runs import prepare, run
-
+from benchmarks._arms import median_range
+from benchmarks._common import Arguments, benchmark
+from benchmarks._live import run_to_end
+from benchmarks._ray_nodes import LEFT_S, kill_nodes, why_not
+from benchmarks._runs import prepare, run
 from elastic.report import Summary, summarise
 from elastic.runtime.journal import RunDirectory
 
@@ -75,7 +74,7 @@ def on_ray(within_s: float, began_s: float) -> dict[str, Any]:
         return run_to_end(kill_nodes(Path(name), KILLS, until_s))
 
 
-def replayed(arguments: argparse.Namespace) -> dict[str, Any]:
+def replayed(arguments: Arguments) -> dict[str, Any]:
     prepare()
     seeds = SEEDS[:1] if arguments.quick else SEEDS
     steps, groups = (2, 8) if arguments.quick else (20, 16)
@@ -101,18 +100,20 @@ def replayed(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--only", choices=["replayed", "ray"], help="measure one of the two alone")
     options.add_argument(
         "--within-s", type=float, default=math.inf, help="longest time for Ray's nodes to be killed in"
     )
-    parsed, began_s = options.parse_args(), time.monotonic()
+
+
+def main(parsed: Arguments) -> dict[str, Any]:
+    began_s = time.monotonic()
     figures = {} if parsed.only == "ray" else replayed(parsed)
     if parsed.only != "replayed":
         figures["ray"] = on_ray(QUICK_S if parsed.quick else parsed.within_s, began_s)
-    emit(figures, parsed)
+    return figures
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main, add_options)

@@ -23,6 +23,7 @@ Everything shares this machine's processors, so a time here holds the machine's 
 incidents and a watch of seconds; `false_fence_minutes` and the counts say what was measured.
 """
 
+import argparse
 import asyncio
 import math
 import os
@@ -37,11 +38,11 @@ from typing import Any, ClassVar
 
 import msgspec
 import psutil
-from _common import emit, parser, skipped_without_vllm
-from _live import Capacity, LiveRun, live_run, replay, reserved, run_to_end, write_policy
-from _paced import LimitedSettings, LimitedTask
 from pydantic import ConfigDict
 
+from benchmarks._common import Arguments, Measured, benchmark, skipped_without_vllm
+from benchmarks._live import Capacity, LiveRun, live_run, replay, reserved, write_policy
+from benchmarks._paced import LimitedSettings, LimitedTask
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -430,18 +431,18 @@ async def measure_vllm(kills: int, within_s: float) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--engine", choices=("torch", "vllm"), default="torch", help="of the workers that are killed")
     options.add_argument("--within-s", type=float, default=1800.0, help="with vLLM: begin no kill after so long")
-    parsed = options.parse_args()
+
+
+def main(parsed: Arguments) -> Measured:
     if parsed.engine == "vllm" and (why := skipped_without_vllm()):
-        emit({"skipped_because": why}, parsed)
-    elif parsed.engine == "vllm":
-        emit(run_to_end(measure_vllm(1 if parsed.quick else 20, parsed.within_s)), parsed)
-    else:
-        emit(run_to_end(measure(5, 1, 8.0) if parsed.quick else measure(50, 5, 600.0)), parsed)
+        return {"skipped_because": why}
+    if parsed.engine == "vllm":
+        return measure_vllm(1 if parsed.quick else 20, parsed.within_s)
+    return measure(5, 1, 8.0) if parsed.quick else measure(50, 5, 600.0)
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main, add_options)

@@ -27,11 +27,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _agents import MODEL, AgentsRun, Sampling, played, trained, wrongly_trained
-from _common import HERE, ROOT, Arguments, emit, parse_arguments
-from _harness import HarnessSettings, MadeCall
-from _proof import trajectories
-
+from benchmarks import HERE, ROOT
+from benchmarks._agents import MODEL, AgentsRun, Sampling, played, trained, wrongly_trained
+from benchmarks._common import Arguments, benchmark
+from benchmarks._harness import HarnessSettings, MadeCall
+from benchmarks._proof import trajectories
 from elastic.core.ids import parse_turn
 from elastic.runtime.journal import RunDirectory
 
@@ -258,4 +258,4 @@ def main(arguments: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    emit(main(args := parse_arguments(__doc__)), args)
+    benchmark(__doc__, main)

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _arms import by_name, in_turn
-from _common import emit, parse_arguments
-from _live import run_to_end, write_policy
-
+from benchmarks._arms import by_name, in_turn
+from benchmarks._common import benchmark
+from benchmarks._live import write_policy
 from elastic.compose.execution import execute
 from elastic.compose.plan import resolve
 from elastic.compose.runs import save_run_config
@@ -90,5 +89,4 @@ async def compare(runs: int, steps: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    args = parse_arguments(__doc__)
-    emit(run_to_end(compare(1, 2) if args.quick else compare(FULL_RUNS, 3)), args)
+    benchmark(__doc__, lambda arguments: compare(1, 2) if arguments.quick else compare(FULL_RUNS, 3))

@@ -15,11 +15,10 @@ from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _common import Arguments, emit, parse_arguments
-from _episodes import EpisodePlayer, episode
-from _proof import Verdict, judge, trajectories
-from _runs import prepare, run
-
+from benchmarks._common import Arguments, benchmark
+from benchmarks._episodes import EpisodePlayer, episode
+from benchmarks._proof import Verdict, judge, trajectories
+from benchmarks._runs import prepare, run
 from elastic.compose.plan import read_model_config, resolve
 from elastic.compose.runs import load_run_config
 from elastic.core.types import WeightMode
@@ -154,4 +153,4 @@ def main(arguments: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    emit(main(args := parse_arguments(__doc__)), args)
+    benchmark(__doc__, main)

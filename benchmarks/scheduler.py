@@ -13,9 +13,9 @@ own clock is virtual, so nothing waits; the scheduler is woken when it asked to 
 import time
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
-from _common import emit, parse_arguments
-
+from benchmarks._common import Arguments, benchmark
 from elastic.compose.scheduling import limits, policies
 from elastic.config import Config
 from elastic.core import commands as c
@@ -254,8 +254,7 @@ class DrivenScheduler:
         )
 
 
-def main() -> None:
-    arguments = parse_arguments(__doc__)
+def main(arguments: Arguments) -> dict[str, Any]:
     load = DrivenScheduler(seed=0)
     load.set_up()
     load.times_ns.clear()
@@ -265,16 +264,13 @@ def main() -> None:
     while len(load.times_ns) < events:
         load.anything()
     check(load.scheduler)
-    emit(
-        {
-            **spread("decision_us", load.times_ns),
-            **spread("cpu_us", load.cpu_ns),
-            "turns": len(load.scheduler.turns.live),
-            "workers": len(load.scheduler.fleet.workers),
-            "events": len(load.times_ns),
-        },
-        arguments,
-    )
+    return {
+        **spread("decision_us", load.times_ns),
+        **spread("cpu_us", load.cpu_ns),
+        "turns": len(load.scheduler.turns.live),
+        "workers": len(load.scheduler.fleet.workers),
+        "events": len(load.times_ns),
+    }
 
 
 def spread(name: str, times_ns: list[int]) -> dict[str, float]:
@@ -287,4 +283,4 @@ def spread(name: str, times_ns: list[int]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main)

@@ -13,8 +13,9 @@ from statistics import median
 from typing import Any
 
 import psutil
-from _common import ROOT, Arguments, emit, parse_arguments
 
+from benchmarks import ROOT
+from benchmarks._common import Arguments, benchmark
 from elastic.compose.plan import resolve
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import load_config
@@ -129,5 +130,4 @@ def main(arguments: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parsed = parse_arguments(__doc__)
-    emit(main(parsed), parsed)
+    benchmark(__doc__, main)

@@ -28,9 +28,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from _common import emit, parse_arguments
-from _throttle import LinkedPort
 
+from benchmarks._common import emit, parse_arguments
+from benchmarks._throttle import LinkedPort
 from elastic.pool.messages import SiteRelay, SiteServed
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.client import WeightsClient

@@ -15,9 +15,9 @@ from statistics import median
 from typing import Any
 
 import psutil
-from _common import Arguments, emit, parse_arguments
-from _live import LiveRun, live_run, reserved, run_to_end, write_policy
 
+from benchmarks._common import benchmark
+from benchmarks._live import LiveRun, live_run, reserved, write_policy
 from elastic.config import Config, validate
 from elastic.environments.frozenlake import FrozenLake, FrozenLakeSettings
 
@@ -73,9 +73,5 @@ async def measure(warm_up_s: float, measured_s: float) -> dict[str, Any]:
     }
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
-    return run_to_end(measure(8.0, 24.0) if arguments.quick else measure(60.0, 540.0))
-
-
 if __name__ == "__main__":
-    emit(main(args := parse_arguments(__doc__)), args)
+    benchmark(__doc__, lambda arguments: measure(8.0, 24.0) if arguments.quick else measure(60.0, 540.0))

@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from _common import emit, parse_arguments
-from _crowds import OpenPort, attackers, crowds
-from _live import write_policy
-from _runs import CommandRun, RunFailed, sets
-from _tls_evictions import tls_evictions
 
+from benchmarks._common import Arguments, benchmark
+from benchmarks._crowds import OpenPort, attackers, crowds
+from benchmarks._live import write_policy
+from benchmarks._runs import CommandRun, RunFailed, sets
+from benchmarks._tls_evictions import tls_evictions
 from elastic.core import events as e
 from elastic.protocol import wire
 from elastic.runtime.journal import RunDirectory
@@ -300,13 +300,12 @@ def crowd_rounds(names: Iterable[str], quick: bool) -> list[list[str]]:
     return [list(APART), *([name] for name in names if name not in APART)]
 
 
-def main() -> None:
-    arguments = parse_arguments(__doc__)
+def main(arguments: Arguments) -> dict[str, Any]:
     raise_descriptor_limit()
     with tempfile.TemporaryDirectory() as directory:
         figures = asyncio.run(measure(arguments.quick, Path(directory)))
-    emit(figures | {"tls_evictions": tls_evictions(QUICK_S if arguments.quick else 10.0)}, arguments)
+    return figures | {"tls_evictions": tls_evictions(QUICK_S if arguments.quick else 10.0)}
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main)

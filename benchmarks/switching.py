@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _common import Arguments, emit, parse_arguments
+from benchmarks._common import Arguments, benchmark
 
 COLD_TIMES, WARM_TIMES = 3, 7
 MODELS: dict[str, dict[str, dict[str, Any]]] = {
@@ -58,8 +58,7 @@ def main() -> None:
         _, _, side, model, directory, times = sys.argv
         {"rollout": _rollout, "train": _train}[side](model, Path(directory), int(times))
         return
-    arguments = parse_arguments(__doc__)
-    emit(measured(arguments), arguments)
+    benchmark(__doc__, measured)
 
 
 def measured(arguments: Arguments) -> dict[str, Any]:

@@ -45,9 +45,13 @@ import aiohttp
 import psutil
 import uvicorn
 import uvloop
-from _common import emit, multiple_of, parser
-from _stand_ins import PATIENCE_S, TOKENS_PER_S, Look, Rest, Tell
-from _streaming import (
+from starlette.applications import Starlette
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from benchmarks._common import Arguments, benchmark, multiple_of
+from benchmarks._stand_ins import PATIENCE_S, TOKENS_PER_S, Look, Rest, Tell
+from benchmarks._streaming import (
     STREAMS_PER_WORKER,
     Acceptances,
     StandInFleet,
@@ -57,10 +61,6 @@ from _streaming import (
     streaming_config,
     used,
 )
-from starlette.applications import Starlette
-from starlette.responses import StreamingResponse
-from starlette.routing import Route
-
 from elastic.compose.processes import run_loop
 
 SIZES_QUICK, SIZES = (64, 1_000), (64, 1_000, 4_000, 16_384)
@@ -353,7 +353,8 @@ def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-def main(arguments: argparse.Namespace) -> dict[str, Any]:
+def main(arguments: Arguments) -> dict[str, Any]:
+    multiprocessing.set_start_method("spawn")
     seconds, rounds, sizes = (2.0, 1, SIZES_QUICK) if arguments.quick else (10.0, 3, SIZES)
     events: list[dict[str, float]] = []
     by_size: dict[int, list[dict[str, Any]]] = {size: [] for size in sorted(arguments.streams or sizes)}
@@ -380,17 +381,14 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def parse() -> argparse.Namespace:
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--streams",
         type=lambda text: [multiple_of(1)(size) for size in text.split(",")],
         metavar="N,N,…",
         help=f"these numbers of streams alone; without it {', '.join(map(str, SIZES))}",
     )
-    return options.parse_args()
 
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method("spawn")
-    emit(main(args := parse()), args)
+    benchmark(__doc__, main, add_options)

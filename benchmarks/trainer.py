@@ -33,8 +33,9 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
-from _common import ROOT, emit, parse_arguments
-from _trained import TRAINED_SHAPE, TRAINERS_PYTHON, WITHOUT_PEFT
+from benchmarks import ROOT
+from benchmarks._common import Arguments, benchmark
+from benchmarks._trained import TRAINED_SHAPE, TRAINERS_PYTHON, WITHOUT_PEFT
 
 if TYPE_CHECKING:
     from elastic.protocol.wire import TrajectoryData
@@ -339,7 +340,8 @@ def _spread(theirs: list[float], ours: list[float]) -> list[float]:
     return [min(ratios), max(ratios)]
 
 
-def main(*, quick: bool) -> dict[str, Any]:
+def main(arguments: Arguments) -> dict[str, Any]:
+    quick = arguments.quick
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory, "model")
         write_model(model)
@@ -359,5 +361,4 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--head"]:
         head(sys.argv[2])
     else:
-        arguments = parse_arguments(__doc__)
-        emit(main(quick=arguments.quick), arguments)
+        benchmark(__doc__, main)

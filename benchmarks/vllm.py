@@ -12,8 +12,7 @@
 Where vLLM is not installed: `skipped_because`.
 """
 
-from _common import emit, parser, skipped_without_vllm  # isort: skip
-
+import argparse
 import asyncio
 import contextlib
 import json
@@ -27,6 +26,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+from benchmarks._common import Arguments, benchmark, skipped_without_vllm
 
 STREAMS, PROMPT_TOKENS, TURN_TOKENS, PAIRS = 16, 64, 256, 5
 ENGINE = {"max_batch": STREAMS, "max_pending": 0, "max_context_tokens": 448, "kv_block_tokens": 32, "kv_blocks": 512}
@@ -134,7 +135,7 @@ def _differ_after_move(recorder: Any) -> float:
 
 
 def _task() -> type:
-    from _paced import FixedTask
+    from benchmarks._paced import FixedTask
 
     class GatedTask(FixedTask):
         """All episodes of a step begin at once, when they are let in."""
@@ -152,9 +153,8 @@ def _task() -> type:
 
 
 async def measure_pairs(pairs: int) -> dict[str, Any]:
-    from _live import live_run, reserved, write_policy
-    from _paced import VOCABULARY, TaskSettings
-
+    from benchmarks._live import live_run, reserved, write_policy
+    from benchmarks._paced import VOCABULARY, TaskSettings
     from elastic.config import Config
 
     ours, theirs, plain = list[dict[str, float]](), list[dict[str, float]](), list[dict[str, float]]()
@@ -441,21 +441,21 @@ def _bench(
     }
 
 
-def main() -> None:
-    options = parser(__doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--pairs", type=int, default=PAIRS, help="of runs through Elastic and straight to vLLM")
     options.add_argument("--pairs-only", action="store_true", help="without updates in place, restarts and moves")
-    parsed = options.parse_args()
+
+
+def main(parsed: Arguments) -> dict[str, Any]:
     if why := skipped_without_vllm():
-        emit({"skipped_because": why}, parsed)
-        return
+        return {"skipped_because": why}
     figures: dict[str, Any] = {"throughput_ratio": None, "ttft_ratio_p50": None, "cpu_us_per_token": None}
     if not parsed.pairs_only:
         figures |= measure_in_place(parsed.quick)
     if not parsed.quick:
         figures |= asyncio.run(measure_pairs(parsed.pairs))
-    emit(figures, parsed)
+    return figures
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main, add_options)

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from _common import emit, parse_arguments
-from _coo import Coo
-from _extrapolation import extrapolated
-from _updates import LEARNING_RATES, Bits, Snapshot, snapshots
 
+from benchmarks._common import Arguments, benchmark
+from benchmarks._coo import Coo
+from benchmarks._extrapolation import extrapolated
+from benchmarks._updates import LEARNING_RATES, Bits, Snapshot, snapshots
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.base import TILE_ELEMENTS, Codec
 from elastic.weights.codecs.sums import apply_update
@@ -36,15 +36,14 @@ CODECS_SHOWN: dict[str, Codec] = {
 }
 
 
-def main() -> None:
-    arguments = parse_arguments(__doc__)
+def main(arguments: Arguments) -> dict[str, Any]:
     torch.set_num_threads(1)
     wanted = ["0.01", "0.05"] if arguments.quick else list(LEARNING_RATES)
     repetitions = 3 if arguments.quick else 9
     figures: dict[str, Any] = dict.fromkeys(LEARNING_RATES)
     for snapshot in snapshots(wanted):
         figures[snapshot.name] = measure(snapshot, repetitions)
-    emit({"changed": figures, "extrapolated": extrapolated(figures, memcpy_bytes_per_s())}, arguments)
+    return {"changed": figures, "extrapolated": extrapolated(figures, memcpy_bytes_per_s())}
 
 
 def memcpy_bytes_per_s() -> float:
@@ -139,4 +138,4 @@ def cpu_s(function: Callable[[], T]) -> tuple[float, T]:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main)

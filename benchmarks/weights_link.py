@@ -37,13 +37,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from _common import emit, parse_arguments
-from _coo import Coo
-from _object_store import measure_object_store
-from _throttle import Link, LinkedRelay, RelayAround
-from _updates import Snapshot, snapshots
 from torch import Tensor
 
+from benchmarks._common import Arguments, benchmark
+from benchmarks._coo import Coo
+from benchmarks._object_store import measure_object_store
+from benchmarks._throttle import Link, LinkedRelay, RelayAround
+from benchmarks._updates import Snapshot, snapshots
 from elastic.weights.blobs import Buffer
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.codecs import register
@@ -82,8 +82,7 @@ REQUESTS = 40
 Tensors = dict[str, Tensor]
 
 
-def main() -> None:
-    arguments = parse_arguments(__doc__)
+def main(arguments: Arguments) -> dict[str, Any]:
     torch.set_num_threads(1)
     register(Coo())
     rates = RATES_GBPS[:1] if arguments.quick else RATES_GBPS
@@ -92,14 +91,13 @@ def main() -> None:
     gbps: dict[str, Any] = {str(rate): None for rate in RATES_GBPS}
     for rate in rates:
         gbps[str(rate)] = measure_rate(old, new, rate * BYTES_PER_S_IN_GBPS, arguments.quick)
-    figures = {
+    return {
         "gbps": gbps,
         "s3": measure_object_store(old, arguments.quick),
         **measure_copies(pullers, versions=4 if arguments.quick else 12),
         "others_slowdown": None if arguments.quick else measure_slowdown(pullers, versions=12, in_site=False),
         "others_slowdown_in_site": None if arguments.quick else measure_slowdown(pullers, versions=12, in_site=True),
     }
-    emit(figures, arguments)
 
 
 class CountedRelay(RelayAround):
@@ -438,4 +436,4 @@ def timed(function: Callable[[], object]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main)

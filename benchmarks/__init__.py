@@ -1,0 +1,10 @@
+"""Benchmarks, each a script: `python benchmarks/NAME.py --quick`. Modules with names that begin with `_` are shared."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+# A script's own directory comes first on the path, where `providers.py` would hide the package of that name.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != HERE]

@@ -1,0 +1,83 @@
+"""Benchmarks one after the other, and one table of all: `python benchmarks --quick`, or with the names of some.
+
+Exits with 1 where one of them failed; the others are run all the same.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import HERE, ROOT
+from benchmarks._common import flattened, shown
+
+NAMES = sorted(path.stem for path in HERE.glob("[a-z]*.py"))
+FIGURES_SHOWN = 3
+
+
+class Played(NamedTuple):
+    """A benchmark that was run. `cpu_s` is that of its processes but for those that outlived it; `failed` says how it
+    ended, empty where it ended well."""
+
+    name: str
+    wall_s: float
+    cpu_s: float
+    figures: Mapping[str, Any]
+    failed: str = ""
+
+
+def play(name: str, quick: bool) -> Played:
+    began_s, used_s = time.monotonic(), _children_s()
+    command = [sys.executable, str(HERE / f"{name}.py"), "--json", *(["--quick"] if quick else [])]
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    lines = done.stdout.splitlines()
+    failed = f"exited with {done.returncode}" if done.returncode else "" if lines else "printed nothing"
+    figures = json.loads(lines[-1]) if lines and not failed else {}
+    return Played(name, time.monotonic() - began_s, _children_s() - used_s, figures, failed)
+
+
+def _children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def table(played: list[Played]) -> Table:
+    """A row for each benchmark, with the first of its figures."""
+    made = Table("benchmark", "wall s", "CPU s", "figures", box=None, pad_edge=False)
+    for one in played:
+        figures = [(key, value) for key, value in flattened(one.figures) if value is not None]
+        words = ", ".join(f"{key} {shown(value)}" for key, value in figures[:FIGURES_SHOWN])
+        more = f", … ({len(figures)})" if len(figures) > FIGURES_SHOWN else ""
+        made.add_row(one.name, f"{one.wall_s:.1f}", f"{one.cpu_s:.1f}", one.failed or words + more)
+    made.add_row(f"{len(played)} in all", f"{sum(p.wall_s for p in played):.1f}", f"{sum(p.cpu_s for p in played):.1f}")
+    return made
+
+
+def main() -> None:
+    options = ArgumentParser(prog="benchmarks", description=__doc__)
+    options.add_argument("names", nargs="*", metavar="NAME", help="these alone")
+    options.add_argument("--quick", action="store_true", help="each under 50 s on two cores")
+    options.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
+    given = options.parse_args()
+    if unknown := [name for name in given.names if name not in NAMES]:
+        options.error(f"found {', '.join(unknown)}; allowed: {', '.join(NAMES)}")
+    played: list[Played] = []
+    for name in given.names or NAMES:
+        print(name, file=sys.stderr)
+        played.append(play(name, given.quick))
+    if given.json:
+        print(json.dumps({one.name: one._asdict() for one in played}))
+    else:
+        Console().print(table(played))
+    sys.exit(any(one.failed for one in played))
+
+
+if __name__ == "__main__":
+    main()
