@@ -2,13 +2,11 @@
 
 import contextlib
 import functools
-import importlib
 import itertools
 import os
 import random
 import shutil
 import sqlite3
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks import _retold
 from elastic.compose import incarnations
 from elastic.compose.execution import execute
 from elastic.compose.incarnations import (
@@ -61,8 +60,7 @@ from elastic.runtime.trainer import kept_steps
 from elastic.simulation import run as simulation
 from elastic.system.host import Host, on
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-EXAMPLE = BENCHMARKS.parent / "examples" / "frozenlake.toml"
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "frozenlake.toml"
 PROVIDERS = ("serving", "spot")
 SETTINGS = ("run.steps=5", "rollout.groups=4", "rollout.group_size=3", "trainer.checkpoint_every_steps=2")
 SHARE = 0.9
@@ -83,13 +81,7 @@ def retold(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Callable
     def retell(share: float) -> RunDirectory:
         run = RunDirectory(tmp_path_factory.mktemp("died") / "run")
         run.path.mkdir()
-        sys.path.append(str(BENCHMARKS))
-        try:
-            importlib.import_module("_retold").retell(
-                config, PROVIDERS, simulated, run, round(share * events(simulated.path / "journal.sqlite"))
-            )
-        finally:
-            sys.path.remove(str(BENCHMARKS))
+        _retold.retell(config, PROVIDERS, simulated, run, round(share * events(simulated.path / "journal.sqlite")))
         return run
 
     return retell

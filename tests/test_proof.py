@@ -1,14 +1,11 @@
 """What is said to be lost: judged from the journals of runs that ended at any moment."""
 
-import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import msgspec
 import pytest
 
+from benchmarks import _proof
 from elastic.config import JournalConfig
 from elastic.core.commands import AcceptTokens
 from elastic.core.events import TokensReceived, TrajectoryFinished
@@ -26,16 +23,6 @@ from elastic.runtime.journal import (
 
 DONE, OPEN = "0/0/0", "0/0/1"
 """A trajectory that has finished, and one that has not."""
-
-
-@pytest.fixture(scope="module")
-def proof() -> Iterator[ModuleType]:
-    benchmarks = str(Path(__file__).resolve().parents[1] / "benchmarks")
-    sys.path.append(benchmarks)
-    try:
-        yield importlib.import_module("_proof")
-    finally:
-        sys.path.remove(benchmarks)
 
 
 def frame(turn: str, start: int, *token_ids: int) -> JournalRecord:
@@ -96,13 +83,13 @@ WHOLE = [frame(T, 0, 1, 2), frame(T, 2, 3), ended(DONE), finished(DONE, 1, 2, 3)
     ],
 )
 def test_tokens_of_a_run_that_ended_at_any_moment(
-    proof: ModuleType, tmp_path: Path, journals: list[list[JournalRecord]], judged: tuple[int, int]
+    tmp_path: Path, journals: list[list[JournalRecord]], judged: tuple[int, int]
 ) -> None:
-    assert proof.judge_tokens(run_of(tmp_path, *journals, status="failed: interrupted")) == judged
+    assert _proof.judge_tokens(run_of(tmp_path, *journals, status="failed: interrupted")) == judged
 
 
-def test_only_a_run_that_has_finished_is_judged_as_whole(proof: ModuleType, tmp_path: Path) -> None:
+def test_only_a_run_that_has_finished_is_judged_as_whole(tmp_path: Path) -> None:
     """The tokens of what was interrupted would count as lost, of which none is."""
     run = run_of(tmp_path, WHOLE, [frame(U, 0, 4, 5)], status="failed: interrupted")
     with pytest.raises(RuntimeError, match="'failed: interrupted'"):
-        proof.judge(run)
+        _proof.judge(run)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import _agents
 from elastic.compose.chat import ChatFailed, ChatSettings, SpareCreditAnswers
 from elastic.compose.runs import claimed, load_run_config, new_run_dir
 from elastic.config import JournalConfig, load_config
@@ -18,15 +19,13 @@ from elastic.protocol.proxies import HttpSettingsError
 from elastic.runtime.journal import RunDirectory
 from elastic.worker.trainer import checkpoint, create_trainer
 from elastic.worker.trainer.checkpoint import MASTER
-from tests.front.live import benchmark
 
 VERSION = 3
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with benchmark("_agents") as module:
-        return module.write_policy(tmp_path_factory.mktemp("policy") / "tiny")
+    return _agents.write_policy(tmp_path_factory.mktemp("policy") / "tiny")
 
 
 def made(directory: Path, policy: Path, environment: str = "outside", trainer: str = "embedded") -> RunDirectory:

@@ -3,9 +3,7 @@
 A calm run with the same seed says what they must come to.
 """
 
-import importlib
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,33 +11,23 @@ from typing import Any
 
 import pytest
 
+from benchmarks import _crashes, _proof, _runs
 from elastic.runtime.journal import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.alone, pytest.mark.nightly]
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STEPS = 6
 
 
-@pytest.fixture(scope="session")
-def module() -> Iterator[Callable[[str], Any]]:
-    """Modules of the benchmarks."""
-    sys.path.append(str(BENCHMARKS))
-    yield importlib.import_module
-    sys.path.remove(str(BENCHMARKS))
-
-
 @pytest.fixture
-def begin(module: Callable[[str], Any], config: Path) -> Iterator[Callable[..., Any]]:
+def begin(config: Path) -> Iterator[Callable[..., Any]]:
     """A run under way; whatever is left of it is ended with the test."""
     begun: list[Any] = []
 
     def run(*settings: str, providers: str = "serving,spot") -> Any:
         own = ("trainer.max_restarts=1000", "trainer.checkpoint_every_steps=2", f"run.steps={STEPS}", *settings)
         overrides = [part for setting in own for part in ("--set", setting)]
-        begun.append(
-            module("_crashes").CrashingRun(config.parent / "runs", [str(config), "--providers", providers, *overrides])
-        )
+        begun.append(_crashes.CrashingRun(config.parent / "runs", [str(config), "--providers", providers, *overrides]))
         return begun[-1]
 
     yield run
@@ -48,21 +36,20 @@ def begin(module: Callable[[str], Any], config: Path) -> Iterator[Callable[..., 
 
 
 @pytest.fixture
-def as_if_undisturbed(module: Callable[[str], Any], begin: Callable[..., Any]) -> Callable[[Any], None]:
+def as_if_undisturbed(begin: Callable[..., Any]) -> Callable[[Any], None]:
     """The run has come to what it would have come to, nothing of it was lost or done twice, and nothing is left."""
 
     def check(run: Any) -> None:
-        proof = module("_proof")
-        verdict = proof.judge(RunDirectory(run.run_dir))
+        verdict = _proof.judge(RunDirectory(run.run_dir))
         assert verdict.tokens_lost == verdict.tokens_duplicated == 0
         assert verdict.groups_twice == verdict.turns_repeated == verdict.ledger_imbalance_ns == 0
         assert run.leftovers() == []
         calm = begin(providers="")
         calm.wait()
-        expected, found = (proof.trajectories(RunDirectory(one.run_dir)) for one in (calm, run))
+        expected, found = (_proof.trajectories(RunDirectory(one.run_dir)) for one in (calm, run))
         assert expected.keys() == found.keys()
-        assert [name for name in expected if not proof.same_episode(expected[name], found[name])] == []
-        assert proof.same_weights(calm.run_dir, run.run_dir)
+        assert [name for name in expected if not _proof.same_episode(expected[name], found[name])] == []
+        assert _proof.same_weights(calm.run_dir, run.run_dir)
 
     return check
 
@@ -81,12 +68,12 @@ def test_killed_at_any_moment(begin, as_if_undisturbed, seed: int) -> None:
     as_if_undisturbed(run)
 
 
-def test_taken_up_a_week_later_with_other_providers(begin, as_if_undisturbed, module) -> None:
+def test_taken_up_a_week_later_with_other_providers(begin, as_if_undisturbed) -> None:
     """Nothing of it is alive any more, nor in memory."""
     run = begin()
     under_way(run)
     run.kill("orchestrator")
-    for process in module("_runs").processes_of(run.run_dir.name):
+    for process in _runs.processes_of(run.run_dir.name):
         process.kill()
     for place in run.memory:
         for blob in place.iterdir():

@@ -11,11 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks import _agents
 from elastic.core.ids import parse_agent_id, turn_of
 from elastic.core.types import TrajectoryId
 from elastic.front.rendering.tokenizer import Tokenizer
 from tests.front.fronted import Served, fronted, says
-from tests.front.live import agents_run, bearer, benchmark
+from tests.front.live import agents_run, bearer
 
 GROUP_SIZE = 32
 CONTEXT_TOKENS = 2048
@@ -43,8 +44,7 @@ class LiveRun:
 
     def text(self, ids: Sequence[int]) -> str:
         """What tokens of an answer say; the one that ends it says nothing."""
-        with benchmark("_agents") as module:
-            tokenizer = Tokenizer(Path(self.run.run_dir).parents[1] / module.MODEL)
+        tokenizer = Tokenizer(Path(self.run.run_dir).parents[1] / _agents.MODEL)
         decoder = tokenizer.decoder()
         return decoder.feed([token for token in ids if token not in tokenizer.eos_token_ids]) + decoder.finish()
 
@@ -52,10 +52,9 @@ class LiveRun:
         """The tokens of a turn as the journal has them, by the id of its answer."""
         turn = turn_of(re.sub(r"^[a-z]+[-_]", "", id))
         trajectory, _, number = turn.rpartition("/")
-        with benchmark("_agents") as module:
-            return module.played(module.RunDirectory(Path(self.run.run_dir))).answers[
-                f"{trajectory}/{int(number) + choice}"
-            ]
+        return _agents.played(_agents.RunDirectory(Path(self.run.run_dir))).answers[
+            f"{trajectory}/{int(number) + choice}"
+        ]
 
 
 class Trajectory:

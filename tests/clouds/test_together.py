@@ -1,6 +1,5 @@
 """One run on a serving cluster, EC2 and Modal at once: one report with all of them, by the servers' own records."""
 
-import importlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import _crashes, _live
 from elastic.report import as_markdown, summarise
 from elastic.runtime.journal import JournalError, RunDirectory
 from tests.clouds.aws_server.cloud import cloud
@@ -15,7 +15,6 @@ from tests.clouds.together import EXAMPLE, ONE_OF_EACH, local_clouds, sets
 
 pytestmark = [pytest.mark.clouds, pytest.mark.timeout(600)]
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PATIENCE_S = 240.0
 SETTINGS = (
     "run.steps=100000",
@@ -33,23 +32,14 @@ SETTINGS = (
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Modules of the benchmarks."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
-
-
-@pytest.fixture
-def start(module: Callable[[str], Any], tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """A run of the example with an untrained policy, ended at the latest with the test."""
     started: list[Any] = []
 
     def run(names: str, sections: Mapping[str, Mapping[str, Any]], *more: str) -> Any:
-        policy = module("_live").write_policy(tmp_path / "policy")
+        policy = _live.write_policy(tmp_path / "policy")
         settings = sets(sections, f"model.checkpoint={policy}", *SETTINGS, *more)
-        started.append(
-            module("_crashes").CrashingRun(tmp_path / "runs", [str(EXAMPLE), "--providers", names, *settings])
-        )
+        started.append(_crashes.CrashingRun(tmp_path / "runs", [str(EXAMPLE), "--providers", names, *settings]))
         return started[-1]
 
     yield run

@@ -13,8 +13,8 @@ import httpx
 import pytest
 import torch
 
+from benchmarks import _served
 from elastic.engine.model.checkpoint import load_model
-from tests.front.live import benchmark
 
 pytestmark = [pytest.mark.clients, pytest.mark.alone]
 
@@ -23,21 +23,15 @@ WITHIN_NATS = 0.02
 """Log-probabilities of the embedded engine beside those of the same model in one forward pass."""
 
 
-@pytest.fixture(scope="module")
-def doors() -> Iterator[Any]:
-    with benchmark("_served") as module:
-        yield module
-
-
 @pytest.fixture
-def run(doors: Any, tmp_path: Path) -> Iterator[Any]:
-    with doors.under_way(tmp_path, "run.orchestrator_timeout_s=120") as under_way:
+def run(tmp_path: Path) -> Iterator[Any]:
+    with _served.under_way(tmp_path, "run.orchestrator_timeout_s=120") as under_way:
         yield under_way
 
 
 @pytest.fixture
-def client(doors: Any, run: Any) -> Iterator[httpx.Client]:
-    with doors.client(run) as client:
+def client(run: Any) -> Iterator[httpx.Client]:
+    with _served.client(run) as client:
         yield client
 
 
@@ -90,10 +84,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_three_updates_while_a_worker_and_the_importer_are_killed(doors: Any, run: Any, client: httpx.Client) -> None:
+def test_three_updates_while_a_worker_and_the_importer_are_killed(run: Any, client: httpx.Client) -> None:
     assert completed(client)["finish_reason"] == "length"
     for version in (1, 2, 3):
-        directory = doors.write_version(run, version)
+        directory = _served.write_version(run, version)
         if version == 2:
             run.strike("worker", run.workers())
         if version == 3:
@@ -102,14 +96,12 @@ def test_three_updates_while_a_worker_and_the_importer_are_killed(doors: Any, ru
         choice = completed(client, tokens=24)
         assert len(choice["token_ids"]) == 24
         assert is_of(directory, run.base, choice)
-    assert same(run.pulled(3), doors.stepped(run.base, 3))
+    assert same(run.pulled(3), _served.stepped(run.base, 3))
 
 
-def test_answers_go_on_over_the_deaths_of_their_worker_front_and_orchestrator(
-    doors: Any, run: Any, client: httpx.Client
-) -> None:
+def test_answers_go_on_over_the_deaths_of_their_worker_front_and_orchestrator(run: Any, client: httpx.Client) -> None:
     completed(client)
-    directory = doors.write_version(run, 1)
+    directory = _served.write_version(run, 1)
     updated(client, directory)
 
     def while_under_way(kill: Callable[[], None]) -> dict[str, Any]:
@@ -117,7 +109,7 @@ def test_answers_go_on_over_the_deaths_of_their_worker_front_and_orchestrator(
             asked: Future[dict[str, Any]] = threads.submit(completed, client, 200)
             run.until("a turn under way", lambda: under_way(client))
             kill()
-            return asked.result(doors.WAIT_S)
+            return asked.result(_served.WAIT_S)
 
     def resumed() -> None:
         run.kill("orchestrator")
@@ -131,8 +123,8 @@ def test_answers_go_on_over_the_deaths_of_their_worker_front_and_orchestrator(
         choice = while_under_way(kill)
         assert (len(choice["token_ids"]), choice["finish_reason"]) == (200, "length")
         assert is_of(directory, run.base, choice)
-    updated(client, doors.write_version(run, 2))
-    assert same(run.pulled(2), doors.stepped(run.base, 2))
+    updated(client, _served.write_version(run, 2))
+    assert same(run.pulled(2), _served.stepped(run.base, 2))
 
 
 def under_way(client: httpx.Client) -> bool:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import _agents, _crashes, _proof
 from elastic.runtime.journal import RunDirectory
 from tests.envs.installed_environment import install_environment
-from tests.front.live import benchmark
 
 pytestmark = pytest.mark.environments
 
@@ -89,19 +89,18 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     install_environment(tmp_path, "saying", ADDING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.syspath_prepend(tmp_path)
-    with benchmark("_agents") as agents, benchmark("_crashes") as crashes:
-        checkpoint = agents.write_policy(tmp_path / "policy")
-        runs: list[Any] = []
+    checkpoint = _agents.write_policy(tmp_path / "policy")
+    runs: list[Any] = []
 
-        def start(name: str) -> Any:
-            config = tmp_path / f"{name}.toml"
-            config.write_text(CONFIG.format(steps=STEPS, groups=GROUPS, size=SIZE, checkpoint=checkpoint))
-            runs.append(crashes.CrashingRun(tmp_path / name, [str(config), "--providers", "reserved"]))
-            return runs[-1]
+    def start(name: str) -> Any:
+        config = tmp_path / f"{name}.toml"
+        config.write_text(CONFIG.format(steps=STEPS, groups=GROUPS, size=SIZE, checkpoint=checkpoint))
+        runs.append(_crashes.CrashingRun(tmp_path / name, [str(config), "--providers", "reserved"]))
+        return runs[-1]
 
-        yield start
-        for run in runs:
-            run.discard()
+    yield start
+    for run in runs:
+        run.discard()
 
 
 def test_a_run_comes_to_the_same_whatever_is_killed(begin: Any) -> None:
@@ -111,10 +110,9 @@ def test_a_run_comes_to_the_same_whatever_is_killed(begin: Any) -> None:
     run.strike_in_turn(random.Random(7), [worker, worker, "orchestrator", worker, worker])
     assert run.leftovers() == []
     assert run.kills["env worker"] > 0
-    with benchmark("_proof") as proof:
-        rows, wanted = (proof.trajectories(RunDirectory(one.run_dir)) for one in (run, undisturbed))
-        verdict = proof.judge(RunDirectory(run.run_dir))
-        assert len(rows) == STEPS * GROUPS * SIZE
+    rows, wanted = (_proof.trajectories(RunDirectory(one.run_dir)) for one in (run, undisturbed))
+    verdict = _proof.judge(RunDirectory(run.run_dir))
+    assert len(rows) == STEPS * GROUPS * SIZE
     came = {name: (row.token_ids, row.reward, row.cause, row.turns) for name, row in rows.items()}
     assert came == {name: (row.token_ids, row.reward, row.cause, row.turns) for name, row in wanted.items()}
     assert (verdict.tokens_lost, verdict.tokens_duplicated, verdict.turns_repeated, verdict.groups_twice) == (

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import _proof
 from elastic.runtime.journal import GroupRow, RunDirectory, StepRow
 from tests.envs.test_live_env_workers import FUNCTION
-from tests.front.live import agents_run, benchmark
+from tests.front.live import agents_run
 
 pytestmark = pytest.mark.environments
 
@@ -52,8 +53,7 @@ def test_each_environment_has_its_share_and_each_row_comes_once_a_pass(run: Any)
     run.strike_in_turn(random.Random(7), ["rows_*.json", "orchestrator", "tasks_*.json"])
     assert run.leftovers() == []
     kept = RunDirectory(run.run_dir)
-    with benchmark("_proof") as proof:
-        trajectories = proof.trajectories(kept)
+    trajectories = _proof.trajectories(kept)
     groups: dict[str, GroupRow] = {}
     steps: dict[int, StepRow] = {}
     with kept.journals() as journals:

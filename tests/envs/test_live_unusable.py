@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import _agents
 from elastic.runtime.journal import RunDirectory
 from tests.envs.installed_environment import install_environment
-from tests.front.live import benchmark
 
 pytestmark = pytest.mark.environments
 
@@ -72,10 +72,9 @@ def test_the_first_start_ends_the_run(
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     install_environment(tmp_path, "raising", RAISING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    with benchmark("_agents") as agents:
-        config, policy = tmp_path / "agents.toml", agents.write_policy(tmp_path / "policy")
-        sections = agents.CONFIG.format(checkpoint=policy, environments=environments.format(here=tmp_path))
-        config.write_text(sections if "chat" in environments else sections.replace("[front]\nprocesses = 2\n", ""))
+    config, policy = tmp_path / "agents.toml", _agents.write_policy(tmp_path / "policy")
+    sections = _agents.CONFIG.format(checkpoint=policy, environments=environments.format(here=tmp_path))
+    config.write_text(sections if "chat" in environments else sections.replace("[front]\nprocesses = 2\n", ""))
     given = [f"--set=run.directory={tmp_path}/runs", "--set=run.pass_env=['PYTHONPATH']"]
     command = [sys.executable, "-m", "elastic.cli", "run", str(config), "--providers", "reserved", *given]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

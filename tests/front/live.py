@@ -2,39 +2,27 @@
 
 import asyncio
 import contextlib
-import importlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmarks._agents import AgentsRun
+
 REPEAT_S = 0.1
 BUSY = (429, 503)
 
 
 @contextlib.contextmanager
-def benchmark(name: str) -> Iterator[Any]:
-    """A module of the benchmarks."""
-    sys.path.append(str(BENCHMARKS))
+def agents_run(directory: Path, *settings: str, **others: Any) -> Iterator[AgentsRun]:
+    """A run under way; whatever is left of it is ended afterwards."""
+    run = AgentsRun(directory, *settings, **others)
     try:
-        yield importlib.import_module(name)
+        yield run
     finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-@contextlib.contextmanager
-def agents_run(directory: Path, *settings: str, **others: Any) -> Iterator[Any]:
-    """A run under way (`benchmarks/_agents.py`); whatever is left of it is ended afterwards."""
-    with benchmark("_agents") as module:
-        run = module.AgentsRun(directory, *settings, **others)
-        try:
-            yield run
-        finally:
-            run.discard()
+        run.discard()
 
 
 class Answer(NamedTuple):

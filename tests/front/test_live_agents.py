@@ -15,8 +15,9 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks import _agents, _proof
 from elastic.runtime.journal import RunDirectory
-from tests.front.live import Agent, Answer, agents_run, benchmark
+from tests.front.live import Agent, Answer, agents_run
 
 pytestmark = pytest.mark.slow
 
@@ -68,17 +69,16 @@ class Calls:
 def proven(run: Any, answers: list[Answer], turns: int) -> None:
     """The run has asked for so many turns, and each is one of these answers, which are trained as they are."""
     kept = RunDirectory(run.run_dir)
-    with benchmark("_agents") as module, benchmark("_proof") as proof:
-        found = module.played(kept)
-        assert len(answers) == turns
-        assert {answer.turn for answer in answers} == found.asked == found.answers.keys()
-        assert found.generated == turns
-        assert found.twice == 0
-        for answer in answers:
-            assert answer.ids == list(found.answers[answer.turn].ids)
-            assert answer.logprobs == pytest.approx(found.answers[answer.turn].logprobs)
-        assert module.wrongly_trained(kept, found.answers) == 0
-        verdict = proof.judge(kept)
+    found = _agents.played(kept)
+    assert len(answers) == turns
+    assert {answer.turn for answer in answers} == found.asked == found.answers.keys()
+    assert found.generated == turns
+    assert found.twice == 0
+    for answer in answers:
+        assert answer.ids == list(found.answers[answer.turn].ids)
+        assert answer.logprobs == pytest.approx(found.answers[answer.turn].logprobs)
+    assert _agents.wrongly_trained(kept, found.answers) == 0
+    verdict = _proof.judge(kept)
     assert verdict.tokens_lost == verdict.tokens_duplicated == verdict.groups_twice == 0
     assert verdict.turns_repeated == verdict.ledger_imbalance_ns == 0
 

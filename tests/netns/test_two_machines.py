@@ -5,7 +5,6 @@ Needs root and `ip`; `make test-netns`.
 
 import asyncio
 import contextlib
-import importlib
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._proof import judge_tokens
 from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.runtime.journal import JournalError, RunDirectory
@@ -24,7 +24,6 @@ from tests.cli.conftest import CONFIG
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(900)]
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 RUN_HOST, RUN_GATE = "10.77.1.1", "10.77.1.2"
 WORKER_HOST, WORKER_GATE = "10.77.2.1", "10.77.2.2"
 PORT = 7433
@@ -145,17 +144,7 @@ async def far(machines: dict[str, str], tmp_path: Path, checkpoint: Path) -> Asy
     await far.aclose()
 
 
-@pytest.fixture(scope="module")
-def judge_tokens() -> Iterator[Callable[[RunDirectory], tuple[int, int]]]:
-    """As the benchmarks judge a run's journal."""
-    sys.path.append(str(BENCHMARKS))
-    yield importlib.import_module("_proof").judge_tokens
-    sys.path.remove(str(BENCHMARKS))
-
-
-async def test_a_worker_elsewhere_works_through_whatever_befalls_its_link(
-    far: Far, judge_tokens: Callable[[RunDirectory], tuple[int, int]]
-) -> None:
+async def test_a_worker_elsewhere_works_through_whatever_befalls_its_link(far: Far) -> None:
     """Delays, a limit, resets, a stall and ten seconds of nothing: no token is lost, none comes twice."""
     await far.start("run.steps=1000")
     far.gate.quality.delay_s = far.relay.quality.delay_s = 0.025

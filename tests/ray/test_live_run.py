@@ -1,18 +1,17 @@
 """`elastic run` on real Ray clusters: nodes killed and held up under load, its orchestrator killed, the head lost."""
 
 import contextlib
-import importlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from benchmarks import _crashes, _proof, _runs
 from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseEnded, LeaseGranted, TokensReceived
 from elastic.runtime.journal import JournalError, RunDirectory
@@ -24,25 +23,14 @@ from tests.ray.conftest import STORE_BYTES, ray_cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PATIENCE_S = 240.0
-
-
-@pytest.fixture(scope="module")
-def module() -> Iterator[Callable[[str], Any]]:
-    """Modules of the benchmarks."""
-    sys.path.append(str(BENCHMARKS))
-    yield importlib.import_module
-    sys.path.remove(str(BENCHMARKS))
 
 
 class OnRay:
     """A run whose only rollout workers are on a cluster's nodes, and what its journal says of them."""
 
-    def __init__(
-        self, module: Callable[[str], Any], directory: Path, checkpoint: Path, cluster: Any, *own: str
-    ) -> None:
-        self._cluster, self._runs, self._proof = cluster, module("_runs"), module("_proof")
+    def __init__(self, directory: Path, checkpoint: Path, cluster: Any, *own: str) -> None:
+        self._cluster = cluster
         config = directory / "small.toml"
         text = CONFIG.format(directory=directory, checkpoint=checkpoint).partition("[providers.spot]")[0]
         config.write_text(text.replace("window_s = 0.2", "window_s = 0.0"))
@@ -54,8 +42,8 @@ class OnRay:
             "providers.ray.poll_s=0.5",
             *own,
         ]
-        self.arguments = [str(config), "--providers", "ray", *self._runs.sets(settings)]
-        self.run = module("_crashes").CrashingRun(directory / "runs", self.arguments)
+        self.arguments = [str(config), "--providers", "ray", *_runs.sets(settings)]
+        self.run = _crashes.CrashingRun(directory / "runs", self.arguments)
 
     def events(self) -> list[Any]:
         with contextlib.suppress(JournalError, ValueError), RunDirectory(self.run.run_dir).journals() as journals:
@@ -83,7 +71,7 @@ class OnRay:
     def workers(self) -> dict[str, psutil.Process]:
         """Processes of the workers that are on nodes, by the workers' names."""
         found: dict[str, psutil.Process] = {}
-        for process in self._runs.processes_of(self.run.run_dir.name):
+        for process in _runs.processes_of(self.run.run_dir.name):
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker = process.environ().get("ELASTIC_WORKER", "")
                 if worker.startswith("ray") and any("raylet" in parent.name() for parent in process.parents()):
@@ -101,13 +89,13 @@ class OnRay:
 
     def no_worker_is_left(self) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
-        while self._runs.processes_of(self.run.run_dir.name):
-            assert time.monotonic() < deadline_s, self._runs.processes_of(self.run.run_dir.name)
+        while _runs.processes_of(self.run.run_dir.name):
+            assert time.monotonic() < deadline_s, _runs.processes_of(self.run.run_dir.name)
             time.sleep(0.2)
 
     def nothing_was_lost(self) -> None:
         run = RunDirectory(self.run.run_dir)
-        assert self._proof.judge_tokens(run) == (0, 0)
+        assert _proof.judge_tokens(run) == (0, 0)
         assert replay(run).ledger.imbalance_ns() == 0
 
 
@@ -124,11 +112,9 @@ def actors(cluster: Any) -> list[dict[str, str]]:
         ray().shutdown()
 
 
-def test_nodes_and_the_orchestrator_are_lost_under_load(
-    module: Callable[[str], Any], tmp_path: Path, checkpoint: Path, cluster: Any
-) -> None:
+def test_nodes_and_the_orchestrator_are_lost_under_load(tmp_path: Path, checkpoint: Path, cluster: Any) -> None:
     relay = f"weights.relay={cluster.client_address}"
-    live = OnRay(module, tmp_path, checkpoint, cluster, "providers.ray.max_workers=2", relay)
+    live = OnRay(tmp_path, checkpoint, cluster, "providers.ray.max_workers=2", relay)
     with contextlib.ExitStack() as undo:
         undo.callback(live.run.discard)
         live.more_tokens()
@@ -177,11 +163,9 @@ def test_nodes_and_the_orchestrator_are_lost_under_load(
         time.sleep(1)
 
 
-def test_a_head_that_is_lost_is_named_and_the_run_goes_on(
-    module: Callable[[str], Any], tmp_path: Path, checkpoint: Path
-) -> None:
+def test_a_head_that_is_lost_is_named_and_the_run_goes_on(tmp_path: Path, checkpoint: Path) -> None:
     with ray_cluster(nodes=1) as cluster, contextlib.ExitStack() as undo:
-        live = OnRay(module, tmp_path, checkpoint, cluster)
+        live = OnRay(tmp_path, checkpoint, cluster)
         undo.callback(live.run.discard)
         live.more_tokens()
         relay = open_relay(f"{cluster.client_address}/of-a-lost-head")

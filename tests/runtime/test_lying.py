@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import importlib
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import lying
 from elastic.core.types import Capabilities, SamplingParameters
 from elastic.protocol import wire
 from elastic.runtime.gateway import Door, Gateway
 from elastic.runtime.validation import Claims, bounds_of
 from elastic.testing.faults.core.lies import KINDS, Liar
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PATIENCE_S = 20.0
 ENGINE = {"max_batch": 4, "max_pending": 2, "max_context_tokens": 512}
 MODEL = {"vocab_size": 64}
@@ -132,14 +130,8 @@ async def _lie(bodies: list[bytes], between: list[int]) -> None:
     await gateway.aclose()
 
 
-@pytest.fixture
-def lying(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("lying")
-
-
 @pytest.mark.alone
-async def test_a_run_with_liars_is_the_run_without_them(lying) -> None:
+async def test_a_run_with_liars_is_the_run_without_them() -> None:
     found = await lying.measure(frames=20 * len(KINDS), seed=3)
     assert found["kinds"].keys() == {wire.kind_of(kind) for kind in KINDS}
     assert min(found["kinds"].values()) >= 20

@@ -15,10 +15,10 @@ import torch
 pytest.importorskip("vllm", reason="the environment of `make test-vllm` is not this one: `make test-trainer`")
 transformers = pytest.importorskip("transformers")
 
+from benchmarks import _agents, _runs  # noqa: E402
 from elastic.core import events as e  # noqa: E402
 from elastic.engine.base import BF16_NOISE  # noqa: E402
 from elastic.runtime.journal import RunDirectory  # noqa: E402
-from tests.front.live import benchmark  # noqa: E402
 from tests.trainer.sums import GROUP_SIZE, Sums  # noqa: E402
 
 MODEL = Path(os.environ.get("ELASTIC_CHAT_MODEL", Path(__file__).parents[2] / ".cache/chat-model"))
@@ -90,30 +90,29 @@ def train(directory: Path, checkpoint: Path, *settings: str, kills: bool) -> Tra
     directory.mkdir()
     config = directory / "sums.toml"
     config.write_text(CONFIG.format(checkpoint=checkpoint))
-    with benchmark("_agents") as agents, benchmark("_runs") as runs:
 
-        class SumsRun(agents.AgentsRun):
-            def __init__(self) -> None:
-                arguments = [str(config), "--providers", "reserved", *runs.sets(settings)]
-                agents.CrashingRun.__init__(self, directory / "runs", arguments)
+    class SumsRun(_agents.AgentsRun):
+        def __init__(self) -> None:
+            arguments = [str(config), "--providers", "reserved", *_runs.sets(settings)]
+            _agents.CrashingRun.__init__(self, directory / "runs", arguments)
 
-        run = SumsRun()
+    run = SumsRun()
+    try:
+        sums = Sums(run.url(), run.driver_key())
+        playing = threading.Thread(target=sums.play)
+        playing.start()
         try:
-            sums = Sums(run.url(), run.driver_key())
-            playing = threading.Thread(target=sums.play)
-            playing.start()
-            try:
-                for step, lease in ((1, "reserved"), (2, "trainer")) if kills else ():
-                    run.until(f"version {step}", lambda s=step: versions(run.run_dir) >= s, TIMEOUT_S)
-                    run.strike(lease, run.recorded(f"{lease}-*.json"))
-                run.until("its end", run.ended, TIMEOUT_S)
-            finally:
-                sums.stop()
-                playing.join()
-            report = json.loads(runs.elastic("report", str(run.run_dir), "--json"))
-            return Trained(run.run_dir, report, sums.rewards)
+            for step, lease in ((1, "reserved"), (2, "trainer")) if kills else ():
+                run.until(f"version {step}", lambda s=step: versions(run.run_dir) >= s, TIMEOUT_S)
+                run.strike(lease, run.recorded(f"{lease}-*.json"))
+            run.until("its end", run.ended, TIMEOUT_S)
         finally:
-            run.discard()
+            sums.stop()
+            playing.join()
+        report = json.loads(_runs.elastic("report", str(run.run_dir), "--json"))
+        return Trained(run.run_dir, report, sums.rewards)
+    finally:
+        run.discard()
 
 
 def versions(run_dir: Path) -> int:
@@ -134,8 +133,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.fixture(scope="module")
 def exported(whole: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("exported") / "policy"
-    with benchmark("_runs") as runs:
-        found = json.loads(runs.elastic("export", str(whole.run_dir), "-o", str(directory), "--json"))
+    found = json.loads(_runs.elastic("export", str(whole.run_dir), "-o", str(directory), "--json"))
     assert found["step"] == STEPS
     return directory
 
@@ -211,9 +209,8 @@ def test_what_is_served_follows_an_adapter(adapted: Trained) -> None:
 
 def test_an_adapter_is_exported_as_one_and_merged(adapted: Trained, exported: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    with benchmark("_runs") as runs:
-        for name, options in (("adapter", ()), ("merged", ("--merge",))):
-            runs.elastic("export", str(adapted.run_dir), "-o", str(tmp_path / name), *options)
+    for name, options in (("adapter", ()), ("merged", ("--merge",))):
+        _runs.elastic("export", str(adapted.run_dir), "-o", str(tmp_path / name), *options)
     text = torch.tensor([list(range(100, 160))])
 
     def said(model: Any) -> torch.Tensor:

@@ -1,21 +1,15 @@
 """`elastic run --providers ec2` on the stand-in: instances are taken back, and the orchestrator is killed between its
 order of an instance and the answer."""
 
-import importlib
-from pathlib import Path
-
 import pytest
+
+from benchmarks import _clouds_ec2
 
 pytestmark = [pytest.mark.clouds, pytest.mark.timeout(900)]
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
-
-def test_a_disturbed_run_loses_nothing_leaves_nothing_and_costs_what_is_billed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    found = importlib.import_module("_clouds_ec2").measure(quick=True)
+def test_a_disturbed_run_loses_nothing_leaves_nothing_and_costs_what_is_billed() -> None:
+    found = _clouds_ec2.measure(quick=True)
     assert found["leases"] >= 4
     assert found["kills"] >= 2
     assert found["kills_by"]["orchestrator"] == 1

@@ -1,18 +1,17 @@
 """`elastic run` with rollouts and rewards on Modal: leases end by time, containers and the orchestrator are lost."""
 
 import contextlib
-import importlib
 import itertools
 import json
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import _crashes, _proof, _runs
 from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseEnded, LeaseGranted, RewardScored, TokensReceived, WeightsApplied
 from elastic.core.ids import lease_of, tagged
@@ -27,7 +26,6 @@ from tests.clouds.modal_server import Bench
 
 pytestmark = [pytest.mark.clouds, pytest.mark.timeout(1200)]
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 PATIENCE_S = 240.0
 BUDGET_USD, STOPPED = 0.08, 3
 SETTINGS = (
@@ -51,26 +49,16 @@ OFTEN_REPLACED = "providers.modal.lease_s=80", "providers.modal.ask_s=60"
 """What starts again waits for half a minute: a successor may have been asked for already."""
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[Callable[[str], Any]]:
-    """Modules of the benchmarks."""
-    sys.path.append(str(BENCHMARKS))
-    yield importlib.import_module
-    sys.path.remove(str(BENCHMARKS))
-
-
 class OnModal:
     """A run whose rollout workers are Modal's containers, and what its journal and Modal say of them."""
 
-    def __init__(
-        self, module: Callable[[str], Any], directory: Path, checkpoint: Path, platform: Bench, *own: str
-    ) -> None:
-        self._runs, self._proof, self.platform = module("_runs"), module("_proof"), platform
+    def __init__(self, directory: Path, checkpoint: Path, platform: Bench, *own: str) -> None:
+        self.platform = platform
         config = directory / "small.toml"
         text = CONFIG.format(directory=directory, checkpoint=checkpoint).partition("[providers.spot]")[0]
         config.write_text(text)
-        arguments = [str(config), "--providers", "modal", *self._runs.sets([*SETTINGS, *own])]
-        self.run = module("_crashes").CrashingRun(directory / "runs", arguments)
+        arguments = [str(config), "--providers", "modal", *_runs.sets([*SETTINGS, *own])]
+        self.run = _crashes.CrashingRun(directory / "runs", arguments)
 
     @property
     def name(self) -> str:
@@ -161,7 +149,7 @@ class OnModal:
 
     def nothing_was_lost(self) -> None:
         run = RunDirectory(self.run.run_dir)
-        assert self._proof.judge_tokens(run) == (0, 0)
+        assert _proof.judge_tokens(run) == (0, 0)
         assert replay(run).ledger.imbalance_ns() == 0
 
     def bills(self) -> tuple[float, float]:
@@ -173,9 +161,9 @@ class OnModal:
 
 
 def test_turns_move_over_warm_and_nothing_is_lost_with_containers_or_the_orchestrator(
-    module: Callable[[str], Any], tmp_path: Path, checkpoint: Path, platform: Bench
+    tmp_path: Path, checkpoint: Path, platform: Bench
 ) -> None:
-    live = OnModal(module, tmp_path, checkpoint, platform, *OFTEN_REPLACED, SLOW)
+    live = OnModal(tmp_path, checkpoint, platform, *OFTEN_REPLACED, SLOW)
     with contextlib.ExitStack() as undo:
         undo.callback(live.run.discard)
         live.more_tokens()
@@ -211,11 +199,9 @@ def test_turns_move_over_warm_and_nothing_is_lost_with_containers_or_the_orchest
     assert ours == pytest.approx(theirs, rel=1e-3)
 
 
-def test_a_budget_holds_by_modals_own_bill(
-    module: Callable[[str], Any], tmp_path: Path, checkpoint: Path, platform: Bench
-) -> None:
+def test_a_budget_holds_by_modals_own_bill(tmp_path: Path, checkpoint: Path, platform: Bench) -> None:
     before = len(platform.record()["containers"])
-    live = OnModal(module, tmp_path, checkpoint, platform, f"run.budget_usd={BUDGET_USD}", "trainer.usd_per_gpu_hour=1")
+    live = OnModal(tmp_path, checkpoint, platform, f"run.budget_usd={BUDGET_USD}", "trainer.usd_per_gpu_hour=1")
     with contextlib.ExitStack() as undo:
         undo.callback(live.run.discard)
         live.until("rewards", lambda: live.of(RewardScored))

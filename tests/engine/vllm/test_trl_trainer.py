@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
+from benchmarks import _served
 from elastic.integrations.trl import KEY_VARIABLE
-from tests.front.live import benchmark
 
 PROGRAM = Path(__file__).with_name("trl_trainer.py")
 STEPS = 4
@@ -27,18 +27,12 @@ WITHIN = 0.02
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 
-@pytest.fixture
-def served() -> Iterator[Any]:
-    with benchmark("_served") as module:
-        yield module
-
-
-def test_four_steps_while_workers_are_killed(served: Any, tmp_path: Path) -> None:
+def test_four_steps_while_workers_are_killed(tmp_path: Path) -> None:
     model, out, log = tmp_path / "tiny", tmp_path / "out", tmp_path / "trainer.log"
-    with served.under_way(tmp_path, workers=2, options=("--model-name", str(model))) as run:
+    with _served.under_way(tmp_path, workers=2, options=("--model-name", str(model))) as run:
         command = [sys.executable, str(PROGRAM), str(model), run.url(), str(run.root), str(out), str(STEPS)]
         environment = {**os.environ, KEY_VARIABLE: run.control_key(), "HF_HUB_OFFLINE": "1"}
-        with log.open("wb") as output, served.client(run) as client:
+        with log.open("wb") as output, _served.client(run) as client:
             trainer = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
             try:
                 for version in range(1, STEPS + 1):
