@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks._common import emit, parse_arguments
+from benchmarks._common import Arguments, benchmark
 from benchmarks._throttle import LinkedPort
 from elastic.pool.messages import SiteRelay, SiteServed
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
@@ -63,8 +63,7 @@ KEY = SigningKey()
 TRUST = KEY.trust("run")
 
 
-def main() -> None:
-    arguments = parse_arguments(__doc__)
+def main(arguments: Arguments) -> dict[str, Any]:
     torch.set_num_threads(1)
     warm_up()
     workers = WORKERS_QUICK if arguments.quick else WORKERS
@@ -81,7 +80,7 @@ def main() -> None:
         for name, nodes in NODES.items():
             figures[name] = _measured(pullers[: nodes * workers], workers, far, place / name, size_bytes, across)
     figures["version"] = {"bytes": size_bytes, "buckets": BUCKETS, "workers_a_node": workers}
-    emit({**figures, "computed": computed()}, arguments)
+    return {**figures, "computed": computed()}
 
 
 @dataclass
@@ -254,4 +253,4 @@ def two_stage_s(size_bytes: float, nodes: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(__doc__, main)
