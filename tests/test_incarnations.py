@@ -305,9 +305,9 @@ class TestSavedState:
 
         class Counted(RunDirectory):
             @contextlib.contextmanager
-            def journals(self) -> Iterator[list[JournalReader]]:
-                with contextlib.ExitStack() as stack:
-                    yield [stack.enter_context(Counting(path)) for path in self.journal_paths()]
+            def journals(self, reader: type[JournalReader] = Counting) -> Iterator[Sequence[JournalReader]]:
+                with super().journals(reader) as journals:
+                    yield journals
 
         return Counted(run.path)
 

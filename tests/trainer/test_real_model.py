@@ -167,7 +167,7 @@ def test_transformers_and_vllm_load_what_is_exported(exported: Path) -> None:
             logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         return logprobs.gather(-1, torch.tensor(ids)[1:, None]).squeeze(-1)
 
-    import vllm
+    import vllm  # pyright: ignore[reportMissingImports]
 
     ours = said(exported)
     assert (ours - said(MODEL)).abs().max() > 0
