@@ -16,10 +16,11 @@ from elastic.pool.control_messages import SubmitJob
 from elastic.pool.gateway import PoolTokens
 from elastic.pool.journal import JOURNAL, pool_secret, read_records
 from elastic.protocol.endpoint import Endpoint
+from elastic.testing.providers import ProviderRecorder, eventually, lease_request
 from policies.clusters import CLUSTER_POLICIES
 from providers.pool import JobContext, PoolProvider, PoolSettings
 from tests.pool.test_pool_process import Pool, S, finished, running
-from tests.providers.conftest import Recorder, context_of, eventually, lease_request
+from tests.providers.conftest import context_of
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,7 @@ async def test_a_tail_moves_by_the_provider_s_notice_and_the_next_job_begins_on_
     async with running(tmp_path) as pool:
         await pool.control.submit(heavy(pool.submit("tail", rollout_nodes=2, led=True)))
         client = member(pool, "tail")
-        recorder = Recorder()
+        recorder = ProviderRecorder()
         context = JobContext(**msgspec.structs.asdict(context_of("run", tmp_path, time.monotonic_ns())), pool=client)
         provider = PoolProvider("pool", PoolSettings.model_validate({"max_workers": 2}), context)
         await provider.start(recorder.emit)

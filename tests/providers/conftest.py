@@ -1,4 +1,4 @@
-"""Providers under test: a recorder of their events, stub workers, and a provider in memory."""
+"""Providers under test: ours by their kinds, stub workers and hosts, and a provider in memory."""
 
 import asyncio
 import os
@@ -6,17 +6,17 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
-import psutil
 import pytest
 import uvloop
 
-from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
-from elastic.core.types import EndCause, LeaseId
-from elastic.protocol.endpoint import Endpoint
-from providers.base import LeaseRequest, Provider, ProviderContext, ProviderEvent, ProviderSettings, WorkerTicket
+from elastic.core.types import EndCause
+from elastic.testing import providers
+from elastic.testing.providers import *  # noqa: F403
+from elastic.testing.providers import CAPACITY, STUB_WORKER
+from providers.base import LeaseRequest, ProviderContext, ProviderSettings
 from providers.base_provider import BaseProvider
 from providers.markets import LeaseEnding, Market, ServerlessSettings, SpotSettings
 from providers.pool import JobContext, PoolProvider, PoolSettings
@@ -27,69 +27,27 @@ from providers.serving_messages import ServingSettings
 from providers.spot import SpotProvider
 from tests.providers.stub_pool import CLIENTS, LendingPool, stub_client
 
-E = TypeVar("E", bound=ProviderEvent)
+SHOWN_BY_INTERLEAVINGS = (
+    "test_offers_what_is_left",
+    "test_refuses_what_it_does_not_have",
+    "test_a_released_lease_ends_once_however_often_it_is_released",
+    "test_a_release_before_the_grant_is_not_forgotten",
+)
+"""One promise alone. Hosts, which take seconds to start, show it with every change by any interleaving."""
 
-TIMEOUT_S = 20.0
 
-STUB_WORKER = """
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-time.sleep(600)
-"""
-"""Sleeps, and so does a child of its own, which must not outlive it either."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        called = getattr(item, "callspec", None)
+        if item.name.partition("[")[0] in SHOWN_BY_INTERLEAVINGS and called and called.params.get("kind") == "serving":
+            item.add_marker(pytest.mark.nightly)
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Runs are on uvloop where there is one; what deals with processes is tested on asyncio's own loop, too."""
     both = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
     return both if item.path.stem == "test_processes" else {"uvloop": uvloop.new_event_loop}
-
-
-class Recorder:
-    """What a provider emitted, in order."""
-
-    def __init__(self) -> None:
-        self.events: list[ProviderEvent] = []
-        self._news = asyncio.Event()
-
-    def emit(self, event: ProviderEvent) -> None:
-        self.events.append(event)
-        self._news.set()
-
-    def of(self, kind: type[E], lease: LeaseId | None = None) -> list[E]:
-        return [e for e in self.events if isinstance(e, kind) and lease in (None, getattr(e, "lease", None))]
-
-    async def until(self, what: Callable[["Recorder"], object]) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not what(self):
-                self._news.clear()
-                await self._news.wait()
-
-    async def ended(self, lease: LeaseId) -> LeaseEnded:
-        await self.until(lambda r: r.of(LeaseEnded, lease))
-        return self.of(LeaseEnded, lease)[0]
-
-    async def answered(self, lease: LeaseId) -> LeaseGranted | LeaseRefused:
-        await self.until(lambda r: r.of(LeaseGranted, lease) or r.of(LeaseRefused, lease))
-        return (*self.of(LeaseGranted, lease), *self.of(LeaseRefused, lease))[0]
-
-    async def offered(self, provider: Any, available: int) -> None:
-        """Start a provider; returns once it offers so much."""
-        await provider.start(self.emit)
-        await self.until(lambda r: r.available == available)
-
-    async def leased(self, provider: Any, number: int = 1) -> LeaseGranted:
-        """Request a lease; returns its grant."""
-        request = lease_request(number)
-        await provider.acquire(request)
-        granted = await self.answered(request.lease)
-        assert isinstance(granted, LeaseGranted), granted
-        return granted
-
-    @property
-    def available(self) -> int:
-        offers = self.of(OfferChanged)
-        return offers[-1].offer.available if offers else 0
 
 
 class MemoryHandle:
@@ -124,54 +82,11 @@ class MemoryProvider(BaseProvider[ProviderSettings]):
         return self.make_handle()
 
 
-def lease_request(number: int = 1) -> LeaseRequest:
-    return LeaseRequest(lease=f"lease-{number}", tickets=(WorkerTicket(f"worker-{number}", f"secret-{number}"),))
-
-
-def processes_with(**variables: str) -> list[int]:
-    """Living processes of which all these environment variables are set so."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-            if variables.items() <= environment.items() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
-
-
-async def eventually(condition: Callable[[], object]) -> None:
-    """Wait for something outside this process, which cannot tell us."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
-
-
-@pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
-
-
-CAPACITY = 2
-
-
 def context_of(run: str, run_dir: Path, began_ns: int, worker: str = STUB_WORKER) -> ProviderContext:
-    """The same in each process of a run, which began at `began_ns` of the machine's clock."""
-    return ProviderContext(
-        run=run,
-        run_dir=run_dir,
-        endpoint=Endpoint("127.0.0.1:1"),
-        worker_command=(sys.executable, "-c", worker),
-        host_command=(sys.executable, str(Path(__file__).with_name("stub_host.py"))),
-        pass_env=("ELASTIC_STUB_AGENT",),
-        now_ns=lambda: time.monotonic_ns() - began_ns,
-        secret=lambda host: f"the token of {host}",
-        acquire_timeout_s=TIMEOUT_S,
-        release_timeout_s=TIMEOUT_S,
-    )
+    """As of the suite, with serving hosts that stand in."""
+    host = (sys.executable, str(Path(__file__).with_name("stub_host.py")))
+    context = providers.context_of(run, run_dir, began_ns, worker)
+    return msgspec.structs.replace(context, host_command=host, pass_env=("ELASTIC_STUB_AGENT",))
 
 
 def provider_of(kind: str, context: ProviderContext, **more: Any) -> Any:
@@ -223,17 +138,3 @@ def make_context(tmp_path: Path) -> Callable[..., ProviderContext]:
         return context_of(run or f"test-{os.getpid()}-{tmp_path.name}", tmp_path, began_ns, worker)
 
     return make
-
-
-@pytest.fixture
-def context(make_context: Callable[..., ProviderContext]) -> ProviderContext:
-    return make_context()
-
-
-@pytest.fixture
-async def opened() -> AsyncIterator[list[Provider]]:
-    """Providers put in here are closed at the test's end."""
-    providers: list[Provider] = []
-    yield providers
-    for provider in providers:
-        await provider.aclose()

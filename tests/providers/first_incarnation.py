@@ -17,10 +17,11 @@ import msgspec
 
 from elastic.core.events import LeaseGranted
 from elastic.system.supervision import RecordedProcesses
+from elastic.testing.providers import CAPACITY, ProviderRecorder, lease_request
 from providers.base import ProviderContext, ProviderEvent
 from providers.pool import PoolProvider
 from providers.serving import ServingProvider
-from tests.providers.conftest import CAPACITY, Recorder, context_of, lease_request, provider_of
+from tests.providers.conftest import context_of, provider_of
 
 DEATHS = ["before the record", "before a process is recorded", "before the grant is told", "none"]
 
@@ -47,7 +48,7 @@ def arm(death: str, provider: Any) -> None:
 
 async def _live(kind: str, context: ProviderContext, leases: int, death: str, told: Connection, **more: Any) -> None:
     provider = provider_of(kind, context, **more)
-    seen = Recorder()
+    seen = ProviderRecorder()
 
     def emit(event: ProviderEvent) -> None:
         if isinstance(event, LeaseGranted):

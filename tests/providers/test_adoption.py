@@ -18,18 +18,10 @@ from structlog.testing import capture_logs
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice
 from elastic.core.types import NS_PER_S, EndCause
+from elastic.testing.providers import CAPACITY, TIMEOUT_S, ProviderRecorder, eventually, lease_request, processes_with
 from elastic.worker.serving_host import END_TIMEOUT_S
 from providers.base import KnownLease, Provider
-from tests.providers.conftest import (
-    CAPACITY,
-    TIMEOUT_S,
-    Recorder,
-    context_of,
-    eventually,
-    lease_request,
-    processes_with,
-    provider_of,
-)
+from tests.providers.conftest import context_of, provider_of
 from tests.providers.first_incarnation import DEATHS, forks, main
 
 WITH_PROCESSES = ["reserved", "trainer", "serverless", "spot"]
@@ -126,7 +118,7 @@ async def incarnations(
 
 
 async def test_what_lives_goes_on_as_it_is_and_is_given_back_by_the_next(
-    incarnations: Incarnations, recorder: Recorder
+    incarnations: Incarnations, recorder: ProviderRecorder
 ) -> None:
     await incarnations.first(leases=2)
     before = incarnations.pids()
@@ -149,7 +141,9 @@ async def test_what_lives_goes_on_as_it_is_and_is_given_back_by_the_next(
     assert (incarnations.pids(), incarnations.left()) == ([], [])
 
 
-async def test_what_the_run_does_not_know_is_ended_and_named(incarnations: Incarnations, recorder: Recorder) -> None:
+async def test_what_the_run_does_not_know_is_ended_and_named(
+    incarnations: Incarnations, recorder: ProviderRecorder
+) -> None:
     await incarnations.first(leases=2)
     with capture_logs() as logs:
         provider = incarnations.next()
@@ -163,7 +157,9 @@ async def test_what_the_run_does_not_know_is_ended_and_named(incarnations: Incar
 
 
 @without_hosts
-async def test_another_run_and_another_provider_touch_nothing(incarnations: Incarnations, recorder: Recorder) -> None:
+async def test_another_run_and_another_provider_touch_nothing(
+    incarnations: Incarnations, recorder: ProviderRecorder
+) -> None:
     await incarnations.first()
     before = incarnations.pids()
     stranger = msgspec.structs.replace(incarnations.context, run="another run")
@@ -171,7 +167,7 @@ async def test_another_run_and_another_provider_touch_nothing(incarnations: Inca
     assert incarnations.pids() == before
 
 
-async def test_what_died_meanwhile_ends_with_its_cause(incarnations: Incarnations, recorder: Recorder) -> None:
+async def test_what_died_meanwhile_ends_with_its_cause(incarnations: Incarnations, recorder: ProviderRecorder) -> None:
     await incarnations.first()
     for pid in incarnations.pids(1) or incarnations.pids():
         os.kill(pid, signal.SIGKILL)
@@ -187,7 +183,7 @@ async def test_what_died_meanwhile_ends_with_its_cause(incarnations: Incarnation
 
 
 @without_hosts
-async def test_what_dies_later_is_noticed(incarnations: Incarnations, recorder: Recorder) -> None:
+async def test_what_dies_later_is_noticed(incarnations: Incarnations, recorder: ProviderRecorder) -> None:
     await incarnations.first()
     provider = incarnations.next()
     await provider.adopt([known()], recorder.emit)
@@ -201,7 +197,7 @@ async def test_what_dies_later_is_noticed(incarnations: Incarnations, recorder: 
 
 @without_hosts
 async def test_what_nothing_is_left_of_is_over_or_may_be_asked_for_again(
-    incarnations: Incarnations, recorder: Recorder
+    incarnations: Incarnations, recorder: ProviderRecorder
 ) -> None:
     provider = incarnations.next()
     late = known(3, expires_at_ns=incarnations.context.now_ns())
@@ -216,7 +212,7 @@ async def test_what_nothing_is_left_of_is_over_or_may_be_asked_for_again(
 
 @pytest.mark.parametrize("death", DEATHS)
 async def test_wherever_it_is_killed_a_lease_is_had_once_or_not_at_all(
-    incarnations: Incarnations, recorder: Recorder, death: str
+    incarnations: Incarnations, recorder: ProviderRecorder, death: str
 ) -> None:
     await incarnations.first(death=death)
     provider = incarnations.next()
@@ -242,7 +238,7 @@ async def test_wherever_it_is_killed_a_lease_is_had_once_or_not_at_all(
 @pytest.mark.parametrize("ended_before", [False, True])
 @without_hosts
 async def test_what_a_liar_stood_on_stays_out_for_the_next(
-    incarnations: Incarnations, recorder: Recorder, *, ended_before: bool
+    incarnations: Incarnations, recorder: ProviderRecorder, *, ended_before: bool
 ) -> None:
     """Whether its lease had ended, or goes on for a while. Where each lease is another machine, all is to be had, and
     the trainer's is that of a run which somebody has resumed."""
@@ -253,7 +249,7 @@ async def test_what_a_liar_stood_on_stays_out_for_the_next(
     if ended_before:
         await first.release("lease-1")
         await recorder.ended("lease-1")
-    provider, heard = incarnations.next(), Recorder()
+    provider, heard = incarnations.next(), ProviderRecorder()
     await provider.adopt([] if ended_before else [known()], heard.emit)
     await provider.start(heard.emit)
     if not ended_before:
@@ -268,7 +264,7 @@ async def test_what_a_liar_stood_on_stays_out_for_the_next(
 
 @pytest.mark.parametrize("kind", ["spot", "serverless"], indirect=True)
 async def test_a_worker_that_had_yet_to_boot_does_so_when_it_would_have(
-    incarnations: Incarnations, recorder: Recorder
+    incarnations: Incarnations, recorder: ProviderRecorder
 ) -> None:
     delay: dict[str, Any] = {"boot_delay_s" if incarnations.kind == "spot" else "cold_start_s": 2.0}
     await incarnations.first(**delay)
@@ -285,7 +281,7 @@ async def test_a_worker_that_had_yet_to_boot_does_so_when_it_would_have(
 @pytest.mark.parametrize("kind", ["serverless"], indirect=True)
 @pytest.mark.parametrize("left_s", [-1.0, 0.2])
 async def test_a_call_ends_when_it_would_have_whoever_listens(
-    incarnations: Incarnations, recorder: Recorder, left_s: float
+    incarnations: Incarnations, recorder: ProviderRecorder, left_s: float
 ) -> None:
     await incarnations.first()
     provider = incarnations.next()
@@ -299,7 +295,7 @@ async def test_a_call_ends_when_it_would_have_whoever_listens(
 @pytest.mark.parametrize("kind", ["spot"], indirect=True)
 @pytest.mark.parametrize("notice_s", [0.0, 600.0])
 async def test_the_market_goes_on_without_the_run(
-    incarnations: Incarnations, recorder: Recorder, notice_s: float
+    incarnations: Incarnations, recorder: ProviderRecorder, notice_s: float
 ) -> None:
     await incarnations.first(leases=2, notice_s=notice_s)
     removed_ms = incarnations.context.now_ns() * 1000 // NS_PER_S
@@ -324,7 +320,7 @@ async def test_the_market_goes_on_without_the_run(
 
 @pytest.mark.parametrize("kind", ["serving"], indirect=True)
 async def test_a_loan_whose_worker_ended_meanwhile_has_its_own_cause(
-    incarnations: Incarnations, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    incarnations: Incarnations, recorder: ProviderRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELASTIC_STUB_AGENT", "fail")
     await incarnations.first()

@@ -4,20 +4,21 @@ import pytest
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
 from elastic.core.types import EndCause
+from elastic.testing.providers import ProviderRecorder, lease_request
 from providers.base import ProviderContext, ProviderSettings
 from providers.base_provider import LeaseEnding
 from providers.markets import Market
-from tests.providers.conftest import MemoryHandle, MemoryProvider, Recorder, lease_request
+from tests.providers.conftest import MemoryHandle, MemoryProvider
 
 
 @pytest.fixture
-async def provider(context: ProviderContext, recorder: Recorder) -> MemoryProvider:
+async def provider(context: ProviderContext, recorder: ProviderRecorder) -> MemoryProvider:
     provider = MemoryProvider("memory", ProviderSettings(max_workers=2), context)  # type: ignore[call-arg]
     await provider.start(recorder.emit)
     return provider
 
 
-async def test_giving_back_is_tried_until_it_works(provider: MemoryProvider, recorder: Recorder) -> None:
+async def test_giving_back_is_tried_until_it_works(provider: MemoryProvider, recorder: ProviderRecorder) -> None:
     tries = 0
 
     class Reluctant(MemoryHandle):
@@ -36,7 +37,7 @@ async def test_giving_back_is_tried_until_it_works(provider: MemoryProvider, rec
     await provider.aclose()
 
 
-async def test_a_handle_that_breaks_is_a_lost_lease(provider: MemoryProvider, recorder: Recorder) -> None:
+async def test_a_handle_that_breaks_is_a_lost_lease(provider: MemoryProvider, recorder: ProviderRecorder) -> None:
     class Broken(MemoryHandle):
         async def keep(self) -> LeaseEnding:
             raise RuntimeError("out of luck")
@@ -57,7 +58,7 @@ class AlwaysOne(Market):
 
 
 async def test_every_grant_is_followed_by_an_offer_even_if_it_is_the_same(
-    context: ProviderContext, recorder: Recorder
+    context: ProviderContext, recorder: ProviderRecorder
 ) -> None:
     """Who asks subtracts what is asked for from what is offered, and would otherwise never ask for the rest."""
     provider = MemoryProvider("memory", ProviderSettings(max_workers=2), context, AlwaysOne)  # type: ignore[call-arg]
@@ -69,7 +70,7 @@ async def test_every_grant_is_followed_by_an_offer_even_if_it_is_the_same(
     await provider.aclose()
 
 
-async def test_whoever_closes_grants_nothing_more(provider: MemoryProvider, recorder: Recorder) -> None:
+async def test_whoever_closes_grants_nothing_more(provider: MemoryProvider, recorder: ProviderRecorder) -> None:
     await recorder.leased(provider)
     await provider.acquire(lease_request(2))
     await provider.aclose()
@@ -78,7 +79,7 @@ async def test_whoever_closes_grants_nothing_more(provider: MemoryProvider, reco
 
 @pytest.mark.parametrize(("reason", "cause"), [("boot_timeout", EndCause.BOOT_TIMEOUT), ("drained", EndCause.RELEASED)])
 async def test_a_lease_whose_workers_never_joined_ends_as_such(
-    provider: MemoryProvider, recorder: Recorder, reason: str, cause: EndCause
+    provider: MemoryProvider, recorder: ProviderRecorder, reason: str, cause: EndCause
 ) -> None:
     await recorder.leased(provider)
     await provider.release("lease-1", reason)

@@ -6,14 +6,17 @@ from pathlib import Path
 from elastic.core.events import LeaseGranted, LeaseNotice
 from elastic.core.types import NS_PER_S, EndCause
 from elastic.pool import messages as w
+from elastic.testing.providers import ProviderRecorder, eventually, lease_request
 from providers.pool import PoolProvider
 from tests.pool.model import ROLLOUT, JobsPool
 from tests.pool.test_permits import House
-from tests.providers.conftest import Recorder, context_of, eventually, lease_request, provider_of
+from tests.providers.conftest import context_of, provider_of
 from tests.providers.stub_pool import CLIENTS
 
 
-async def test_a_recall_is_noticed_and_what_waits_meanwhile_gets_the_next_turn(tmp_path: Path, recorder: Recorder):
+async def test_a_recall_is_noticed_and_what_waits_meanwhile_gets_the_next_turn(
+    tmp_path: Path, recorder: ProviderRecorder
+):
     (tmp_path / "pool.address").write_text("127.0.0.1:1")
     provider = provider_of("pool", context_of("run", tmp_path, time.monotonic_ns()))
     assert isinstance(provider, PoolProvider)

@@ -16,11 +16,11 @@ from elastic.core.events import LeaseRefused
 from elastic.system.host import Host, on
 from elastic.system.processes import OF_SITE, Identity, identity
 from elastic.system.supervision import RecordedProcesses, WatchedProcess, records
+from elastic.testing.providers import TIMEOUT_S, ProviderRecorder, eventually, lease_request, processes_with
 from elastic.worker import weights
 from providers.base import ProviderContext, ProviderSettings, ProviderUnavailable
 from providers.processes import ProcessGroup, new_record
 from providers.reserved import ReservedProvider
-from tests.providers.conftest import TIMEOUT_S, Recorder, eventually, lease_request, processes_with
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 
@@ -183,7 +183,9 @@ async def test_what_cannot_be_recorded_does_not_run(context: ProviderContext) ->
     assert processes_with(ELASTIC_RUN=context.run) == []
 
 
-async def test_a_worker_that_cannot_start_refuses_the_lease(context: ProviderContext, recorder: Recorder) -> None:
+async def test_a_worker_that_cannot_start_refuses_the_lease(
+    context: ProviderContext, recorder: ProviderRecorder
+) -> None:
     (context.run_dir / "logs").write_text("in the way")
     provider = ReservedProvider("provider", ProviderSettings(), context)  # type: ignore[call-arg]
     await provider.start(recorder.emit)
@@ -194,7 +196,7 @@ async def test_a_worker_that_cannot_start_refuses_the_lease(context: ProviderCon
     await provider.aclose()
 
 
-async def test_a_command_that_does_not_exist_is_named(context: ProviderContext, recorder: Recorder) -> None:
+async def test_a_command_that_does_not_exist_is_named(context: ProviderContext, recorder: ProviderRecorder) -> None:
     broken = msgspec.structs.replace(context, worker_command=("/no/such/elastic", "worker"))
     provider = ReservedProvider("provider", ProviderSettings(), broken)  # type: ignore[call-arg]
     with pytest.raises(ProviderUnavailable, match="/no/such/elastic"):
@@ -223,7 +225,7 @@ async def test_a_worker_that_fails_by_itself_tells_why_without_its_secrets(
     command = (sys.executable, "-c", SAYS.format(token=request.tickets[0].token, end=end))
     failing = msgspec.structs.replace(context, worker_command=command)
     provider = ReservedProvider("reserved", ProviderSettings.model_validate({}), failing)
-    recorder = Recorder()
+    recorder = ProviderRecorder()
     await provider.start(recorder.emit)
     await provider.acquire(request)
     assert (await recorder.ended("lease-1")).fault == fault

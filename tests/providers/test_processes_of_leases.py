@@ -6,11 +6,12 @@ import psutil
 import pytest
 
 from elastic.core.types import EndCause
+from elastic.testing.provider_conformance import MakeProvider, grant, recorded
+from elastic.testing.providers import CAPACITY, ProviderRecorder, eventually, processes_with
 from providers.base import Provider, ProviderContext
-from tests.providers.conftest import CAPACITY, Recorder, eventually, processes_with
-from tests.providers.test_conformance import MakeContext, MakeProvider, grant, kind, make_provider, provider, recorded
+from tests.providers.test_conformance import kind, make_provider
 
-__all__ = ["kind", "make_provider", "provider"]
+__all__ = ["kind", "make_provider"]
 
 WITH_PROCESSES = ["reserved", "serverless", "spot"]
 """Whose leases are processes; a serving host's are inside a process that goes on without them, a pool's are its own."""
@@ -22,7 +23,9 @@ def booted(context: ProviderContext) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("kind", WITH_PROCESSES, indirect=True)
-async def test_no_process_outlives_its_lease(provider: Provider, context: ProviderContext, recorder: Recorder) -> None:
+async def test_no_process_outlives_its_lease(
+    provider: Provider, context: ProviderContext, recorder: ProviderRecorder
+) -> None:
     lease = await grant(provider, recorder)
     await eventually(booted(context))
     await provider.release(lease)
@@ -32,7 +35,7 @@ async def test_no_process_outlives_its_lease(provider: Provider, context: Provid
 
 @pytest.mark.parametrize("kind", [*WITH_PROCESSES, "trainer"], indirect=True)
 async def test_a_worker_that_dies_is_reported_lost(
-    provider: Provider, context: ProviderContext, recorder: Recorder
+    provider: Provider, context: ProviderContext, recorder: ProviderRecorder
 ) -> None:
     lease = await grant(provider, recorder)
     await eventually(booted(context))
@@ -48,7 +51,7 @@ async def test_a_worker_that_dies_is_reported_lost(
 
 @pytest.mark.parametrize("kind", [*WITH_PROCESSES, "serving"], indirect=True)
 async def test_secrets_are_not_in_any_command_line_or_record(
-    provider: Provider, context: ProviderContext, recorder: Recorder
+    provider: Provider, context: ProviderContext, recorder: ProviderRecorder
 ) -> None:
     await grant(provider, recorder)
     await eventually(lambda: recorded(context))
@@ -61,7 +64,10 @@ async def test_secrets_are_not_in_any_command_line_or_record(
 
 @pytest.mark.parametrize("kind", WITH_PROCESSES, indirect=True)
 async def test_a_worker_that_leaves_by_itself_has_given_its_lease_back(
-    make_provider: MakeProvider, make_context: MakeContext, recorder: Recorder, opened: list[Provider]
+    make_provider: MakeProvider,
+    make_context: Callable[..., ProviderContext],
+    recorder: ProviderRecorder,
+    opened: list[Provider],
 ) -> None:
     provider = make_provider(make_context(worker="pass"))
     opened.append(provider)

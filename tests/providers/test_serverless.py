@@ -7,10 +7,10 @@ import pytest
 
 from elastic.core.events import LeaseEnded, LeaseRefused, OfferChanged
 from elastic.core.types import NS_PER_S, EndCause
+from elastic.testing.providers import ProviderRecorder, eventually, lease_request, processes_with
 from providers.base import Provider, ProviderContext
 from providers.markets import ServerlessSettings
 from providers.serverless import ServerlessProvider
-from tests.providers.conftest import Recorder, eventually, lease_request, processes_with
 
 STUBBORN_WORKER = """
 import signal, time
@@ -32,7 +32,7 @@ def open_provider(make_context: Callable[..., ProviderContext], opened: list[Pro
     return make
 
 
-async def test_a_lease_ends_by_time_whatever_its_worker_does(open_provider: Open, recorder: Recorder) -> None:
+async def test_a_lease_ends_by_time_whatever_its_worker_does(open_provider: Open, recorder: ProviderRecorder) -> None:
     provider = open_provider(lease_s=1.0)
     await provider.start(recorder.emit)
     before_ns = provider.context.now_ns()
@@ -46,7 +46,7 @@ async def test_a_lease_ends_by_time_whatever_its_worker_does(open_provider: Open
     assert processes_with(ELASTIC_RUN=provider.context.run) == []
 
 
-async def test_one_that_is_given_back_too_late_has_expired(open_provider: Open, recorder: Recorder) -> None:
+async def test_one_that_is_given_back_too_late_has_expired(open_provider: Open, recorder: ProviderRecorder) -> None:
     """Whoever keeps the time better: the platform's own limit is what ends the call."""
     provider = open_provider(lease_s=0.2)
     await provider.start(recorder.emit)
@@ -60,7 +60,7 @@ async def test_one_that_is_given_back_too_late_has_expired(open_provider: Open, 
 
 
 async def test_a_cold_start_comes_before_the_worker_and_within_the_lease(
-    open_provider: Open, recorder: Recorder
+    open_provider: Open, recorder: ProviderRecorder
 ) -> None:
     provider = open_provider(lease_s=0.5, cold_start_s=30.0)
     await provider.start(recorder.emit)
@@ -70,7 +70,7 @@ async def test_a_cold_start_comes_before_the_worker_and_within_the_lease(
     assert (await recorder.ended("lease-1")).cause is EndCause.EXPIRED
 
 
-async def test_replacements_are_to_be_had_besides_all_others(open_provider: Open, recorder: Recorder) -> None:
+async def test_replacements_are_to_be_had_besides_all_others(open_provider: Open, recorder: ProviderRecorder) -> None:
     provider = open_provider(max_workers=2, overlap=1, lease_s=600.0)
     await provider.start(recorder.emit)
 
@@ -94,7 +94,7 @@ async def test_replacements_are_to_be_had_besides_all_others(open_provider: Open
     await recorder.until(lambda _: offered() == (1, 1))
 
 
-async def test_closing_before_the_end_releases(open_provider: Open, recorder: Recorder) -> None:
+async def test_closing_before_the_end_releases(open_provider: Open, recorder: ProviderRecorder) -> None:
     provider = open_provider(lease_s=0.3)
     await provider.start(recorder.emit)
     granted = await recorder.leased(provider)

@@ -14,10 +14,10 @@ from structlog.testing import capture_logs
 
 from elastic.core.events import LeaseRefused
 from elastic.core.types import EndCause
+from elastic.testing.providers import ProviderRecorder, eventually, lease_request, processes_with
 from providers.base import Provider, ProviderContext, ProviderUnavailable
 from providers.serving import ServingProvider
 from providers.serving_messages import ServingSettings
-from tests.providers.conftest import Recorder, eventually, lease_request, processes_with
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:00:00,{prompt},1000
@@ -53,14 +53,14 @@ def host_pids(context: ProviderContext) -> list[int]:
     ]
 
 
-async def lent(provider: ServingProvider, recorder: Recorder) -> None:
+async def lent(provider: ServingProvider, recorder: ProviderRecorder) -> None:
     await provider.start(recorder.emit)
     await recorder.until(lambda r: r.available)
     await recorder.leased(provider)
 
 
 async def test_lends_the_host_with_the_least_kv_in_use(
-    cluster: Callable[..., ServingProvider], context: ProviderContext, recorder: Recorder
+    cluster: Callable[..., ServingProvider], context: ProviderContext, recorder: ProviderRecorder
 ) -> None:
     provider = cluster(prompt=50_000, hosts=2, device={"prefill_tokens_per_s": 1e6})
     await recorder.offered(provider, 2)
@@ -72,7 +72,7 @@ async def test_lends_the_host_with_the_least_kv_in_use(
 
 
 async def test_a_host_is_chosen_by_its_use_over_a_window_and_not_by_a_moment(
-    cluster: Callable[..., ServingProvider], recorder: Recorder
+    cluster: Callable[..., ServingProvider], recorder: ProviderRecorder
 ) -> None:
     provider = cluster(hosts=2, kv_window_s=1000.0)
     await recorder.offered(provider, 2)
@@ -84,7 +84,7 @@ async def test_a_host_is_chosen_by_its_use_over_a_window_and_not_by_a_moment(
 
 
 async def test_a_host_under_pressure_is_not_offered(
-    cluster: Callable[..., ServingProvider], recorder: Recorder
+    cluster: Callable[..., ServingProvider], recorder: ProviderRecorder
 ) -> None:
     provider = cluster(prompt=190_000, hosts=2, device={"prefill_tokens_per_s": 1e6})
     await provider.start(recorder.emit)
@@ -93,7 +93,7 @@ async def test_a_host_under_pressure_is_not_offered(
 
 
 async def test_a_host_that_dies_takes_its_lease_with_it(
-    cluster: Callable[..., ServingProvider], context: ProviderContext, recorder: Recorder
+    cluster: Callable[..., ServingProvider], context: ProviderContext, recorder: ProviderRecorder
 ) -> None:
     await lent(cluster(), recorder)
     (pid,) = host_pids(context)
@@ -105,7 +105,7 @@ async def test_a_host_that_dies_takes_its_lease_with_it(
 
 
 async def test_a_frozen_host_is_lost_in_time_and_killed(
-    cluster: Callable[..., ServingProvider], recorder: Recorder
+    cluster: Callable[..., ServingProvider], recorder: ProviderRecorder
 ) -> None:
     provider = cluster(lost_after_s=0.2)
     await lent(provider, recorder)
@@ -118,7 +118,7 @@ async def test_a_frozen_host_is_lost_in_time_and_killed(
 @pytest.mark.parametrize(("how", "cause"), [("end", EndCause.RELEASED), ("fail", EndCause.LOST)])
 async def test_the_lease_ends_with_the_worker(
     cluster: Callable[..., ServingProvider],
-    recorder: Recorder,
+    recorder: ProviderRecorder,
     monkeypatch: pytest.MonkeyPatch,
     how: str,
     cause: EndCause,
@@ -135,7 +135,7 @@ async def test_the_lease_ends_with_the_worker(
 async def test_a_host_whose_worker_will_not_go_is_killed(
     cluster: Callable[..., ServingProvider],
     context: ProviderContext,
-    recorder: Recorder,
+    recorder: ProviderRecorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ELASTIC_STUB_AGENT", "stubborn")
@@ -149,7 +149,7 @@ async def test_a_host_whose_worker_will_not_go_is_killed(
 async def test_hosts_that_are_there_already_are_borrowed_and_a_loan_of_nobody_is_returned(
     cluster: Callable[..., ServingProvider],
     context: ProviderContext,
-    recorder: Recorder,
+    recorder: ProviderRecorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The hosts of one provider stand for a cluster that another one borrows from by URL."""
@@ -169,7 +169,7 @@ async def test_hosts_that_are_there_already_are_borrowed_and_a_loan_of_nobody_is
 
 
 async def test_a_host_that_is_not_there_is_no_capacity(
-    cluster: Callable[..., ServingProvider], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    cluster: Callable[..., ServingProvider], recorder: ProviderRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELASTIC_SERVING_TOKEN", "anything")
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -185,7 +185,7 @@ async def test_a_host_that_is_not_there_is_no_capacity(
 
 
 async def test_settings_that_can_give_nothing_are_named(
-    cluster: Callable[..., ServingProvider], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    cluster: Callable[..., ServingProvider], recorder: ProviderRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ELASTIC_SERVING_TOKEN", raising=False)
     with pytest.raises(ProviderUnavailable, match="set hosts"):

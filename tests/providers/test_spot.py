@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from elastic.core.events import LeaseEnded, LeaseNotice, OfferChanged
 from elastic.core.types import NS_PER_S, EndCause
+from elastic.testing.providers import ProviderRecorder, eventually, lease_request, processes_with
 from providers.base import Provider, ProviderContext, ProviderUnavailable
 from providers.markets import SpotSettings
 from providers.spot import SpotProvider
-from tests.providers.conftest import Recorder, eventually, lease_request, processes_with
 
 SEGMENT_A = [0, 1, 2, 11, 12, 10, 9, 8, 9, 7, 6, 5, 0, 1, 2]
 """How many instances the shipped trace has, from its start into its second cycle."""
@@ -52,7 +52,7 @@ async def test_a_trace_that_cannot_be_used_is_named_before_anything_starts(
 
 
 async def test_a_removal_kills_at_once_and_ends_the_lease_when_the_process_is_gone(
-    market: Callable[..., SpotProvider], context: ProviderContext, recorder: Recorder
+    market: Callable[..., SpotProvider], context: ProviderContext, recorder: ProviderRecorder
 ) -> None:
     provider = market("0,add,a", "1000,remove,a", "600000,add,b")
     alive_at_end: list[int] = []
@@ -75,7 +75,7 @@ async def test_a_removal_kills_at_once_and_ends_the_lease_when_the_process_is_go
 
 
 async def test_notice_comes_first_and_names_its_deadline(
-    market: Callable[..., SpotProvider], context: ProviderContext, recorder: Recorder
+    market: Callable[..., SpotProvider], context: ProviderContext, recorder: ProviderRecorder
 ) -> None:
     provider = market("0,add,a", "200,remove,a", "600000,add,b", notice_s=0.3)
     await recorder.offered(provider, 1)
@@ -89,7 +89,7 @@ async def test_notice_comes_first_and_names_its_deadline(
 
 
 async def test_a_lease_given_back_under_notice_still_counts_as_preempted(
-    market: Callable[..., SpotProvider], recorder: Recorder
+    market: Callable[..., SpotProvider], recorder: ProviderRecorder
 ) -> None:
     provider = market("0,add,a", "100,remove,a", "600000,add,b", notice_s=600)
     await recorder.offered(provider, 1)
@@ -101,7 +101,7 @@ async def test_a_lease_given_back_under_notice_still_counts_as_preempted(
 
 
 async def test_the_longest_available_instance_is_leased_first(
-    market: Callable[..., SpotProvider], recorder: Recorder
+    market: Callable[..., SpotProvider], recorder: ProviderRecorder
 ) -> None:
     provider = market("0,add,a", "0,add,b", "0,add,c", "600,remove,a", "700,remove,b", "600000,add,d")
     await recorder.offered(provider, 3)
@@ -115,7 +115,7 @@ async def test_the_longest_available_instance_is_leased_first(
 
 
 async def test_an_instance_whose_worker_lied_goes_unnoticed(
-    market: Callable[..., SpotProvider], recorder: Recorder
+    market: Callable[..., SpotProvider], recorder: ProviderRecorder
 ) -> None:
     provider = market("0,add,a", "0,add,b", "1000,remove,a", "600000,remove,b")
     await recorder.offered(provider, 2)
@@ -130,7 +130,7 @@ async def test_an_instance_whose_worker_lied_goes_unnoticed(
 
 
 async def test_a_free_instance_that_goes_is_no_longer_offered(
-    market: Callable[..., SpotProvider], recorder: Recorder
+    market: Callable[..., SpotProvider], recorder: ProviderRecorder
 ) -> None:
     provider = market("0,add,a", "0,add,b", "200,remove,a", "600000,add,c")
     await recorder.offered(provider, 2)
@@ -139,7 +139,7 @@ async def test_a_free_instance_that_goes_is_no_longer_offered(
 
 
 async def test_billing_starts_with_the_grant_and_the_worker_after_its_boot(
-    market: Callable[..., SpotProvider], context: ProviderContext, recorder: Recorder
+    market: Callable[..., SpotProvider], context: ProviderContext, recorder: ProviderRecorder
 ) -> None:
     provider = market("0,add,a", "600000,remove,a", boot_delay_s=1.0)
     await recorder.offered(provider, 1)
@@ -152,7 +152,7 @@ async def test_billing_starts_with_the_grant_and_the_worker_after_its_boot(
 
 
 async def test_a_lease_that_ends_while_it_boots_starts_nothing(
-    market: Callable[..., SpotProvider], context: ProviderContext, recorder: Recorder
+    market: Callable[..., SpotProvider], context: ProviderContext, recorder: ProviderRecorder
 ) -> None:
     provider = market("0,add,a", "600000,remove,a", boot_delay_s=600)
     await recorder.offered(provider, 1)
@@ -162,7 +162,7 @@ async def test_a_lease_that_ends_while_it_boots_starts_nothing(
     assert not (context.run_dir / "logs").exists()
 
 
-async def test_replays_the_shipped_trace_at_speed(context: ProviderContext, recorder: Recorder) -> None:
+async def test_replays_the_shipped_trace_at_speed(context: ProviderContext, recorder: ProviderRecorder) -> None:
     settings = SpotSettings.model_validate(
         {"speed": 10_000, "start_s": 420, "end_s": 7200, "repeat": True, "max_workers": 100}
     )

@@ -18,9 +18,9 @@ import pytest
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.types import EndCause
 from elastic.protocol.endpoint import Endpoint
+from elastic.testing.providers import ProviderRecorder, processes_with
 from providers.base import KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable, WorkerTicket
 from providers.ray import RayProvider, RaySettings
-from tests.providers.conftest import Recorder, processes_with
 from tests.ray.conftest import STORE_BYTES
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -31,7 +31,7 @@ STUB = "import time; time.sleep(3600)"
 
 class House:
     def __init__(self, cluster: Any, run_dir: Path) -> None:
-        self.recorder = Recorder()
+        self.recorder = ProviderRecorder()
         self.run = f"run-{time.time_ns()}"
         self._address, self._run_dir = cluster.client_address, run_dir
         self.providers: list[RayProvider] = []

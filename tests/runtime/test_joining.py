@@ -12,12 +12,12 @@ from elastic.protocol.connection import SessionRefused
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.ticket_store import TicketBook
 from elastic.runtime.gateway import Gateway
+from elastic.testing.providers import ProviderRecorder
 from elastic.worker.connection import OrchestratorLink, Ticket, dial
 from providers.base import LeaseRequest, ProviderContext, ProviderUnavailable, WorkerTicket
 from providers.joined import JoinedProvider
 from providers.markets import JoinedSettings
 from providers.waiting_room import WaitingRoom
-from tests.providers.conftest import Recorder
 from tests.runtime.test_gateway import READY, WELCOME, Ear
 
 PATIENCE_S = 10.0
@@ -31,7 +31,7 @@ class House:
         self.book = TicketBook(run_dir)
         self.room = WaitingRoom(self.book)
         self.certificate = tls.run_certificate(run_dir, ["localhost"])
-        self.ear, self.recorder, self.gateway = Ear(), Recorder(), Gateway()
+        self.ear, self.recorder, self.gateway = Ear(), ProviderRecorder(), Gateway()
         self.door = self.gateway.open("run", self.ear, WELCOME, cuts_silent=True)
         self.door.waiting_room = self.room
         self.notes: dict[str, str] = {}
@@ -76,7 +76,7 @@ class House:
         return task
 
     async def offered(self, available: int, usd: float) -> None:
-        def now(recorder: Recorder) -> bool:
+        def now(recorder: ProviderRecorder) -> bool:
             offers = recorder.of(OfferChanged)
             return bool(offers) and (offers[-1].offer.available, offers[-1].offer.usd_per_gpu_hour) == (available, usd)
 

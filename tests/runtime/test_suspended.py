@@ -10,9 +10,10 @@ from elastic.core.events import LeaseEnded, LeaseGranted
 from elastic.core.types import EndCause, Nanoseconds
 from elastic.runtime.live import LoopClock
 from elastic.system.boot_clock import boottime_ns
+from elastic.testing.providers import ProviderRecorder, lease_request
 from providers.base_provider import BaseProvider
 from providers.markets import LeaseEnding
-from tests.providers.conftest import Recorder, context_of, lease_request, provider_of
+from tests.providers.conftest import context_of, provider_of
 
 
 class SuspendedClock:
@@ -36,7 +37,7 @@ async def test_a_timer_rings_by_the_runs_clock() -> None:
 
 
 async def test_a_lease_ends_by_the_runs_clock(tmp_path: Path) -> None:
-    clock, recorder = SuspendedClock(), Recorder()
+    clock, recorder = SuspendedClock(), ProviderRecorder()
     context = msgspec.structs.replace(context_of("run", tmp_path, 0), now_ns=clock)
     provider: BaseProvider = provider_of("memory", context)
     await provider.start(recorder.emit)

@@ -22,6 +22,7 @@ from elastic.core.events import (
     StraysBilled,
 )
 from elastic.core.types import EndCause
+from elastic.testing.providers import ProviderRecorder, lease_request
 from providers.base import KnownLease, ProviderContext, ProviderUnavailable
 from providers.ec2 import Ec2Provider
 from providers.ec2_examination import examine
@@ -29,7 +30,7 @@ from providers.ec2_market import Ec2Settings
 from tests.clouds.aws_server.cloud import Cloud
 from tests.clouds.aws_server.proxy import Faults
 from tests.clouds.aws_server.record import BY_ITSELF, Books
-from tests.providers.conftest import Recorder, context_of, lease_request
+from tests.providers.conftest import context_of
 
 pytestmark = [pytest.mark.clouds, pytest.mark.timeout(240)]
 
@@ -54,7 +55,7 @@ class House:
     def __init__(self, aws: Cloud, directory: Path, name: str = "") -> None:
         self.aws, self._run_dir = aws, directory / (name or directory.name)
         self._run_dir.mkdir()
-        self.recorder = Recorder()
+        self.recorder = ProviderRecorder()
         self.loop = asyncio.get_running_loop()
         self.began_ns = time.monotonic_ns()
         self.notes: dict[str, str] = {}
@@ -343,7 +344,7 @@ async def test_the_next_process_takes_over_what_was_ordered_and_ends_what_nobody
     house.providers.clear()  # As if its process had been killed: nobody closes it.
     for task in tuple(former.tasks):
         task.cancel()
-    successor, recorder = house.provider(), Recorder()
+    successor, recorder = house.provider(), ProviderRecorder()
     known = [
         KnownLease(request=lease_request(1), granted=False),
         KnownLease(request=lease_request(3), granted=False),
@@ -407,7 +408,7 @@ async def test_the_next_process_waits_for_what_was_granted_and_is_not_listed_yet
     house.providers.clear()
     for task in tuple(former.tasks):
         task.cancel()
-    successor, recorder = house.provider(), Recorder()
+    successor, recorder = house.provider(), ProviderRecorder()
     granted_at_ns = former.context.now_ns()
     known = KnownLease(request=lease_request(1), granted=True, granted_at_ns=granted_at_ns)
     assert await successor.adopt([known], recorder.emit) == []

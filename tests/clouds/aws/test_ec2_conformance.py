@@ -5,18 +5,16 @@ from typing import Any
 
 import pytest
 
+from elastic.testing.provider_conformance import *  # noqa: F403
+from elastic.testing.providers import *  # noqa: F403
+from elastic.testing.providers import CAPACITY
 from providers.base import ProviderContext
 from providers.ec2 import Ec2Provider
 from providers.ec2_market import Ec2Settings
 from tests.clouds.aws_server.cloud import Cloud
 from tests.clouds.aws_server.proxy import Faults
-from tests.providers.conftest import CAPACITY, context, make_context, opened, recorder
-from tests.providers.test_conformance import *  # noqa: F403
-from tests.providers.test_conformance import provider
 
 pytestmark = pytest.mark.clouds
-
-__all__ = ["context", "make_context", "opened", "provider", "recorder"]
 
 
 @pytest.fixture(params=["ec2", "ec2 on a bad day"])

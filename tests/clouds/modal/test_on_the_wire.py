@@ -7,13 +7,20 @@ from typing import Any
 import pytest
 
 from elastic.core.types import LeaseId
+from elastic.testing.providers import (
+    ProviderRecorder,
+    eventually,
+    lease_request,
+    make_context,
+    processes_with,
+    recorder,
+)
 from functions.modal import ModalFunctionPool
 from providers.base import ProviderContext
 from providers.modal import ModalProvider
 from tests.clouds.modal.conftest import APP
 from tests.clouds.modal.test_provider_conformance import modal_provider
 from tests.clouds.modal_server import Bench
-from tests.providers.conftest import Recorder, eventually, lease_request, make_context, processes_with, recorder
 
 __all__ = ["make_context", "recorder"]
 
@@ -24,7 +31,7 @@ Leased = Callable[..., Any]
 
 @pytest.fixture
 async def leased(
-    platform: Bench, make_context: Callable[..., ProviderContext], recorder: Recorder
+    platform: Bench, make_context: Callable[..., ProviderContext], recorder: ProviderRecorder
 ) -> AsyncIterator[Leased]:
     """Have a provider of these settings grant a lease; gives its run's variant of the class, as it was asked for."""
     providers: list[ModalProvider] = []

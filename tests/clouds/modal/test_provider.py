@@ -12,12 +12,19 @@ from pydantic import ValidationError
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged, StraysBilled
 from elastic.core.types import NS_PER_S, EndCause
 from elastic.system.modal import VERSION_TAG, version
+from elastic.testing.providers import (
+    ProviderRecorder,
+    eventually,
+    lease_request,
+    make_context,
+    processes_with,
+    recorder,
+)
 from providers.base import KnownLease, ProviderContext, ProviderUnavailable
 from providers.modal import ModalProvider, ModalSettings
 from tests.clouds.modal.conftest import APP
 from tests.clouds.modal.test_provider_conformance import modal_provider
 from tests.clouds.modal_server import Bench
-from tests.providers.conftest import Recorder, eventually, lease_request, make_context, processes_with, recorder
 
 __all__ = ["make_context", "recorder"]
 
@@ -36,7 +43,7 @@ time.sleep(600)
 
 
 class House:
-    def __init__(self, platform: Bench, context: ProviderContext, recorder: Recorder) -> None:
+    def __init__(self, platform: Bench, context: ProviderContext, recorder: ProviderRecorder) -> None:
         self.platform, self.context, self.recorder = platform, context, recorder
         self.providers: list[ModalProvider] = []
         self.run_name = f"{context.tag('modal provider')}/provider"
@@ -91,7 +98,7 @@ class House:
 
 @pytest.fixture
 async def house(
-    platform: Bench, make_context: Callable[..., ProviderContext], recorder: Recorder, tmp_path: Path
+    platform: Bench, make_context: Callable[..., ProviderContext], recorder: ProviderRecorder, tmp_path: Path
 ) -> AsyncIterator[House]:
     spent = tmp_path / "spent"
     spent.mkdir()

@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 
+from elastic.testing.provider_conformance import *  # noqa: F403
+from elastic.testing.provider_conformance import MakeProvider
+from elastic.testing.providers import *  # noqa: F403
+from elastic.testing.providers import CAPACITY
 from providers.base import ProviderContext
 from providers.modal import ModalProvider, ModalSettings
 from tests.clouds.modal_server import Bench
-from tests.providers.conftest import CAPACITY, context, make_context, opened, recorder
-from tests.providers.test_conformance import *  # noqa: F403
-from tests.providers.test_conformance import MakeProvider, provider
-
-__all__ = ["context", "make_context", "opened", "provider", "recorder"]
 
 pytestmark = [pytest.mark.clouds]
 
