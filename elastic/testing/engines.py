@@ -45,8 +45,6 @@ __all__ = [
     "weights",
 ]
 
-pytest.register_assert_rewrite("elastic.testing.conformance")
-
 CONFIG = Qwen3Config(num_hidden_layers=2, initializer_range=0.15)
 KEPT_AT_MOST = 2
 

@@ -28,8 +28,6 @@ from providers.base import LeaseRequest, Provider, ProviderContext, ProviderEven
 
 __all__ = ["CAPACITY", "context", "leases_machines", "make_context", "opened", "provider", "recorder"]
 
-pytest.register_assert_rewrite("elastic.testing.provider_conformance")
-
 E = TypeVar("E", bound=ProviderEvent)
 
 CAPACITY = 2

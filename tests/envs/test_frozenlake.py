@@ -8,6 +8,8 @@ from pydantic import ValidationError
 
 from elastic.environments.frozenlake import ACTIONS, VOCABULARY, FrozenLake, FrozenLakeSettings, Lake, decode, encode
 from elastic.environments.frozenlake_demonstrations import DemonstrationSettings, demonstrate, shortest_ways
+from elastic.testing.episode_conformance import *  # noqa: F403
+from elastic.testing.episodes import EpisodesUnderTest
 
 seeds = st.integers(0, 2**63 - 1)
 settings = st.builds(
@@ -17,6 +19,13 @@ settings = st.builds(
     is_slippery=st.booleans(),
 )
 turns = st.lists(st.integers(0, len(VOCABULARY) - 1), max_size=16)
+
+
+@pytest.fixture
+def episodes_under_test() -> EpisodesUnderTest:
+    lake = FrozenLakeSettings(sizes=(4, 5))
+    way = shortest_ways(Lake(lake, 3).board)[0, 0]
+    return EpisodesUnderTest("frozenlake", lake.model_dump(), 3, [encode(action) for action in way])
 
 
 def play(environment: FrozenLake, seed: int, actions: list[list[int]]) -> list[object]:
@@ -115,16 +124,6 @@ async def test_step_without_an_episode_is_an_error():
 def test_settings_refuse_what_cannot_be_drawn(bad: dict[str, object]):
     with pytest.raises(ValidationError):
         FrozenLakeSettings.model_validate(bad)
-
-
-async def test_a_thousand_episodes_share_one_loop_and_none_sees_another():
-    move = encode("ddr|rdU")
-    environments = [FrozenLake(FrozenLakeSettings()) for _ in range(1000)]
-    first = await asyncio.gather(*(environment.reset(seed) for seed, environment in enumerate(environments)))
-    then = await asyncio.gather(*(environment.step(move) for environment in environments))
-    for seed, together in enumerate(zip(first, then, strict=True)):
-        alone = FrozenLake(FrozenLakeSettings())
-        assert together == (await alone.reset(seed), await alone.step(move))
 
 
 @given(settings, seeds, seeds)
