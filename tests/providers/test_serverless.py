@@ -26,7 +26,7 @@ def open_provider(make_context: Callable[..., ProviderContext], opened: list[Pro
     def make(**settings: float) -> ServerlessProvider:
         context = make_context(worker=STUBBORN_WORKER)
         provider = ServerlessProvider("serverless", ServerlessSettings.model_validate(settings), context)
-        opened.append(provider)
+        opened.append(provider)  # type: ignore[arg-type]
         return provider
 
     return make

@@ -80,7 +80,7 @@ async def test_a_host_is_chosen_by_its_use_over_a_window_and_not_by_a_moment(
     busy_of_late.kv_used_shares.extend([0.5] * 100 + [0.0])
     idle_of_late.kv_used_shares.extend([0.0] * 100 + [0.3])
     await recorder.leased(provider)
-    assert provider.market.lent == {idle_of_late.name: "lease-1"}
+    assert provider.market.lent == {idle_of_late.name: "lease-1"}  # type: ignore[attr-defined]
 
 
 async def test_a_host_under_pressure_is_not_offered(

@@ -85,7 +85,7 @@ async def test_notice_comes_first_and_names_its_deadline(
     assert notice.deadline_ns == 0.5 * NS_PER_S
     assert recorder.of(LeaseEnded) == []
     assert (await recorder.ended("lease-1")).cause is EndCause.PREEMPTED
-    assert context.now_ns() >= notice.deadline_ns
+    assert context.now_ns() >= notice.deadline_ns  # type: ignore[operator]
 
 
 async def test_a_lease_given_back_under_notice_still_counts_as_preempted(
@@ -124,7 +124,7 @@ async def test_an_instance_whose_worker_lied_goes_unnoticed(
     await provider.release("lease-1")
     await recorder.ended("lease-1")
     await recorder.until(lambda r: r.available == 1)
-    await eventually(lambda: "a" not in provider.market._instances)
+    await eventually(lambda: "a" not in provider.market._instances)  # type: ignore[attr-defined]
     assert recorder.available == 1
     assert len(recorder.of(LeaseEnded)) == 1
 

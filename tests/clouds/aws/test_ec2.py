@@ -154,7 +154,7 @@ async def test_what_was_passed_over_is_remarked_though_another_pool_had_it(house
     house.aws.books.capacity = {A: 0, B: 3}
     provider = await house.started(retry_s=0.05)
     for number in (1, 2):
-        await house.until(lambda: A in {tuple(pool) for pool in provider.market.usable()})
+        await house.until(lambda: A in {tuple(pool) for pool in provider.market.usable()})  # type: ignore[attr-defined]
         await house.grant(provider, number)
     (words,) = [text for key, text in house.notes.items() if key.startswith("remark: ec2: ")]
     assert "g5.xlarge in us-east-1a was passed over 2 times: InsufficientInstanceCapacity" in words
@@ -191,7 +191,7 @@ async def test_where_no_instance_joins_nothing_is_offered_for_longer_each_time(h
     lease = await house.grant(provider, 3)
     await provider.release(lease)
     await house.recorder.ended(lease)
-    assert provider.market.failures == {}
+    assert provider.market.failures == {}  # type: ignore[attr-defined]
 
 
 async def test_a_notice_without_an_end_ends_the_lease_as_it_says(house: House) -> None:
@@ -241,7 +241,7 @@ async def template(house: House, *behaviours: str) -> str:
 
 async def test_interruptions_are_known_to_the_next_run(house: House) -> None:
     provider = await house.started()
-    pools = [str(pool) for pool in provider.market.usable()]
+    pools = [str(pool) for pool in provider.market.usable()]  # type: ignore[attr-defined]
     assert pools == ["g5.xlarge in us-east-1a", "g5.xlarge in us-east-1b"]
     lease = await house.grant(provider)
     (one,) = house.aws.living()
@@ -252,7 +252,7 @@ async def test_interruptions_are_known_to_the_next_run(house: House) -> None:
     later = await next_run.started(boot_s=60.0)
     assert one.ended_s is not None
     assert later.market.expected_life_s() == pytest.approx(one.ended_s - one.began_s)
-    assert later.market.history.keys() == {one.pool}
+    assert later.market.history.keys() == {one.pool}  # type: ignore[attr-defined]
     await next_run.close()
 
 
@@ -420,7 +420,7 @@ async def test_the_next_process_waits_for_what_was_granted_and_is_not_listed_yet
 async def test_whatever_is_listed_comes_in_pages(house: House) -> None:
     house.aws.proxy.page = 1
     provider = await house.started(secret_prefix="elastic/", instance_profile="worker", max_workers=4)
-    assert len(provider.market.pools()) == 2
+    assert len(provider.market.pools()) == 2  # type: ignore[attr-defined]
     for number in range(3):
         await house.grant(provider, number)
     assert len(await asyncio.to_thread(provider.api.instances)) == 3
