@@ -24,9 +24,9 @@ victim has done a step again, and the other job `STEPS_BETWEEN` more.
 
 `killed_of_three` (not with `--quick`; Weave's Fig. 19) has three jobs on one node of each kind. One of them is killed,
 has failed, and is resubmitted by command after `AWAY_STEPS` steps of the others. For each of the three times,
-`before`, `without` and `after`: `step_s`, the median of each job's steps, and `order_kept_share`, of all turns with
-rollouts those that are the turn of whoever had it a round before. `returned_s` is from the resubmission to the end of
-the first step.
+`before`, `without` and `after`: `step_s`, the median of each job's steps, and `order_kept_share`, the share of rollout
+phases whose job also had that place in the round before. `returned_s` is from the resubmission to the end of the first
+step.
 """
 
 import argparse

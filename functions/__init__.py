@@ -1,0 +1,1 @@
+"""Stateless functions, such as rewards, and the pools that run them."""

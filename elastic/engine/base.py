@@ -152,7 +152,7 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class Provable(Protocol):
-    """An engine that shows which version it serves where its weights alone do not: adapters beside a base."""
+    """An engine that proves which version it serves, where verified weights do not show it: adapters beside a base."""
 
     @property
     def proof(self) -> Sequence[float]:
@@ -210,7 +210,7 @@ class EngineKind(Protocol):
 
     @staticmethod
     def unfit(model_config: Mapping[str, Any]) -> str:
-        """Why it cannot serve the model whose `config.json` this is; empty where it can, or says so as it starts."""
+        """Why this kind cannot serve the model of this `config.json`; empty if it can, or if only a start can tell."""
         return ""
 
     @staticmethod

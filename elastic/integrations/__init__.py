@@ -1,1 +1,1 @@
-"""Elastic from within other people's trainers, whose processes need none of it but a module of this room."""
+"""Modules that trainers of other projects import. They import nothing else of Elastic."""

@@ -1,1 +1,1 @@
-"""What goes between processes: addresses, connections, TLS, tickets, messages, and the ends that answer."""
+"""Everything between processes: addresses, connections, TLS, tickets, messages, HTTP servers and clients."""

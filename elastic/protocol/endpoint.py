@@ -44,13 +44,13 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def here(self) -> "Address":
-        """As processes on the listener's own machine dial it: who listens everywhere is reached by both families."""
+        """The address by which processes on the listener's own machine dial it; loopback, if it listens everywhere."""
         return self._replace(host="127.0.0.1") if is_wildcard(self.host) else self
 
     def seen_as(self, advertised: str) -> "Address":
-        """The address of the listener for those to whom its machine is `advertised`, a host or an address.
+        """The listener's address for peers that reach its machine as `advertised`, a host or an address.
 
-        Without that, for those on the machine itself.
+        If `advertised` is empty, the address for peers on the machine itself.
         """
         return Address.parse(advertised, self.port) if advertised else self.here()
 

@@ -1,11 +1,11 @@
-"""HTTP servers that strangers can cost little: uvicorn with bounds on what a peer may hold, send or leave unread.
+"""HTTP servers with bounds on what a peer may hold, send or leave unread, so that strangers cost them little.
 
 - A request's head is whole within `head_timeout_s` and has at most `HEAD_BYTES_MAX` bytes (else 400).
 - A body has at most `body_bytes_max` bytes (else 413) and keeps a least pace (else 408).
-- Connections are at most `connections_max`. Of those with no request in work, the oldest goes first of the address that
-  has the most. An address that dials more often than `dials_per_s` is hung up on.
-- Requests in work, streams included, are at most so many for one bearer of a token and for one address (`CallerLimits`:
-  429). Some places are kept for who has few.
+- There are at most `connections_max` connections. When all are taken, the address with the most loses its oldest one
+  without a request in work. An address that dials more often than `dials_per_s` is hung up on.
+- `CallerLimits` bounds the requests in work, streams included, of one token and of one address (else 429). Some places
+  are kept for callers that have few.
 - An answer that its peer does not read is dropped after `unread_timeout_s`.
 """
 

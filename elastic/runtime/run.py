@@ -36,17 +36,14 @@ LATE_WAKEUPS_MAX = 8
 
 
 class Alarm:
-    """Wakes the core when it has asked to be. Call `arm` after every event.
+    """Wakes the core when the core has asked for it. Call `arm` after every event.
 
-    The clock is set anew only for an earlier time than it is set to: what the core waits for is put off with every
-    token, and mostly still is when the clock rings.
-
-    What is read after the process was held up counts as having come before the first deadline, and puts others off from
-    then on only. So the core's time goes on from there, twice as fast until it has made up for the hold-up: whoever is
-    alive is heard in between.
-
-    All of that counts the time in which the machine was awake. While it was suspended nothing could be read: the core
-    is told of that before anything else (`slept_ns`), and of the present time.
+    - The alarm is set again only for an earlier time. Most deadlines move with every token, so they have usually moved
+      on when the alarm rings.
+    - After a hold-up of the process, events that waited in sockets count as if they had come before the first deadline.
+      The core's time goes on from there, twice as fast until it has caught up, so that living peers are heard first.
+    - Only time in which the machine was awake counts. After a suspension the core first learns how long it lasted
+      (`slept_ns`), and the present time.
     """
 
     def __init__(self, clock: Clock, next_ns: Callable[[], Nanoseconds | None], wake: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
-"""A run's state at a moment, in a file beside the trainer's checkpoint of then: who takes the run up begins there.
+"""Saved states of a run: a file beside each checkpoint of the trainer, from which the run's next process begins.
 
-A file that is damaged, or that another version of this program has written, is as good as none: the journal has all.
+A file that is damaged, or that another version of this program wrote, is passed over: the journal has everything.
 """
 
 import functools

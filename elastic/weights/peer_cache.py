@@ -1,18 +1,20 @@
 """Workers of one site share what crosses the slow link: of everything, one copy does.
 
-Who needs a piece that the site does not have claims it, fetches it from the far relay and puts it on the near one;
-the others find it there. Nobody is waited for longer than is fair: a claim whose piece takes several times as long as
-such pieces take the one who waits, because its worker died or has a slow link of its own, gives way to another. The
-slower one notices between two parts of its piece, takes the other's, and lets others go first from then on; who has
-not proved how fast it is takes one piece at a time. So joining and leaving takes nobody's consent. A newcomer gets its
-keyframe from the near relay as everybody does.
+- A worker that needs a piece which the site lacks claims it, fetches it from the far relay and puts it on the near one.
+  The other workers find it there, a newcomer its keyframe as well.
+- A waiting worker takes over a claim when the piece takes several times as long as its own pieces take. The claim's
+  worker may have died, or have a slow link.
+- The slower worker notices that between two parts of its piece. It takes the other's copy, and lets others claim first
+  from then on. A worker whose speed is unknown claims one piece at a time.
+- So workers join and leave without anybody's consent.
+
 Source: the two-stage transfer of RollMux §5.2 (Weave §5.2), without a fixed group.
 
 The near relay is any relay that all workers of the site reach fast: a directory in shared memory on one host, or an
-HTTP relay on one of them. Below `site/` it may be shared with anything, other runs' sites too: pieces are kept by
-the key that signed them, and a trainer that was resumed has another. It is a help and no more: where it fails, or has
-what does not verify, another copy is fetched, and where that does not either, the far relay alone is asked. Pieces are
-what is asked for, so workers have to ask for the same ranges.
+HTTP relay on one of them. Other data may share it: pieces lie below `site/`, by the key that signed them, so other
+runs and resumed trainers do not meet them. If the near relay fails, or a piece does not verify, the worker fetches
+another copy, and at last reads from the far relay alone. A piece is a range that a worker asks for, so workers have
+to ask for the same ranges.
 """
 
 import itertools

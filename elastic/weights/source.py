@@ -37,8 +37,7 @@ class RelaySource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightChanges(NamedTuple):
-    """Where a version of bfloat16 weights differs from `base`: elements by tensor, in the order in which they came
-    about."""
+    """The elements in which a version of bfloat16 weights differs from `base`, by tensor and in order of change."""
 
     base: int
     elements: Sequence[tuple[str, object, object]]
@@ -49,7 +48,7 @@ class TensorSource(NamedTuple):
     """A version whose tensors are in this process: names → bfloat16 or float32 tensors that stay as they are while it
     is loaded.
 
-    Whoever has the weights of `changes.base` in force may write the `changes` instead, which come to the same.
+    An engine that has the weights of `changes.base` in force may write only the `changes`, with the same result.
     """
 
     version: int

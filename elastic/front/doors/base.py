@@ -5,8 +5,9 @@ body again, and `DoorRefused` an error in the peer's shape. It decides nothing, 
 checks who asks, and that a directory which a peer names lies below the roots that it may name; the run and its importer
 check the rest.
 
-All calls may be made at once, from the front's event loop. Who is cancelled has left: its turns come to nothing, and an
-offer goes on. While the run is started again a call waits, up to `[front] hold_s`; what was asked before is not lost.
+All calls may be made at once, from the front's event loop. A cancelled call means that its peer has left: turns of the
+call are given up, and an offer goes on. While the run is started again a call waits, up to `[front] hold_s`; earlier
+calls are not lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +20,10 @@ import msgspec
 
 
 class DoorRefused(Exception):
-    """What was asked for is not done, for what the message says.
+    """A call that was refused; the message says why.
 
-    `again`: asking once more later can help (503, after `retry_after_s`); else it cannot (4xx). `param` is the field of
-    the request that does not do, empty where none is meant. `missing`: there is nothing of that name (404).
+    With `again` a later repetition can help (503, after `retry_after_s`), otherwise it cannot (4xx). `param` is the
+    faulty field of the request, or empty. With `missing` nothing has that name (404).
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class ServedRun(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Hold new turns in the queue; returns once what `mode` says is so. Said twice it is said once."""
+        """Hold new turns in the queue. Returns when running turns have ended or go on, as `mode` says. Idempotent."""
         ...
 
     async def resume(self) -> None:

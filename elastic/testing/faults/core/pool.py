@@ -1,7 +1,7 @@
-"""The device that the trainer of a world shares with other jobs, and whoever says whose turn it is.
+"""A model of the pool that grants a world's trainer its permits for a device which other jobs share.
 
-A permit is granted late, recalled some time after, and taken at its end from whoever has not yielded it: what computes
-then is halted. It is yielded by nobody who computes. It goes on over the orchestrator's crashes.
+The pool grants a permit late, recalls it some time later, and takes it back at its end if the trainer has not yielded
+it: then it halts what computes. A trainer never yields while it computes. Permits outlive the orchestrator's crashes.
 """
 
 from typing import TYPE_CHECKING
