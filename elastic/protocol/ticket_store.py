@@ -47,7 +47,7 @@ class TicketBook:
         return terms, token
 
     def check(self, ticket: str, token: str) -> TicketTerms:
-        """Return the terms of a valid ticket. Raises `TicketRefused`, without saying whether ticket or token is wrong."""
+        """Return the terms of a valid ticket. Raises `TicketRefused`, which does not say which of both is wrong."""
         terms = self._read(ticket)
         if terms is None or not hmac.compare_digest(terms.digest, _digest(token)):
             raise TicketRefused("unknown ticket or wrong token: is it of this run?")

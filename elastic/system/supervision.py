@@ -215,7 +215,7 @@ class RecordedProcesses:
         return _survivors(self._record)
 
     async def kill(self) -> list[int]:
-        """SIGKILL every process that carries the mark, until none is alive. Reaps those that are this one's children."""
+        """SIGKILL every process that carries the mark, until none is alive. Reaps the children of this process."""
         killed: set[int] = set()
         while survivors := await asyncio.to_thread(_survivors, self._record):
             for pid in survivors:
