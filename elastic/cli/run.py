@@ -299,6 +299,7 @@ def carry_out(
         bad_input(str(error))
     except JournalError as error:
         say(f"error: the run failed: {error}")
+        say(f"hint: what is in its journal is kept; once that can be written again, {go_on}")
         return EXIT_FAILED
     except SystemExit as ended:
         say(f"error: the run failed: a task that an environment has started raised SystemExit: {ended.code}; {go_on}")

@@ -195,8 +195,9 @@ class Publisher:
         """
         try:
             self.wait()
-        except WeightsError:
-            log.warning("merged delta, keyframe or collection of garbage failed", exc_info=True)
+        except WeightsError as error:
+            said = f"{type(error).__name__}: {error}"
+            log.warning("merged delta, keyframe or collection of garbage failed", reason=said)
 
     def close(self) -> None:
         """Waits for background work to end. Its errors are ignored."""

@@ -16,6 +16,7 @@ from elastic.system.host import here
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.codecs import warm_up
 from elastic.weights.encoder import PART_TIMEOUT_S
+from elastic.weights.errors import WeightsError
 from elastic.weights.placements import tensor_parallel
 from elastic.weights.publisher import Publisher, PublishReport, PublishSettings, TrainerRank
 from elastic.weights.relay import Relay, open_relay
@@ -180,8 +181,9 @@ class VersionPublisher:
             here().sleep(self._request_poll_s)
             try:
                 self._publisher.answer_requests()
-            except Exception:  # the run goes on without; the next poll may fare better
-                log.exception("requests for keyframes not answered")
+            except Exception as error:  # the run goes on without; the next poll may fare better
+                said, foreseen = f"{type(error).__name__}: {error}", isinstance(error, WeightsError)
+                log.error("requests for keyframes not answered", reason=said, exc_info=not foreseen)
 
 
 def shares(config: Config, shards: Sequence[Shard], float32: Collection[str]) -> list[TrainerRank]:

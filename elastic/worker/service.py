@@ -403,9 +403,8 @@ class Service:
         except TimeoutError:
             self._report_failure(order, asked, f"not pulled within {timeout_s} s")
         except Exception as error:
-            log.warning("weights not pulled", version=order.version, exc_info=True)
             refused = error.refused if isinstance(error, WeightsError) else ()
-            self._report_failure(order, asked, f"{type(error).__name__}: {error}", refused)
+            self._report_failure(order, asked, _cause("weights not pulled", order.version, error), refused)
         else:
             times_s = begun_s, here().monotonic()
             self._load_phase = LoadPhase.APPLYING
@@ -433,8 +432,7 @@ class Service:
         except VersionSuperseded:
             return
         except Exception as error:
-            log.warning("weights not applied", version=order.version, exc_info=True)
-            self._report_failure(order, asked, f"{type(error).__name__}: {error}", pulled.refused)
+            self._report_failure(order, asked, _cause("weights not applied", order.version, error), pulled.refused)
             self._name_idle_time()
         else:
             self._load_phase, self._signed_by = LoadPhase.NONE, order.publisher
@@ -499,3 +497,10 @@ def _told(refused: Iterable[WeightsRefusal]) -> list[wire.UnverifiedWeights]:
 
 class _Ended(Exception):
     pass
+
+
+def _cause(what: str, version: int, error: Exception) -> str:
+    """Log why a version is not here, with where it has failed if nobody has foreseen that; returns the cause."""
+    cause = f"{type(error).__name__}: {error}"
+    log.warning(what, version=version, reason=cause, exc_info=not isinstance(error, WeightsError))
+    return cause

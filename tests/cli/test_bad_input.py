@@ -414,6 +414,7 @@ def test_full_disk(start, config: Path, small_disk: Path, processes_of) -> None:
     assert process.returncode == 1
     assert "Traceback" not in err
     assert "full" in err or "No space left" in err
+    assert "elastic run --resume" in err
     (run_dir,) = (path.parent for path in small_disk.glob("*/config.json"))
     assert not processes_of(run_dir.name)
     assert not list((run_dir / "leases").glob("*.json"))

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, WeightMode
 from elastic.engine.base import TokenChunk, WeightsMismatch
@@ -276,10 +277,13 @@ async def test_what_a_failed_pull_refused_is_reported(orchestra: Orchestra) -> N
 
     engine = ScriptedEngine()
     engine.fetch = fetch
-    await orchestra.at_work(engine)
-    report = await orchestra.report_of(1)
+    with capture_logs() as logged:
+        await orchestra.at_work(engine)
+        report = await orchestra.report_of(1)
     assert "nothing verifies" in report.error
     assert report.refused == [wire.UnverifiedWeights("keyframe of version 1", "torn")]
+    (said,) = [line for line in logged if line["event"] == "weights not pulled"]
+    assert ("nothing verifies" in said["reason"], said["exc_info"]) == (True, False), "a line, and no stack"
 
 
 async def test_a_pull_that_hangs_is_given_up() -> None:
