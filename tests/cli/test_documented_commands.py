@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -36,7 +37,8 @@ _PROGRAMS = ("elastic", "make", "python", "pip", "nohup")
 _ELSEWHERE = ("curl", "docker", "modal", "packer", "terraform", "vllm", "ray", "aws", "ssh", "sudo", "kubectl")
 _FIRST_WORDS = (*_PROGRAMS, *_ELSEWHERE, "infra/", ".cache/")
 _TAKES = re.compile(r"\b(examples|benchmarks|tests|infra|docs|traces|elastic)/\S+\.\w+")
-_TOP = get_command(app)
+_TOP: Any = get_command(app)
+"""Typer has classes of its own for what Click calls by the same names."""
 QUICK = (
     "elastic simulate --jobs examples/jobs.toml --policy ours --output pool.html",
     "elastic profile --help",
@@ -83,7 +85,8 @@ def _words(command: str) -> list[str]:
 
 def _check_elastic(words: list[str]) -> None:
     """Each command and option exists; values are of their kinds."""
-    command, context = _TOP, click.Context(_TOP, info_name="elastic")
+    command: Any = _TOP
+    context: Any = click.Context(_TOP, info_name="elastic")
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         name = words.pop(0)
         inner = command.get_command(context, name)
@@ -99,7 +102,7 @@ def _check_elastic(words: list[str]) -> None:
         _check_run(command, context, words)
 
 
-def _check_run(command: click.Command, context: click.Context, words: list[str]) -> None:
+def _check_run(command: Any, context: Any, words: list[str]) -> None:
     """A run of an example resolves with what is set."""
     options, _, _ = command.make_parser(context).parse_args(list(words))
     config = load_config(CLONE / words[0], options.get("overrides") or [])
