@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks._crashes import CrashingRun
+from benchmarks._crashes import FrontedRun
 from benchmarks._proof import trajectories
 from benchmarks._runs import sets
+from benchmarks._shapes import write_chat_policy
 from elastic.core import events as e
 from elastic.core.ids import parse_turn
 from elastic.core.types import TrajectoryId, TurnId
-from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import TOKEN_BYTES, Sampled, SampledBranch, ids_of
 from elastic.runtime.agents import notes
-from elastic.runtime.journal import AGENTS, JournalError, RunDirectory, TrajectoryRow
+from elastic.runtime.journal import JournalError, RunDirectory, TrajectoryRow
 
 MODEL = "tiny"
 CONFIG = """
@@ -50,31 +50,7 @@ name = "outside"
 """
 
 
-def write_policy(directory: Path, head_dim: int = 16) -> Path:
-    """A policy as small as can be that can be chatted with, untrained."""
-    import torch
-
-    from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
-    from elastic.engine.model.config import Qwen3Config
-    from elastic.engine.model.qwen3 import Qwen3
-    from elastic.front.tiny import VOCABULARY, write_tokenizer
-
-    torch.manual_seed(0)
-    tiny = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=head_dim,
-    )
-    write_checkpoint(directory, tiny, model_tensors(Qwen3(tiny)))
-    write_tokenizer(directory)
-    return directory
-
-
-class AgentsRun(CrashingRun):
+class AgentsRun(FrontedRun):
     """A run below `directory` with these settings besides `CONFIG`: dedicated workers, and the trainer's device.
     `environments` are its sections of environments."""
 
@@ -82,34 +58,17 @@ class AgentsRun(CrashingRun):
         self, directory: Path, *settings: str, options: Sequence[str] = (), environments: str = ELSEWHERE
     ) -> None:
         config = directory / "agents.toml"
-        config.write_text(CONFIG.format(checkpoint=write_policy(directory / MODEL), environments=environments))
+        config.write_text(CONFIG.format(checkpoint=write_chat_policy(directory / MODEL), environments=environments))
         super().__init__(directory / "runs", [str(config), "--providers", "reserved", *options, *sets(settings)])
 
-    def url(self) -> str:
-        """Where agents reach its fronts; waits until that is known."""
-        return f"http://{self.until('the address of its fronts', self._served)}"
-
-    def _served(self) -> str:
-        with contextlib.suppress(JournalError), RunDirectory(self.run_dir).newest_journal() as journal:
-            return journal.meta().get(AGENTS, "")
-        return ""
-
     def driver_key(self, driver: str = "main") -> str:
-        return RunSecrets.of(self.run_dir).driver_key(driver)
+        return self.secrets.driver_key(driver)
 
     def accepted(self) -> set[TurnId]:
         """The turns that have a token by now which will outlive the orchestrator."""
         with contextlib.suppress(JournalError), RunDirectory(self.run_dir).journals() as journals:
             return {turn for journal in journals for frame in journal.frames() for turn in frame.turns if turn}
         return set()
-
-    def fronts(self) -> list[int]:
-        """The ids of its fronts' processes."""
-        return self.recorded("front-*.json")
-
-    def workers(self) -> list[int]:
-        """The ids of its dedicated workers' processes."""
-        return self.recorded("reserved-*.json")
 
 
 class Sampling(NamedTuple):

@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks._clouds import PARTS, starts_of
 from benchmarks._crashes import CrashingRun
-from benchmarks._live import write_policy
 from benchmarks._proof import judge_tokens
 from benchmarks._runs import EXAMPLE
+from benchmarks._shapes import write_policy
 from elastic.core import events as e
 from elastic.core.ids import lease_of
 from elastic.core.types import NS_PER_S

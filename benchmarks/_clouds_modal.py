@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks._clouds import figures_of
 from benchmarks._crashes import CrashingRun
-from benchmarks._live import write_policy
-from benchmarks._runs import EXAMPLE, POLL_S, elastic, sets
+from benchmarks._runs import POLL_S, elastic
+from benchmarks._shapes import write_policy
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.core.ids import tagged
 from elastic.protocol.run_secrets import RunSecrets
@@ -76,7 +76,7 @@ def _run(
 ) -> dict[str, Any]:
     policy = write_policy(directory / "policy")
     settings = [*SETTINGS, f"model.checkpoint={policy}", f"providers.modal.lease_s={lease_s}"]
-    run = CrashingRun(directory / "runs", [str(EXAMPLE), "--providers", "modal", *sets(settings)])
+    run = CrashingRun.of_example(directory / "runs", *settings, providers="modal")
     chance = random.Random(7)
     kills = [chance.choice(KILLS) for _ in range(container_kills)] + ["orchestrator"] * orchestrator_kills
     chance.shuffle(kills)

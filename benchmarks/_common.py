@@ -14,8 +14,10 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import HERE
+from benchmarks import HERE, ROOT
 
+TRAINERS_PYTHON = ROOT / ".cache" / "trainers" / "bin" / "python"
+WITHOUT_PEFT = "peft is not installed in .cache/trainers: `make .cache/trainers/installed`"
 Figures: TypeAlias = Mapping[str, Any]
 Measured: TypeAlias = Figures | Coroutine[Any, Any, Figures]
 

@@ -18,7 +18,8 @@ import psutil
 
 from benchmarks._runs import POLL_S, CommandRun, processes_of
 from elastic.core.types import NS_PER_S
-from elastic.runtime.journal import JournalError, JournalReader, RunDirectory
+from elastic.protocol.run_secrets import RunSecrets
+from elastic.runtime.journal import AGENTS, JournalError, JournalReader, RunDirectory
 
 Victim: TypeAlias = Literal["orchestrator", "trainer", "both", "rank", "worker"]
 """`rank` is a further rank of the trainer, whose first one is `trainer`."""
@@ -163,6 +164,31 @@ class CrashingRun(CommandRun):
                 if first_ns is not None:
                     at_ns = began_ns + first_ns
                     yield (at_ns - max(exec_ns for exec_ns in self.exec_ns if exec_ns < at_ns)) / NS_PER_S
+
+
+class FrontedRun(CrashingRun):
+    """A run with fronts, and dedicated workers."""
+
+    def url(self) -> str:
+        """Where its fronts are; waits until that is known."""
+        return f"http://{self.until('the address of its fronts', self._served)}"
+
+    def _served(self) -> str:
+        with contextlib.suppress(JournalError), RunDirectory(self.run_dir).newest_journal() as journal:
+            return journal.meta().get(AGENTS, "")
+        return ""
+
+    @property
+    def secrets(self) -> RunSecrets:
+        return RunSecrets.of(self.run_dir)
+
+    def fronts(self) -> list[int]:
+        """The ids of its fronts' processes."""
+        return self.recorded("front-*.json")
+
+    def workers(self) -> list[int]:
+        """The ids of its dedicated workers' processes."""
+        return self.recorded("reserved-*.json")
 
 
 def _further_ranks(trainer: int) -> list[int]:

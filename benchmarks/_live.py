@@ -44,41 +44,6 @@ class RunEnded(Exception):
     """The run ended by itself before it was measured; the message has its cause."""
 
 
-def write_policy(directory: Path) -> Path:
-    """A policy of the examples' size, untrained: what it says does not matter here, what it costs is the same."""
-    import torch
-
-    from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
-    from elastic.engine.model.config import Qwen3Config
-    from elastic.engine.model.qwen3 import Qwen3
-
-    torch.manual_seed(0)
-    config = Qwen3Config()
-    write_checkpoint(directory, config, model_tensors(Qwen3(config)))
-    return directory
-
-
-def endless(policy: Path, turns: int, **sections: Any) -> Config:
-    """A run that goes on until it is ended, with these `sections` besides; its workers take `turns` at once, paced."""
-    return Config.model_validate(
-        {
-            "model": {"checkpoint": policy},
-            "environment": {"step_timeout_s": 86_400},
-            "rollout": {"groups": 500, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 64},
-            "engine": {
-                "max_batch": turns,
-                "max_pending": turns,
-                "max_context_tokens": 512,
-                "pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.03, 16: 0.04}},
-            },
-            "scheduler": {"boot_timeout_s": 240.0},
-            # No step ends that could tell how many workers are worth having.
-            "seeding": {"window_s": 0, "bound_workers": False},
-            **sections,
-        }
-    )
-
-
 def reserved(workers: int) -> Capacity:
     """Workers on this machine that nobody takes away."""
     return ReservedProvider, ProviderSettings.model_validate({"max_workers": workers})

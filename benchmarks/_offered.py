@@ -10,11 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks._served import DoorsRun, client, step_on, under_way
-from benchmarks._updates import CONFIG
-from elastic.engine.model.checkpoint import model_tensors, write_checkpoint
-from elastic.engine.model.qwen3 import Qwen3
+from benchmarks._shapes import write_chat_policy
 from elastic.engine.model.stored import stored_tensors
-from elastic.front.tiny import write_tokenizer
 from elastic.runtime.journal import PullRow, RunDirectory
 from elastic.weights.publisher import Publisher
 from elastic.weights.relay import open_relay
@@ -30,7 +27,7 @@ SETTINGS = ("engine.kv_blocks=64", "engine.max_context_tokens=256")
 
 def measured_update(directory: Path, memory: Path) -> dict[str, Any]:
     """`memory` is a directory in memory, as relays of runs are."""
-    base = write_large(directory / "large")
+    base = write_chat_policy(directory / "large", "61m")
     with under_way(directory, *SETTINGS, policy=base) as run:
         run.until("a turn", lambda: _answers(run), TIMEOUT_S)
         offered = [_written(run, number, base) for number in range(1, OFFERS + 1)]
@@ -49,14 +46,6 @@ def measured_update(directory: Path, memory: Path) -> dict[str, Any]:
         "ratio": median(answered_s[1:]) / (read_s + publish_s),
         "wire_share": pulled[-1] / size,
     }
-
-
-def write_large(directory: Path) -> Path:
-    """A policy of 61 M parameters, untrained."""
-    torch.manual_seed(0)
-    write_checkpoint(directory, CONFIG, model_tensors(Qwen3(CONFIG)))
-    write_tokenizer(directory)
-    return directory
 
 
 def _answers(run: DoorsRun) -> bool:

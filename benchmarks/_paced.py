@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from benchmarks._live import LiveRun, live_run, write_policy
-from elastic.config import Config
+from benchmarks._configurations import configuration
+from benchmarks._live import LiveRun, live_run
+from benchmarks._shapes import write_policy
 from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S, EndCause, WorkerRole
 from elastic.environments.base import StepResult
@@ -26,8 +27,6 @@ from providers.markets import LeaseEnding
 from providers.processes import LocalProvider
 
 VOCABULARY = 32
-PATIENT = {"heartbeat_timeout_s": 20.0, "stall_timeout_s": 30.0, "turn_stall_timeout_s": 60.0, "boot_timeout_s": 200.0}
-"""A machine with fewer processors than devices is no reason to fence one."""
 READY_TIMEOUT_S = 240.0
 STEP_TIMEOUT_S = 120.0
 
@@ -207,20 +206,11 @@ async def paced_run(
     **sections: Any,
 ) -> AsyncIterator[PacedRun]:
     """A run of steps without end on such devices; `sections` are the configuration's."""
-    scheduler = PATIENT | sections.pop("scheduler", {})
     policy = directory / "policy"
     if not policy.exists():
         write_policy(policy)
-    config = Config.model_validate(
-        {
-            "run": {"name": name, "steps": 10_000, "seed": sections.pop("seed", 0)},
-            "model": {"checkpoint": policy},
-            "trainer": {"learning_rate": 1e-9, "updates_per_step": 1, "checkpoint_every_steps": 1000},
-            "provisioning": {"policy": "take_all"},
-            "scheduler": scheduler,
-        }
-        | sections
-    )
+    run = {"name": name, "seed": sections.pop("seed", 0)}
+    config = configuration("all-capacity", "patient", "many-steps", policy=policy, run=run, **sections)
     stocks = {kind: Stock(some.workers) for kind, some in devices.items()}
     providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
         kind: (StockProvider, _settings(some, stocks[kind])) for kind, some in devices.items()

@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks._agents import write_policy
 from benchmarks._churn import PROMPT_TOKENS, SeenRequests, asked
 from benchmarks._live import live_run, reserved, run_to_end
 from benchmarks._paced import FixedTask, TaskSettings
 from benchmarks._served import CONFIG, under_way
+from benchmarks._shapes import write_chat_policy
 from elastic.config import Config
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import RunDirectory, SampleRow
@@ -62,7 +62,7 @@ def _own_rate(directory: Path) -> float:
 
 async def _rolled_out(directory: Path, run_dir: Path) -> None:
     """The step of a run of single-turn episodes, until its tokens are those that count."""
-    text = CONFIG.format(checkpoint=write_policy(directory / "policy"), workers=WORKERS, fronts=1)
+    text = CONFIG.format(checkpoint=write_chat_policy(directory / "policy"), workers=WORKERS, fronts=1)
     config = tomllib.loads(text)
     config["engine"] |= ENGINE
     config["seeding"] = {"policy": "none"}

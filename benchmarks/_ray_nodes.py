@@ -12,10 +12,12 @@ from typing import Any, cast
 
 import psutil
 
-from benchmarks._live import Capacity, LiveRun, endless, live_run, reserved, write_policy
+from benchmarks._configurations import endless
+from benchmarks._live import Capacity, LiveRun, live_run, reserved
 from benchmarks._paced import LimitedSettings, LimitedTask
 from benchmarks._proof import judge_tokens
 from benchmarks._runs import processes_of
+from benchmarks._shapes import write_policy
 from elastic.protocol.sockets import listening_socket
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory

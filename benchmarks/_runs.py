@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import psutil
 
@@ -82,6 +82,15 @@ class CommandRun:
         self.run_dir: Path = self.until(
             "its directory", lambda: next((p for p in runs.iterdir() if p not in known and p.is_dir()), None)
         )
+
+    @classmethod
+    def of_example(
+        cls, runs: Path, *settings: str, providers: str = "", seed: int | None = None, example: Path = EXAMPLE
+    ) -> Self:
+        """An example's run with these settings, and of its providers these alone."""
+        chosen = (("--providers", providers), ("--seed", "" if seed is None else str(seed)))
+        options = [part for name, value in chosen if value for part in (name, value)]
+        return cls(runs, [str(example), *options, *sets(settings)])
 
     def start(self, *arguments: str) -> None:
         self.log = Path(tempfile.mkstemp(prefix="process-", suffix=".log", dir=self._runs.parent)[1])

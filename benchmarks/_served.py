@@ -12,12 +12,11 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks._agents import write_policy
-from benchmarks._crashes import CrashingRun
+from benchmarks._crashes import FrontedRun
 from benchmarks._runs import sets
+from benchmarks._shapes import write_chat_policy
 from elastic.protocol.http_clients import sync_client
-from elastic.protocol.run_secrets import RunSecrets
-from elastic.runtime.journal import AGENTS, PUBLISHER, JournalError, RunDirectory
+from elastic.runtime.journal import PUBLISHER, RunDirectory
 from elastic.weights.puller import Puller
 from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust
@@ -72,7 +71,7 @@ ADAPTER_RANK = 8
 WAIT_S = 120.0
 
 
-class DoorsRun(CrashingRun):
+class DoorsRun(FrontedRun):
     """A run below `directory` with so many dedicated workers, which is offered weights below `directory/weights`."""
 
     def __init__(
@@ -85,7 +84,7 @@ class DoorsRun(CrashingRun):
         options: Sequence[str] = (),
         text: str = CONFIG,
     ) -> None:
-        self.base = policy or write_policy(directory / MODEL)
+        self.base = policy or write_chat_policy(directory / MODEL)
         self.root = directory / "weights"
         self.root.mkdir()
         config = directory / "served.toml"
@@ -97,27 +96,12 @@ class DoorsRun(CrashingRun):
         first = arguments[0] == "run" and "--resume" not in arguments
         super().start(*(("serve-rollouts", *arguments[1:]) if first else arguments))
 
-    def url(self) -> str:
-        """Where its doors are; waits until that is known."""
-        return f"http://{self.until('the address of its doors', self._served)}"
-
-    def _served(self) -> str:
-        with contextlib.suppress(JournalError), RunDirectory(self.run_dir).newest_journal() as journal:
-            return journal.meta().get(AGENTS, "")
-        return ""
-
     def control_key(self) -> str:
-        return RunSecrets.of(self.run_dir).control_key()
+        return self.secrets.control_key()
 
     def importers(self) -> list[int]:
         """The ids of its importer's processes."""
         return self.recorded("trainer-*.json")
-
-    def workers(self) -> list[int]:
-        return self.recorded("reserved-*.json")
-
-    def fronts(self) -> list[int]:
-        return self.recorded("front-*.json")
 
     def pulled(self, version: int) -> dict[str, torch.Tensor]:
         """The version's tensors, as workers pull them."""

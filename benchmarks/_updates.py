@@ -11,21 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from benchmarks._shapes import SHAPES
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.weights.codecs.base import Bits
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "benchmarks"
-CONFIG = Qwen3Config(
-    vocab_size=32_768,
-    hidden_size=512,
-    intermediate_size=1536,
-    num_hidden_layers=14,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-)
-"""61 M parameters."""
+CONFIG = Qwen3Config(**SHAPES["61m"])
 
 LEARNING_RATES = {"0.01": 8e-7, "0.03": 2.6e-6, "0.05": 4.6e-6, "0.2": 2.4e-5}
 """Wanted share of changed elements → the rate that gives about that share."""

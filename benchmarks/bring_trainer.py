@@ -29,21 +29,19 @@ from typing import Any
 import httpx
 from safetensors.torch import load_file
 
-from benchmarks._agents import write_policy
 from benchmarks._churn import WORKERS, measured_churn, measured_hours
 from benchmarks._common import Arguments, benchmark, skipped_without_vllm
 from benchmarks._offered import measured_update
 from benchmarks._peers import PEERS, TIMEOUT_S, TOKENS, WITH_ADAPTERS, CallFailed, FrontSeen, PeerTurn, Play
 from benchmarks._rates import measured_rates
 from benchmarks._served import ADAPTING, DoorsRun, under_way, write_adapter, write_version
+from benchmarks._shapes import write_chat_policy
 from elastic.protocol.http_clients import sync_client
 from elastic.protocol.run_secrets import RunSecrets
 
 MODEL = "policy"
 OPTIONS = ("--model-name", MODEL, "--plain", "127.0.0.0/8")
 VLLM_START_S = 600.0
-VLLM_HEAD_DIM = 32
-"""The least that vLLM's attention has on a CPU."""
 UPDATES = 3
 FORGET_MB = 1.0
 """Of the journal, where hours are measured: often enough for it to be seen in minutes."""
@@ -71,7 +69,7 @@ def measured_adapters(directory: Path, *, quick: bool = False) -> dict[str, Any]
     """Every peer that offers adapters, at a run on vLLM, where that is installed and there is the time to start it."""
     if why := skipped_without_vllm() or ("--quick" if quick else ""):
         return {name: {"calls": 0, "passed": None, "skipped_because": why} for name in WITH_ADAPTERS}
-    base = write_policy(directory / "base", VLLM_HEAD_DIM)
+    base = write_chat_policy(directory / "base", "smallest-for-vllm")
     with under_way(directory, options=OPTIONS, text=ADAPTING, policy=base) as run:
         secrets = RunSecrets.of(run.run_dir)
         front = FrontSeen(run.url(), MODEL, secrets.control_key(), secrets.requests_key())

@@ -48,7 +48,7 @@ import msgspec
 import torch
 
 from benchmarks._common import Arguments, Measured, benchmark
-from benchmarks._shapes import SHAPES
+from benchmarks._shapes import ON_A_DEVICE
 from benchmarks._shared_device import (
     CONTEXT,
     CORES,
@@ -477,7 +477,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
     add("--paced", action="store_true", help="a modelled device: iterations take at least its time")
     add("--device", type=there, choices=PAGE_BYTES, default="cpu")
     for model in ("serving", "rollout"):
-        add(f"--{model}-model", choices=SHAPES, help="its shape (default: tiny; on a GPU Qwen3's)")
+        add(f"--{model}-model", choices=ON_A_DEVICE, help="its shape (default: tiny; on a GPU Qwen3's)")
 
 
 def main(parsed: Arguments) -> Measured:

@@ -34,7 +34,7 @@ from benchmarks._common import Arguments, benchmark
 from benchmarks._crashes import CrashingRun, Victim
 from benchmarks._proof import judge, same_episode, same_weights, trajectories
 from benchmarks._retold import retell
-from benchmarks._runs import EXAMPLE, prepare, sets
+from benchmarks._runs import EXAMPLE, prepare
 from elastic.compose.incarnations import past_incarnations, previous_incarnation
 from elastic.compose.plan import resolve
 from elastic.config import load_config
@@ -68,9 +68,8 @@ def market(directory: Path) -> Path:
 
 def begin(directory: Path, steps: int, trainer: Sequence[str], *settings: str) -> CrashingRun:
     spot = f'providers.spot={{trace="{market(directory)}", max_workers=1, boot_delay_s=0}}'
-    overrides = sets([f"run.steps={steps}", spot, *SETTINGS, *trainer, *settings])
-    arguments = [str(EXAMPLE), "--providers", "serving,spot", "--seed", str(SEED), *overrides]
-    return CrashingRun(directory / "runs", arguments)
+    chosen = (f"run.steps={steps}", spot, *SETTINGS, *trainer, *settings)
+    return CrashingRun.of_example(directory / "runs", *chosen, providers="serving,spot", seed=SEED)
 
 
 def crash(

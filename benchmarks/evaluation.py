@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks._common import Arguments, benchmark
 from benchmarks._diagnoses import measured
 from benchmarks._proof import same_weights
-from benchmarks._runs import EXAMPLE, CommandRun, prepare, sets
+from benchmarks._runs import EXAMPLE, CommandRun, prepare
 from elastic.compose.plan import resolve
 from elastic.config import load_config
 from elastic.core.scores import paired
@@ -59,7 +59,7 @@ Rewards = dict[int, dict[str, list[list[float | None]]]]
 
 
 def begin(directory: Path, *settings: str) -> CommandRun:
-    return CommandRun(directory / "runs", [str(EXAMPLE), "--seed", str(SEED), *sets([*SETTINGS, *settings])])
+    return CommandRun.of_example(directory / "runs", *SETTINGS, *settings, seed=SEED)
 
 
 def ended(run: CommandRun) -> Path:

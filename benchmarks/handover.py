@@ -14,7 +14,9 @@ from typing import Any, cast
 
 from benchmarks._arms import by_name, in_turn
 from benchmarks._common import benchmark
-from benchmarks._live import live_run, write_policy
+from benchmarks._configurations import configuration
+from benchmarks._live import live_run
+from benchmarks._shapes import write_policy
 from elastic.config import Config
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.core.types import NS_PER_S
@@ -36,20 +38,16 @@ MODES = {"early_successor": 1.5, "none": 0.0}
 TIMEOUT_S = 300.0
 
 
-def configuration(checkpoint: Path, margin: float) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": "handover", "seed": 3, "steps": 1},
-            "model": {"checkpoint": str(checkpoint)},
-            "rollout": {"groups": 96, "group_size": 8, "max_turns": 16, "max_tokens_per_turn": 16},
-            "seeding": {"policy": "fixed", "window_s": 0.0, "bound_workers": False},
-            "scheduler": {"drain_timeout_s": DRAIN_S, "reseed_delay_s": TIMEOUT_S, "queue_timeout_s": TIMEOUT_S},
-            "engine": {
-                "max_batch": 8,
-                "pacing": {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.03, 8: 0.05}},
-            },
-            "provisioning": {"policy": "take_all", "successor_margin": margin},
-        }
+def handing_over(checkpoint: Path, margin: float) -> Config:
+    return configuration(
+        "unseeded",
+        "all-capacity",
+        policy=checkpoint,
+        run={"name": "handover", "seed": 3, "steps": 1},
+        rollout={"groups": 96, "group_size": 8, "max_turns": 16, "max_tokens_per_turn": 16},
+        scheduler={"drain_timeout_s": DRAIN_S, "reseed_delay_s": TIMEOUT_S, "queue_timeout_s": TIMEOUT_S},
+        engine={"max_batch": 8, "pacing": {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.03, 8: 0.05}}},
+        provisioning={"successor_margin": margin},
     )
 
 
@@ -59,7 +57,7 @@ async def measure(checkpoint: Path, margin: float, lease_s: float, ends: int) ->
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         providers = {"serverless": (cast("type[Provider]", ServerlessProvider), settings)}
-        config, lake = configuration(checkpoint, margin), FrozenLakeSettings(sizes=(8,))
+        config, lake = handing_over(checkpoint, margin), FrozenLakeSettings(sizes=(8,))
         async with live_run(config, run_dir, providers, FrozenLake, lake) as run:
             live = run.orchestrator
             await run.until("a worker", lambda: bool(run.ready("serverless")) and bool(live.scheduler.step), TIMEOUT_S)

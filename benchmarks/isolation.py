@@ -49,10 +49,10 @@ import psutil
 
 from benchmarks import HERE
 from benchmarks._common import Arguments, benchmark
-from benchmarks._live import write_policy
 from benchmarks._pools import LivePool, Moment, example, left_over, live_pool, moments
 from benchmarks._proof import same_episode, trajectories
 from benchmarks._runs import elastic, sets
+from benchmarks._shapes import write_policy
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import PhaseKind

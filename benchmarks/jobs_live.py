@@ -32,10 +32,10 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks._common import Arguments, benchmark
-from benchmarks._live import write_policy
 from benchmarks._pools import JOBS, LivePool, at_once, live_pool, residual_nano_usd
 from benchmarks._proof import judge, same_episode, trajectories
 from benchmarks._runs import elastic, sets
+from benchmarks._shapes import write_policy
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory, SampleRow, TrajectoryRow
 

@@ -24,9 +24,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from benchmarks._common import Arguments, Measured, benchmark
-from benchmarks._live import Capacity, LiveRun, endless, live_run, replay, reserved, write_policy
+from benchmarks._configurations import endless
+from benchmarks._live import Capacity, LiveRun, live_run, replay, reserved
 from benchmarks._paced import LimitedSettings, LimitedTask
 from benchmarks._proof import judge_tokens
+from benchmarks._shapes import write_policy
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e

@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks._common import Arguments, benchmark
 from benchmarks._crashes import CrashingRun
-from benchmarks._runs import EXAMPLE, elastic, prepare, sets
+from benchmarks._runs import elastic, prepare
 from elastic.report.texts import Reading, with_texts
 from elastic.report.tracking import LOGGERS, SampleBounds, StepSource, TrackedRow, TrackedRun, logger_named
 from elastic.runtime.journal import RunDirectory
@@ -93,8 +93,8 @@ def steps_in(logger: str, run: str, kept: Path) -> list[int]:
 def crash(directory: Path, loggers: Sequence[str], kills: int, steps: int, afterwards: int) -> dict[str, Any]:
     rng = random.Random(SEED)
     to = json.dumps(list(loggers))
-    overrides = sets([f"run.steps={steps}", f"logging.to={to}", *SETTINGS])
-    run = TrackedCrashes(directory / "runs", [str(EXAMPLE), "--seed", str(SEED), *overrides])
+    settings = (f"run.steps={steps}", f"logging.to={to}", *SETTINGS)
+    run = TrackedCrashes.of_example(directory / "runs", *settings, seed=SEED)
     struck = 0
     try:
         for number in range(kills):

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks._common import Arguments, benchmark
-from benchmarks._trained import TRAINED_SHAPE, TRAINERS_PYTHON, WITHOUT_PEFT
+from benchmarks._common import TRAINERS_PYTHON, WITHOUT_PEFT, Arguments, benchmark
+from benchmarks._shapes import TRAINED
 
 VLLM_PYTHON = ROOT / ".cache" / "vllm-venv" / "bin" / "python"
 WITHOUT_VLLM = "vLLM is not installed in .cache/vllm-venv: `make .cache/vllm-venv/installed`"
 IN_MINUTES = "a run on vLLM takes minutes"
 VOCABULARY = 8192
-MODEL = {**TRAINED_SHAPE, "vocab_size": VOCABULARY, "max_position_embeddings": 1024, "dtype": "bfloat16"}
+MODEL = {**TRAINED, "vocab_size": VOCABULARY, "max_position_embeddings": 1024, "dtype": "bfloat16"}
 """13 million parameters."""
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 """What peft adapts where it is not told."""
@@ -146,7 +146,7 @@ def _merged_difference(directory: Path) -> float:
 
 def wrong_adapter(directory: Path) -> dict[str, Any]:
     """In vLLM's environment: a live run in which the dedicated worker keeps the first adapter that it loads."""
-    from benchmarks._runs import CommandRun, elastic, sets
+    from benchmarks._runs import CommandRun, elastic
     from elastic.core import events as e
     from elastic.core.types import NS_PER_S
     from elastic.runtime.journal import RunDirectory
@@ -170,7 +170,7 @@ def wrong_adapter(directory: Path) -> dict[str, Any]:
         "providers.reserved.max_workers=1",
     )
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent / "_keeps_adapters"), str(ROOT)])
-    run = CommandRun(directory / "runs", [str(example), *sets(settings)])
+    run = CommandRun.of_example(directory / "runs", *settings, example=example)
     try:
         run.until("its end", run.ended, RUN_TIMEOUT_S)
         found = json.loads(elastic("report", str(run.run_dir), "--json"))["mismatches"]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks._arms import standard_error
 from benchmarks._common import Arguments, benchmark
+from benchmarks._shapes import SHAPES
 from elastic.config import TrainerConfig
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
@@ -29,9 +30,7 @@ from elastic.protocol.wire import TrainGroupFrame
 from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 
-POLICY = Qwen3Config(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16
-)
+POLICY = Qwen3Config(**SHAPES["smallest"])
 GROUPS, MEMBERS, TOKENS, NEEDED = 6, 8, 6, 5
 """A trajectory is rewarded if so many of its tokens are of the lower half."""
 EVALUATED = 256

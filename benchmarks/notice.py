@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from benchmarks._common import Arguments, benchmark
-from benchmarks._live import endless, live_run, run_to_end, write_policy
+from benchmarks._configurations import KINDS, configuration, endless
+from benchmarks._live import live_run, run_to_end
+from benchmarks._shapes import write_policy
 from elastic.compose.plan import resolve
-from elastic.config import Config
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, Account, EndCause
 from elastic.environments.frozenlake import FrozenLake, FrozenLakeSettings
@@ -62,26 +63,24 @@ def market(directory: Path, lives: int, life_s: int, apart_s: int) -> Path:
 
 
 def simulated(directory: Path, notice_s: int, lives: int) -> dict[str, Any]:
-    config = Config.model_validate(
-        {
-            "run": {"name": "notice", "seed": 5, "steps": 1},
-            "model": {"checkpoint": "none"},
-            "rollout": {"groups": 400, "group_size": 8, "max_turns": 1, "max_tokens_per_turn": TURN_TOKENS_MAX},
-            "seeding": {"policy": "fixed", "window_s": 0.0, "bound_workers": False},
-            "provisioning": {"policy": "take_all"},
-            "scheduler": {"reseed_delay_s": 86_400, "queue_timeout_s": 86_400, "drain_timeout_s": 5.0},
-            "trainer": {"step_timeout_s": 86_400},
-            "engine": {
-                "max_batch": 16,
-                "max_pending": 2,
-                "max_context_tokens": 16_384,
-                "kv_blocks": 20_000,
-                "pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: DECODE_STEP_S, 16: DECODE_STEP_S}},
-            },
-            "providers": {
-                "spot": {"trace": str(market(directory, lives, LIFE_S, 250)), "max_workers": 3, "notice_s": notice_s}
-            },
-        }
+    config = configuration(
+        "unseeded",
+        "all-capacity",
+        policy="none",
+        run={"name": "notice", "seed": 5, "steps": 1},
+        rollout={"groups": 400, "group_size": 8, "max_turns": 1, "max_tokens_per_turn": TURN_TOKENS_MAX},
+        scheduler={"reseed_delay_s": 86_400, "queue_timeout_s": 86_400, "drain_timeout_s": 5.0},
+        trainer={"step_timeout_s": 86_400},
+        engine={
+            "max_batch": 16,
+            "max_pending": 2,
+            "max_context_tokens": 16_384,
+            "kv_blocks": 20_000,
+            "pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: DECODE_STEP_S, 16: DECODE_STEP_S}},
+        },
+        providers={
+            "spot": {"trace": str(market(directory, lives, LIFE_S, 250)), "max_workers": 3, "notice_s": notice_s}
+        },
     )
     plan = resolve(config, ["spot"], "notice")
     run = RunDirectory(directory / "run")
@@ -101,14 +100,12 @@ async def live(directory: Path, notice_s: int, lives: int, life_s: int) -> dict[
     config = endless(
         write_policy(directory / "policy"),
         8,
-        seeding={"policy": "fixed", "window_s": 0, "bound_workers": False},
-        provisioning={"policy": "take_all"},
-        scheduler={"boot_timeout_s": 240.0, "reseed_delay_s": 86_400, "queue_timeout_s": 86_400},
-        rollout={"groups": 500, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 32},
+        seeding=KINDS["unseeded"]["seeding"],
+        provisioning=KINDS["all-capacity"]["provisioning"],
+        scheduler={"reseed_delay_s": 86_400, "queue_timeout_s": 86_400},
+        rollout={"max_tokens_per_turn": 32},
         engine={
-            "max_batch": 8,
             "max_pending": 2,
-            "max_context_tokens": 512,
             "pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.06, 16: 0.06}},
         },
     )

@@ -40,9 +40,11 @@ import msgspec
 from pydantic import BaseModel
 
 from benchmarks._common import Arguments, Measured, benchmark
+from benchmarks._configurations import configuration
 from benchmarks._episodes import EpisodePlayer, PlayedEpisode, episode
-from benchmarks._live import live_run, write_policy
+from benchmarks._live import live_run
 from benchmarks._paced import FixedTask, TaskSettings
+from benchmarks._shapes import write_policy
 from elastic.config import Config
 from elastic.core.types import WeightMode
 from elastic.environments.base import Environment, StepResult
@@ -102,17 +104,15 @@ TALK = OverheadCase(StoppingTask, TaskSettings(prompts={"": 24}, turns=4, observ
 LAKE = OverheadCase(ParityLake, FrozenLakeSettings(), max_tokens_per_turn=16)
 
 
-def configuration(policy: Path, case: OverheadCase, steps: int, *, paced: bool) -> Config:
+def played_for(policy: Path, case: OverheadCase, steps: int, *, paced: bool) -> Config:
     pacing = {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.01, 8: 0.012, 16: 0.016}}
-    return Config.model_validate(
-        {
-            "run": {"seed": SEED, "steps": steps},
-            "model": {"checkpoint": policy},
-            "environment": {"step_timeout_s": 86_400},
-            "rollout": {"groups": GROUPS, "group_size": GROUP_SIZE, "max_tokens_per_turn": case.max_tokens_per_turn},
-            "trainer": {"learning_rate": 3e-4, "updates_per_step": 2},
-            "engine": {"max_pending": 8, "pacing": pacing if paced else None},
-        }
+    return configuration(
+        "untimed",
+        policy=policy,
+        run={"seed": SEED, "steps": steps},
+        rollout={"groups": GROUPS, "group_size": GROUP_SIZE, "max_tokens_per_turn": case.max_tokens_per_turn},
+        trainer={"learning_rate": 3e-4, "updates_per_step": 2},
+        engine={"max_pending": 8, "pacing": pacing if paced else None},
     )
 
 
@@ -257,7 +257,7 @@ async def compare(directory: Path, case: OverheadCase, steps: int, *, paced: boo
     steps += WARM_UP_STEPS
     directory.mkdir()  # noqa: ASYNC240 - nothing else runs yet
     policy, run_dir = directory / "policy", directory / "run"
-    config = configuration(policy, case, steps + 1, paced=paced)
+    config = played_for(policy, case, steps + 1, paced=paced)
     near, far = multiprocessing.Pipe()
     other = multiprocessing.Process(target=play_in_process, args=(far, config, case), daemon=True)
     other.start()

@@ -41,8 +41,10 @@ import psutil
 from pydantic import ConfigDict
 
 from benchmarks._common import Arguments, Measured, benchmark, skipped_without_vllm
-from benchmarks._live import Capacity, LiveRun, live_run, replay, reserved, write_policy
+from benchmarks._configurations import configuration
+from benchmarks._live import Capacity, LiveRun, live_run, replay, reserved
 from benchmarks._paced import LimitedSettings, LimitedTask
+from benchmarks._shapes import write_policy
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -195,27 +197,24 @@ def read_record(config: Config, run_dir: Path, run: LiveRun) -> JournaledInciden
     return record
 
 
-def configuration(policy: Path, seconds: float, turns: int, *, paced: bool) -> Config:
-    """Of a run with work for at least `seconds`, in episodes of so many turns."""
-    pacing = {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.03, 16: 0.04}}
-    return Config.model_validate(
-        {
-            "model": {"checkpoint": policy},
-            "environment": {"step_timeout_s": 86_400},
-            "rollout": {
-                "groups": math.ceil(seconds * TRAJECTORIES_PER_S / 8),
-                "group_size": 8,
-                "max_turns": turns,
-                "max_tokens_per_turn": TURN_TOKENS,
-            },
-            "engine": {
-                "max_pending": 8,
-                "max_context_tokens": PROMPT_TOKENS + turns * (TURN_TOKENS + OBSERVATION_TOKENS),
-                "kv_blocks": 2048,
-                "pacing": pacing if paced else None,
-            },
-            "seeding": {"window_s": 0},
-        }
+def working(policy: Path, seconds: float, turns: int, *, paced: bool) -> Config:
+    """A run with work for at least `seconds`, in episodes of so many turns."""
+    return configuration(
+        "untimed",
+        *(["paced"] if paced else []),
+        policy=policy,
+        rollout={
+            "groups": math.ceil(seconds * TRAJECTORIES_PER_S / 8),
+            "group_size": 8,
+            "max_turns": turns,
+            "max_tokens_per_turn": TURN_TOKENS,
+        },
+        engine={
+            "max_pending": 8,
+            "max_context_tokens": PROMPT_TOKENS + turns * (TURN_TOKENS + OBSERVATION_TOKENS),
+            "kv_blocks": 2048,
+        },
+        seeding={"window_s": 0},
     )
 
 
@@ -264,7 +263,7 @@ async def silence_one(
 
 async def disturb(policy: Path, directory: Path, kills: int, rounds: int) -> tuple[Incidents, JournaledIncidents]:
     config, run_dir, incidents = (
-        configuration(policy, 30 + 5 * kills + 15 * rounds, turns=6, paced=True),
+        working(policy, 30 + 5 * kills + 15 * rounds, turns=6, paced=True),
         directory / "disturbed",
         Incidents(),
     )
@@ -301,7 +300,7 @@ async def watch(
     policy: Path, directory: Path, seconds: float, workers: int = 4
 ) -> tuple[JournaledIncidents, float, float]:
     """Unpaced workers left alone: what happened, for how many minutes, and how busy the processors were."""
-    config, run_dir = configuration(policy, 30 + seconds, turns=14, paced=False), directory / "watched"
+    config, run_dir = working(policy, 30 + seconds, turns=14, paced=False), directory / "watched"
     task = steady(places=8 * workers, turns=14)
     async with live_run(config, run_dir, {"near": reserved(workers)}, LimitedTask, task) as run:
         await run.until(
@@ -394,7 +393,7 @@ async def measure_vllm(kills: int, within_s: float) -> dict[str, Any]:
     incidents: dict[str, list[Incident]] = {part: [] for part in VLLM_PARTS}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        raw = configuration(write_policy(directory / "policy"), within_s, turns=6, paced=False).model_dump()
+        raw = working(write_policy(directory / "policy"), within_s, turns=6, paced=False).model_dump()
         raw |= {"engine": raw["engine"] | VLLM_ENGINE, "scheduler": VLLM_PATIENCE}
         raw["trainer"]["engine"] = {"kind": "torch"}
         config = Config.model_validate(raw)

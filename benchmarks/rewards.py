@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks._arms import by_name, in_turn
 from benchmarks._common import benchmark
-from benchmarks._live import write_policy
+from benchmarks._configurations import configuration
+from benchmarks._shapes import write_policy
 from elastic.compose.execution import execute
 from elastic.compose.plan import resolve
 from elastic.compose.runs import save_run_config
@@ -32,29 +33,27 @@ NEVER_S = 3600.0
 FULL_RUNS = 3
 
 
-def configuration(checkpoint: Path, mode: str, steps: int) -> Config:
+def rewarded(checkpoint: Path, mode: str, steps: int) -> Config:
     dedicated = mode == "dedicated"
-    return Config.model_validate(
-        {
-            "run": {"name": mode, "seed": 3, "steps": steps},
-            "model": {"checkpoint": str(checkpoint)},
-            "environment": {"settings": {"sizes": [6], "hole_probability": 0.05}},
-            "rollout": {"groups": 8, "group_size": 8, "max_turns": 8, "max_tokens_per_turn": 16},
-            "rewards": {
-                "name": "frozenlake",
-                "pacing_s": REWARD_S,
-                "timeout_s": 60.0,
-                "concurrency": 1 if dedicated else FUNCTIONS,
-                "idle_s": NEVER_S if dedicated else 1.0,
-            },
-            "seeding": {"policy": "fixed", "window_s": 0.0, "bound_workers": False},
-            "engine": {
-                "max_batch": 8,
-                "pacing": {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.02, 8: 0.03}},
-            },
-            "providers": {"reserved": {"max_workers": DEVICES - 1 if dedicated else DEVICES}},
-            "provisioning": {"policy": "take_all"},
-        }
+    return configuration(
+        "unseeded",
+        "all-capacity",
+        policy=checkpoint,
+        run={"name": mode, "seed": 3, "steps": steps},
+        environment={"settings": {"sizes": [6], "hole_probability": 0.05}},
+        rollout={"groups": 8, "group_size": 8, "max_turns": 8, "max_tokens_per_turn": 16},
+        rewards={
+            "name": "frozenlake",
+            "pacing_s": REWARD_S,
+            "timeout_s": 60.0,
+            "concurrency": 1 if dedicated else FUNCTIONS,
+            "idle_s": NEVER_S if dedicated else 1.0,
+        },
+        engine={
+            "max_batch": 8,
+            "pacing": {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.02, 8: 0.03}},
+        },
+        providers={"reserved": {"max_workers": DEVICES - 1 if dedicated else DEVICES}},
     )
 
 
@@ -63,7 +62,7 @@ async def measure(checkpoint: Path, mode: str, steps: int) -> tuple[float, float
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / mode
         run_dir.mkdir()
-        config = configuration(checkpoint, mode, steps)
+        config = rewarded(checkpoint, mode, steps)
         save_run_config(run_dir, config)
         outcome = await execute(resolve(config, ["reserved"], "benchmark"), run_dir)
         if outcome.failed:

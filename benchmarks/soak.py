@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 
 from benchmarks._common import benchmark
-from benchmarks._live import LiveRun, live_run, reserved, write_policy
-from elastic.config import Config, validate
+from benchmarks._configurations import configuration
+from benchmarks._live import LiveRun, live_run, reserved
+from benchmarks._shapes import write_policy
 from elastic.environments.frozenlake import FrozenLake, FrozenLakeSettings
 
 WORKERS = 2
@@ -27,16 +28,6 @@ SAMPLE_EVERY_S = 0.25
 PARTS = 3
 """The first and the last of so many are compared."""
 READY_TIMEOUT_S = 120.0
-
-
-def configuration(checkpoint: Path) -> Config:
-    raw: dict[str, Any] = {
-        "run": {"name": "soak", "seed": 3, "steps": 100_000},
-        "model": {"checkpoint": str(checkpoint)},
-        "rollout": {"groups": 2, "group_size": 2, "max_turns": 4, "max_tokens_per_turn": 8},
-        "scheduler": {"retry_base_s": 0.2, "retry_max_s": 0.5},
-    }
-    return validate(Config, raw, "benchmark")
 
 
 async def churn(run: LiveRun) -> None:
@@ -51,7 +42,13 @@ async def measure(warm_up_s: float, measured_s: float) -> dict[str, Any]:
     providers = {"reserved": reserved(WORKERS)}
     process, samples = psutil.Process(), list[tuple[float, int, int]]()
     with tempfile.TemporaryDirectory() as directory:
-        config, run_dir = configuration(write_policy(Path(directory))), Path(directory) / "run"
+        run_dir = Path(directory) / "run"
+        config = configuration(
+            policy=write_policy(Path(directory)),
+            run={"name": "soak", "seed": 3, "steps": 100_000},
+            rollout={"groups": 2, "group_size": 2, "max_turns": 4, "max_tokens_per_turn": 8},
+            scheduler={"retry_base_s": 0.2, "retry_max_s": 0.5},
+        )
         async with live_run(config, run_dir, providers, FrozenLake, FrozenLakeSettings()) as run:
             await run.until("a worker", lambda: run.ready("reserved"), READY_TIMEOUT_S)
             churning = asyncio.create_task(churn(run))

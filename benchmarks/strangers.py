@@ -36,8 +36,8 @@ import psutil
 
 from benchmarks._common import Arguments, benchmark
 from benchmarks._crowds import OpenPort, attackers, crowds
-from benchmarks._live import write_policy
 from benchmarks._runs import CommandRun, RunFailed, sets
+from benchmarks._shapes import write_policy
 from benchmarks._tls_evictions import tls_evictions
 from elastic.core import events as e
 from elastic.protocol import wire

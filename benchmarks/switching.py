@@ -24,32 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import Arguments, benchmark
+from benchmarks._shapes import SHAPES
 
 COLD_TIMES, WARM_TIMES = 3, 7
-MODELS: dict[str, dict[str, dict[str, Any]]] = {
-    "rollout": {
-        "140m": {
-            "vocab_size": 65_536,
-            "hidden_size": 768,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 14,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 4,
-            "head_dim": 64,
-        },
-    },
-    "train": {
-        "48m": {
-            "vocab_size": 32_768,
-            "hidden_size": 512,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 10,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 64,
-        },
-    },
-}
+MODELS = {"rollout": ["140m"], "train": ["48m"]}
+"""By side, names of shapes."""
 PROCESS_TIMEOUT_S = 600.0
 
 
@@ -155,7 +134,7 @@ def _rollout(model: str, directory: Path, times: int) -> None:
 
     torch.set_num_threads(1)
     imported_s = time.monotonic()
-    config, key_file = Qwen3Config(**MODELS["rollout"][model]), directory / "publisher"
+    config, key_file = Qwen3Config(**SHAPES[model]), directory / "publisher"
     if not times:
         key = SigningKey()
         tensors = {name: tensor.bfloat16() for name, tensor in model_tensors(Qwen3(config)).items()}
@@ -197,7 +176,7 @@ def _train(model: str, directory: Path, times: int) -> None:
 
     torch.set_num_threads(1)
     imported_s = time.monotonic()
-    config, groups = Qwen3Config(**MODELS["train"][model]), 1000
+    config, groups = Qwen3Config(**SHAPES[model]), 1000
     if not times:
         write_checkpoint(directory / "base", config, model_tensors(Qwen3(config)))
     trainer = GRPOTrainer(

@@ -34,15 +34,15 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 from benchmarks import ROOT
-from benchmarks._common import Arguments, benchmark
-from benchmarks._trained import TRAINED_SHAPE, TRAINERS_PYTHON, WITHOUT_PEFT
+from benchmarks._common import TRAINERS_PYTHON, WITHOUT_PEFT, Arguments, benchmark
+from benchmarks._shapes import TRAINED
 
 if TYPE_CHECKING:
     from elastic.protocol.wire import TrajectoryData
     from elastic.worker.trainer.base import PolicyTrainer
     from elastic.worker.trainer.packing import PackedRow
 
-MODEL = {**TRAINED_SHAPE, "vocab_size": 32_000, "max_position_embeddings": 4096}
+MODEL = {**TRAINED, "vocab_size": 32_000, "max_position_embeddings": 4096}
 """22 million parameters."""
 MEDIAN_TOKENS, SIGMA, TOKENS_MAX, PROMPT_TOKENS = 256, 1.0, 2048, 16
 SIZES = (8, 1, 2)

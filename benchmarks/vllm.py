@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks._common import Arguments, benchmark, skipped_without_vllm
+from benchmarks._shapes import write_policy
 
 STREAMS, PROMPT_TOKENS, TURN_TOKENS, PAIRS = 16, 64, 256, 5
 ENGINE = {"max_batch": STREAMS, "max_pending": 0, "max_context_tokens": 448, "kv_block_tokens": 32, "kv_blocks": 512}
@@ -153,9 +154,9 @@ def _task() -> type:
 
 
 async def measure_pairs(pairs: int) -> dict[str, Any]:
-    from benchmarks._live import live_run, reserved, write_policy
+    from benchmarks._configurations import configuration
+    from benchmarks._live import live_run, reserved
     from benchmarks._paced import VOCABULARY, TaskSettings
-    from elastic.config import Config
 
     ours, theirs, plain = list[dict[str, float]](), list[dict[str, float]](), list[dict[str, float]]()
     with tempfile.TemporaryDirectory() as name:
@@ -165,22 +166,20 @@ async def measure_pairs(pairs: int) -> dict[str, Any]:
         run_dir = directory / "run"
         task = _task()
         task.gate = asyncio.Event()
-        config = Config.model_validate(
-            {
-                "run": {"name": "vllm", "steps": pairs + 2},
-                "model": {"checkpoint": str(policy)},
-                "environment": {"step_timeout_s": RUN_TIMEOUT_S},
-                "rollout": {"groups": 4, "group_size": 4, "max_turns": 1, "max_tokens_per_turn": TURN_TOKENS},
-                "trainer": {"engine": {"kind": "torch"}},
-                "seeding": {"policy": "fixed", "window_s": 0.0},
-                "engine": {"kind": "vllm", **ENGINE, "vllm": {"start_timeout_s": START_TIMEOUT_S}},
-                "scheduler": {
-                    "boot_timeout_s": START_TIMEOUT_S,
-                    "queue_timeout_s": START_TIMEOUT_S,
-                    "heartbeat_timeout_s": 30.0,
-                    "stall_timeout_s": 60.0,
-                },
-            }
+        config = configuration(
+            policy=policy,
+            run={"name": "vllm", "steps": pairs + 2},
+            environment={"step_timeout_s": RUN_TIMEOUT_S},
+            rollout={"groups": 4, "group_size": 4, "max_turns": 1, "max_tokens_per_turn": TURN_TOKENS},
+            trainer={"engine": {"kind": "torch"}},
+            seeding={"policy": "fixed", "window_s": 0.0},
+            engine={"kind": "vllm", **ENGINE, "vllm": {"start_timeout_s": START_TIMEOUT_S}},
+            scheduler={
+                "boot_timeout_s": START_TIMEOUT_S,
+                "queue_timeout_s": START_TIMEOUT_S,
+                "heartbeat_timeout_s": 30.0,
+                "stall_timeout_s": 60.0,
+            },
         )
         spoken = TaskSettings(prompts={"": PROMPT_TOKENS}, observations={"": 1})
         with _pinned(os.getpid(), 1), _server(policy) as url:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _agents
+from benchmarks._shapes import write_chat_policy
 from elastic.compose.chat import ChatFailed, ChatSettings, SpareCreditAnswers
 from elastic.compose.runs import claimed, load_run_config, new_run_dir
 from elastic.config import JournalConfig, load_config
@@ -25,7 +25,7 @@ VERSION = 3
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _agents.write_policy(tmp_path_factory.mktemp("policy") / "tiny")
+    return write_chat_policy(tmp_path_factory.mktemp("policy") / "tiny")
 
 
 def made(directory: Path, policy: Path, environment: str = "outside", trainer: str = "embedded") -> RunDirectory:

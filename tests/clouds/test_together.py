@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _crashes, _live
+from benchmarks import _crashes
+from benchmarks._shapes import write_policy
 from elastic.report import as_markdown, summarise
 from elastic.runtime.journal import JournalError, RunDirectory
 from tests.clouds.aws_server.cloud import cloud
@@ -37,7 +38,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     started: list[Any] = []
 
     def run(names: str, sections: Mapping[str, Mapping[str, Any]], *more: str) -> Any:
-        policy = _live.write_policy(tmp_path / "policy")
+        policy = write_policy(tmp_path / "policy")
         settings = sets(sections, f"model.checkpoint={policy}", *SETTINGS, *more)
         started.append(_crashes.CrashingRun(tmp_path / "runs", [str(EXAMPLE), "--providers", names, *settings]))
         return started[-1]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _agents, _crashes, _proof
+from benchmarks import _crashes, _proof
+from benchmarks._shapes import write_chat_policy
 from elastic.runtime.journal import RunDirectory
 from tests.envs.installed_environment import install_environment
 
@@ -89,7 +90,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     install_environment(tmp_path, "saying", ADDING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.syspath_prepend(tmp_path)
-    checkpoint = _agents.write_policy(tmp_path / "policy")
+    checkpoint = write_chat_policy(tmp_path / "policy")
     runs: list[Any] = []
 
     def start(name: str) -> Any:
