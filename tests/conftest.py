@@ -4,12 +4,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.processes import pytest_addoption, pytest_runtestloop  # noqa: F401
 from tests.seeds import NIGHTLY
 
 # How long an example takes depends on what else the machine does; pytest's timeout bounds the whole test.
@@ -61,41 +62,6 @@ def _changed() -> str:
         for what in sorted(BEFORE.keys() | now.keys())
         if BEFORE.get(what) != now.get(what)
     )
-
-
-PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Each of several processes begins with another folder: in a fresh clone none compiles what another one has."""
-    report = yield
-    if collector.path == ROOT / "tests" and report.result:
-        first = len(report.result) * PROCESS // PROCESSES
-        report.result = report.result[first:] + report.result[:first]
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Slow tests come first, in each process's share where several share the tests: none is begun when all others end.
-
-    Shares are of equal length, one behind the other (xdist's `worksteal`)."""
-    if PROCESSES > 1:
-        items.sort(key=lambda item: item.path)
-    yield
-    if PROCESSES > 1:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        quick = [item for item in items if not item.get_closest_marker("slow")]
-        shares = [slow[number::PROCESSES] for number in range(PROCESSES)]
-        for number, share in enumerate(shares):
-            room = len(items) * (number + 1) // PROCESSES - len(items) * number // PROCESSES - len(share)
-            share += quick[:room] if number < PROCESSES - 1 else quick
-            del quick[:room]
-        items[:] = [item for share in shares for item in share]
 
 
 def pytest_collection_finish() -> None:
