@@ -188,6 +188,8 @@ def _lying_at(begin: int, entry: TensorEntry, bits: Bits) -> Tensor:
     """The tensor, or cell, that begins at pattern `begin`."""
     patterns = torch.from_numpy(bits[begin : begin + entry.patterns].view(np.int16))
     dtype = DTYPES[entry.dtype]
+    if not entry.patterns:
+        return torch.empty(entry.shape, dtype=dtype)  # Nothing cannot be read as something wider.
     if begin * 2 % dtype.itemsize:
         patterns = patterns.clone()  # A float32 at an odd pattern cannot be read where it is.
     return patterns.view(dtype).view(entry.shape)

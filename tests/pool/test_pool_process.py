@@ -341,6 +341,7 @@ async def test_a_device_whose_residents_die_as_they_start_is_set_aside_until_it_
         assert not (await pool.status())["set_aside"]
 
 
+@pytest.mark.nightly
 async def test_who_does_not_give_way_or_park_is_killed_and_the_cycle_goes_on(tmp_path: Path):
     async with running(tmp_path) as pool:
         await pool.begin("hangs", steps=2, plan_s=5, hangs_at=0)
@@ -365,13 +366,18 @@ async def test_a_job_whose_process_dies_too_often_has_failed_and_may_come_again(
         assert (await pool.job("frail"))["state"] == "finished"
 
 
-async def test_a_script_that_cannot_be_run_has_failed_and_a_stopped_pool_goes_on_with_the_other_job(tmp_path: Path):
+async def test_a_script_that_cannot_be_run_has_failed(tmp_path: Path):
     async with running(tmp_path) as pool:
         await pool.begin("bad", script=True, exits=2)
         await pool.until_over("bad")
         bad = await pool.job("bad")
         assert (bad["state"], bad["restarts"]) == ("failed", 0)
         assert "status 2" in bad["reason"]
+
+
+@pytest.mark.nightly
+async def test_a_stopped_pool_goes_on_with_its_job(tmp_path: Path):
+    async with running(tmp_path) as pool:
         await pool.begin("long", steps=500)
         await pool.until(
             lambda status: any(job["steps_done"] for job in status["jobs"] if job["name"] == "long"),

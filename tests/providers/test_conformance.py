@@ -9,11 +9,24 @@ from tests.providers.conftest import provider_of
 MACHINES = ["reserved", "trainer", "spot", "serving"]
 """Whose leases are of machines that can be told apart."""
 KINDS = ["memory", "reserved", "trainer", "serverless", "spot", "serving", "pool"]
+WITH_HOSTS = [
+    "test_what_a_liar_stood_on_is_not_leased_again_and_the_rest_is",
+    "test_closing_at_once_leaves_nothing",
+    "test_any_interleaving_answers_each_request_once_and_ends_each_grant_once",
+]
+"""What hosts show with every change."""
 
 pytestmark = pytest.mark.usefixtures("stub_pool")
 
 
-@pytest.fixture(params=KINDS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One promise alone is tried of hosts nightly: they take seconds to start."""
+    often = metafunc.function.__name__ in WITH_HOSTS
+    kinds = [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "serving" and not often)) for kind in KINDS]
+    metafunc.parametrize("kind", kinds, indirect=True)
+
+
+@pytest.fixture
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -34,12 +34,13 @@ from elastic.weights.signing import SigningKey
 from elastic.weights.source import WeightChanges
 from elastic.weights.versions import discard_all, published_updates, published_versions, updates_in
 from elastic.weights.waiting import POLL_S
+from tests.seeds import examples
 from tests.weights.signed import KEY, TRUST, assert_same, damage, flip, full_disk, opened, put_in_force
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=3, keep_versions=4)
 
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(5, 15))
 
 
 class History:

@@ -3,7 +3,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -49,6 +49,7 @@ def small() -> dict[str, Tensor]:
 
 @many
 @given(tensors=named_tensors, version=st.integers(0, 10**9), chunk_bytes=st.integers(1, 64))
+@example(tensors={"nothing": torch.empty(0)}, version=0, chunk_bytes=1)
 def test_weights_arrive_bit_for_bit(relay: Relay, tensors: dict[str, Tensor], version: int, chunk_bytes: int):
     published = republish(relay, version, tensors)
     puller = Puller(relay, TRUST, chunk_bytes=chunk_bytes)

@@ -29,6 +29,7 @@ from elastic.weights.puller import Puller
 from elastic.weights.records import NOTHING, SCHEMA_VERSION, DeltaPart, part_key
 from elastic.weights.sharding import Box, LocalTensor, Shard, breaks, cells, needed, owned, whole
 from elastic.weights.versions import published_updates, published_versions
+from tests.seeds import examples
 from tests.weights.ranks import (
     HEAD,
     HIDDEN,
@@ -43,7 +44,7 @@ from tests.weights.ranks import (
 )
 from tests.weights.signed import KEY, TRUST, assert_same, overwrite
 
-many = settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(deadline=None, max_examples=examples(3, 6), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite

@@ -32,6 +32,7 @@ from elastic.runtime.agents.trajectory import AgentTurn
 from elastic.runtime.episodes import RolloutTrajectory
 from elastic.testing.faults.core.incarnation import fresh_core
 from elastic.testing.faults.core.world import simulate
+from tests.seeds import examples
 
 LIMITS = AgentLimits(
     sampling=SamplingParameters(max_new_tokens=8, noise_seed=0, stop_token_ids=(1,)),
@@ -208,7 +209,7 @@ def trained(episode: RolloutTrajectory) -> Counter[tuple[int, str]]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60, 200), deadline=None)
 @given(st.data())
 def test_each_token_of_an_answer_is_trained_once_whatever_agents_do(data: st.DataObject) -> None:
     bench = Bench(replace(LIMITS, idle_s=1e6, deadline_s=1e7))

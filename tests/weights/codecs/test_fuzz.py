@@ -1,21 +1,23 @@
 """Decoders are given what no encoder wrote: an error, or an update that is sound; never a crash.
 
-Run as a program it fuzzes one decoder, so that a crash is an exit status and not the end of all tests. What the
-decoder reads ends where the memory that may be read ends.
+Run as a program it fuzzes decoders, each in a process that it forks, so that a crash is an exit status and not the end
+of all tests. What the decoder reads ends where the memory that may be read ends.
 """
 
 import ctypes
 import mmap
+import os
 import struct
 import subprocess
 import sys
+import traceback
 
 import msgspec
 import numpy as np
 import pytest
 
 from elastic.weights.bucket import Bucket, BucketHeader, encode_bucket
-from elastic.weights.codecs import CODECS
+from elastic.weights.codecs import CODECS, warm_up
 from elastic.weights.codecs.base import PADDING, CodecError
 from elastic.weights.codecs.sums import apply_update, tile_sums
 from elastic.weights.errors import WeightsCorrupted
@@ -159,19 +161,39 @@ def fuzz_bucket(name: str, rng: np.random.Generator) -> tuple[int, int]:
     return refused, decoded
 
 
+def main(names: list[str]) -> None:
+    warm_up()
+    for name in names:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                for fuzz in (fuzz_codec, fuzz_bucket):
+                    print(name, "after", *fuzz(name, np.random.default_rng(0)), flush=True)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        print(name, "ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
-    for fuzz in (fuzz_codec, fuzz_bucket):
-        print("after", fuzz.__name__, *fuzz(sys.argv[1], np.random.default_rng(0)))
+    main(sys.argv[1:])
+
+
+@pytest.fixture(scope="module")
+def fuzzed() -> "subprocess.CompletedProcess[str]":
+    arguments = [sys.executable, "-X", "faulthandler", __file__, *sorted(CODECS)]
+    return subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("name", sorted(CODECS))
-def test_what_no_encoder_wrote_is_an_error_or_sound(name: str):
+def test_what_no_encoder_wrote_is_an_error_or_sound(fuzzed: "subprocess.CompletedProcess[str]", name: str):
     """In tiles, and in whole buckets; in a process of its own, which may crash."""
-    arguments = [sys.executable, "-X", "faulthandler", __file__, name]
-    done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=300)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0, f"at {lines[-1:]}: {done.stderr[-2000:]}"
-    counts = [line.split()[2:] for line in lines if line.startswith("after ")]
+    lines = [line.split()[1:] for line in fuzzed.stdout.splitlines() if line.startswith(f"{name} ")]
+    assert lines[-1] == ["ended", "0"], f"at {lines[-2:]}: {fuzzed.stderr[-2000:]}"
+    counts = [line[1:] for line in lines if line[0] == "after"]
     assert len(counts) == 2
     for refused, decoded in counts:
         assert min(int(refused), int(decoded)) > CASES // 20, "the decoder proper is reached, by what is wrong as well"
