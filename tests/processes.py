@@ -26,7 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Returns None where pytest is to run the tests itself."""
-    count, options = session.config.getoption("processes"), session.config.option
+    options = session.config.option
+    count: int = options.processes
     if count < 2 or options.collectonly or (session.testsfailed and not options.continue_on_collection_errors):
         return None
     _Runners(session, count).run()
@@ -137,7 +138,7 @@ class _Runner:
             plugins = self._config.pluginmanager
             plugins.unregister(name="terminalreporter")
             plugins.register(self)
-            capture = plugins.getplugin("capturemanager")
+            capture: Any = plugins.getplugin("capturemanager")
             if capture is not None:  # The file that output is captured in is the forking process's.
                 capture.stop_global_capturing()
                 capture.start_global_capturing()

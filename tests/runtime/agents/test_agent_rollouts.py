@@ -270,7 +270,7 @@ def test_each_token_of_an_answer_is_trained_once_whatever_agents_do(data: st.Dat
                     bench.rollouts.look_after()
             case _:
                 pass
-    rewards = data.draw(st.dictionaries(st.sampled_from(("solver", "critic")), st.floats(-1, 1)))
+    rewards: dict[str, float] = data.draw(st.dictionaries(st.sampled_from(["solver", "critic"]), st.floats(-1, 1)))
     for policy, reward in rewards.items():
         bench.rollouts.reward(AGENT, reward, policy)
     other = bench.recalled()
