@@ -1,4 +1,4 @@
-.PHONY: run run-clouds jobs serve quick test test-shared test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-loggers test-clients test-environments test-vllm chat-model fuzz check types bench gpu gpu-wheels lock audit setup clean
+.PHONY: run run-clouds jobs serve quick test test-shared test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-loggers test-clients test-environments test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -232,14 +232,10 @@ test-vllm: $(VLLM)/installed
 	$(VLLM)/bin/python -m pytest -p no:cacheprovider --timeout 1800 tests/engine/vllm
 	$(VLLM)/bin/python -m pytest -p no:cacheprovider --timeout 1800 -k "not torch and not coserving" tests/engine/test_conformance.py
 
-# A second opinion on types, at ten times the price.
-types: setup
-	NODE_OPTIONS=--max-semi-space-size=512 $(BIN)/pyright
-
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyrefly check
+	NODE_OPTIONS=--max-semi-space-size=512 $(BIN)/pyright
 	$(BIN)/lint-imports
 
 bench: setup
