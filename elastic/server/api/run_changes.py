@@ -7,6 +7,7 @@ has forgotten what came so long ago: then it begins anew.
 import secrets
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,23 @@ from elastic.server.store.tables import runs as table
 
 KEPT = 5_000
 """Runs whose last change is remembered."""
-_COLUMNS = [*runs.LISTED, table.c.wanted, table.c.managed]
+_COLUMNS = [*runs.LISTED, table.c.wanted]
+_COMPARED = sa.select(
+    table.c.id,
+    table.c.project,
+    table.c.generation,
+    table.c.phase,
+    table.c.cause,
+    table.c.restarts,
+    table.c.started_us,
+    table.c.ended_us,
+    sa.cast(table.c.conditions, sa.Text),
+    sa.cast(table.c.figures, sa.Text),
+).where(table.c.managed)
+"""What changes of runs that go on; whatever else is wanted of one, it has another generation then. JSON stays text: it
+need not be read to be compared."""
+AT_ONCE = 500
+"""Runs that are named in one question."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,7 @@ class RunChanges:
         self._store = store
         self._name = secrets.token_hex(4)
         self._lock = threading.Lock()
-        self._rows: dict[str, tuple[Any, ...]] = {}
+        self._rows: dict[str, sa.Row[Any]] = {}
         self._changes: OrderedDict[str, ChangedRun] = OrderedDict()
         self._number = 0
         self._forgotten = 0
@@ -61,21 +78,19 @@ class RunChanges:
     def look(self) -> int:
         """Look what has changed, and return the number of the last change. Raises `StoreUnavailable`."""
         with self._lock, self._store.reading() as connection:
-            found = self._read(connection, table.c.managed)
-            gone = [id_ for id_ in self._rows if id_ not in found]
-            found |= self._read(connection, table.c.id.in_(gone)) if gone else {}
-            for id_ in gone:
-                if id_ not in found:
-                    self._note(ChangedRun(self._number + 1, id_, self._rows.pop(id_)[0], None))
-            for id_, row in found.items():
-                values = (row["project"], *row.values())
-                if self._rows.get(id_) != values:
+            rows = {row[0]: row for row in connection.execute(_COMPARED).all()}
+            former = self._rows
+            gone = [id_ for id_ in former if id_ not in rows]
+            changed = [id_ for id_, row in rows.items() if former.get(id_) != row]
+            found = self._read(connection, [*gone, *changed]) if gone or changed else {}
+            self._rows = rows
+            for id_ in [*gone, *changed]:
+                row = found.get(id_)
+                if row is not None:
                     told = None if row["wanted"] == runs.DELETE else runs.as_listed_run(row).model_dump_json()
                     self._note(ChangedRun(self._number + 1, id_, row["project"], told))
-                if row["managed"]:
-                    self._rows[id_] = values
-                else:
-                    self._rows.pop(id_, None)
+                elif id_ in former:
+                    self._note(ChangedRun(self._number + 1, id_, former[id_][1], None))
             return self._number
 
     def behind(self, number: int, project: str | None) -> tuple[int, list[ChangedRun]]:
@@ -90,8 +105,10 @@ class RunChanges:
                     found.append(change)
             return self._number, found[::-1]
 
-    def _read(self, connection: sa.Connection, which: sa.ColumnElement[bool]) -> dict[str, sa.RowMapping]:
-        return {row["id"]: row for row in connection.execute(sa.select(*_COLUMNS).where(which)).mappings()}
+    def _read(self, connection: sa.Connection, ids: Sequence[str]) -> dict[str, sa.RowMapping]:
+        chunks = (ids[first : first + AT_ONCE] for first in range(0, len(ids), AT_ONCE))
+        asked = (sa.select(*_COLUMNS).where(table.c.id.in_(chunk)) for chunk in chunks)
+        return {row["id"]: row for question in asked for row in connection.execute(question).mappings()}
 
     def _note(self, change: ChangedRun) -> None:
         self._number = change.number

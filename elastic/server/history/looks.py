@@ -18,13 +18,19 @@ class SharedLooks:
         self._looks: dict[Hashable, asyncio.Future[Any]] = {}
 
     async def at(
-        self, key: Hashable, find: Callable[[], Found], in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread
+        self,
+        key: Hashable,
+        find: Callable[[], Found],
+        in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread,
+        fresh_s: float | None = None,
     ) -> Found:
-        """Return what `find` finds, which is called in a thread. Raises what it raises."""
+        """Return what `find` finds, which is called in a thread; `fresh_s` where it may be of another age. Raises what
+        it raises."""
         look, loop = self._looks.get(key), asyncio.get_running_loop()
         if look is None or look.get_loop() is not loop:
             look = self._looks[key] = asyncio.ensure_future(in_thread(find))
-            look.add_done_callback(lambda done: loop.call_later(self._fresh_s, self._forget, key, done))
+            until_s = self._fresh_s if fresh_s is None else fresh_s
+            look.add_done_callback(lambda done: loop.call_later(until_s, self._forget, key, done))
         return await asyncio.shield(look)
 
     def _forget(self, key: Hashable, look: asyncio.Future[Any]) -> None:

@@ -66,8 +66,9 @@ async def _changes(state: ServerState, project: str | None, begin: str, *, follo
 
 async def _look(state: ServerState) -> None:
     """While the store does not answer, nothing changes."""
+    fresh_s = max(state.settings.feed_interval_s, state.settings.observe_s / 2)
     try:
-        await state.looks.at("changes", state.run_changes.look)
+        await state.looks.at("changes", state.run_changes.look, fresh_s=fresh_s)
     except StoreUnavailable:
         return
 
