@@ -16,23 +16,28 @@ for another, every `EVERY_S`: ten times as often as steps come.
 At last `server`: one page that is real beside 49 whose requests and streams are those that real ones made before.
 
 - `reads_per_s`, `reads_p50_ms`, `reads_p99_ms`: of the replayed pages; each read counts from when it was due.
+- `slowest`: the kinds of reads whose own 99th percentile is highest, with it.
 - `first_read_ms`: what the first read of a journal takes, for which the server starts a process; views come after it.
+
+`--part views`, `--part updates` or `--part server` measures this part alone, where minutes of a quiet machine are rare.
 
 Playwright is in the environment of `make test-dashboard`, by whose interpreter this goes on by itself. Where it or
 Chromium is missing: `skipped_because`.
 """
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import argparse
 import asyncio
 import importlib.util
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,6 +74,9 @@ WIDTH, HEIGHT = 1400, 900
 JOB = {"rollout_memory_gb": 1, "train_memory_gb": 1, "slo": 2.0, "plan": {"rollout_s": 10, "train_s": 10}}
 LIVING = ("runs", "run", "workers", "events", "logs", "compare", "pools", "providers")
 """Views that show what happens as it happens."""
+PARTS = ("views", "updates", "server")
+SLOWEST = 5
+_ID = re.compile(r"[a-z]+_[0-9A-HJKMNP-TV-Z]{26}")
 # What a view is about is there once the shell says that it is no longer busy; two frames later it is painted.
 PAINTED = """
 window.painted = new Promise((resolve) => {
@@ -175,7 +183,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
         return {"skipped_because": skipped}
     scale = QUICK if arguments.quick else FULL
     with _site(scale) as site, _chromium() as browser:
-        return measure(site, browser, scale)
+        return measure(site, browser, scale, [arguments.part] if arguments.part else PARTS)
 
 
 def _missing() -> str:
@@ -259,7 +267,7 @@ def _figures(status: Any) -> dict[str, Any]:
     return {name: value for name, value in told.items() if name in RunFigures.model_fields}
 
 
-def measure(site: PagesSite, browser: Any, scale: PagesScale) -> dict[str, Any]:
+def measure(site: PagesSite, browser: Any, scale: PagesScale, parts: Sequence[str]) -> dict[str, Any]:
     began_s = time.monotonic()
     site.client.get(f"/v1/runs/{site.long_run}/metrics?samples=1&steps=1").raise_for_status()
     first_read_ms = 1e3 * (time.monotonic() - began_s)
@@ -267,19 +275,24 @@ def measure(site: PagesSite, browser: Any, scale: PagesScale) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     shown: list[OpenView] = []
     for name, place in site.places().items():
+        if "views" not in parts and name not in LIVING:
+            continue
         one = _opened(browser, name, signed_in)
         figures[name] = _first(one, site.hosted.url + place)
         if name in LIVING:
             shown.append(one)
         else:
             one.page.context.close()
-    _update(site, shown, scale.updates)
-    for one in shown:
-        figures[one.name]["update_ms_p99"] = float(np.percentile(one.script_ms, 99))
-        figures[one.name]["heap_growth_mb"] = one.heap_mb() - figures[one.name]["heap_mb"]
+    if "updates" in parts or "server" in parts:
+        _update(site, shown, scale.updates if "updates" in parts else round(scale.replay_s / EVERY_S))
+    if "updates" in parts:
+        for one in shown:
+            figures[one.name]["update_ms_p99"] = float(np.percentile(one.script_ms, 99))
+            figures[one.name]["heap_growth_mb"] = one.heap_mb() - figures[one.name]["heap_mb"]
     for one in shown[1:]:
         one.page.context.close()
-    figures["server"] = {"first_read_ms": first_read_ms, **_replayed(site, shown, scale.replay_s)}
+    if "server" in parts:
+        figures["server"] = {"first_read_ms": first_read_ms, **_replayed(site, shown, scale.replay_s)}
     return figures
 
 
@@ -335,9 +348,9 @@ def _update(site: PagesSite, shown: list[OpenView], updates: int) -> None:
 
 @dataclass
 class ReadsAnswered:
-    """How reads were answered."""
+    """How reads were answered: how long each kind took."""
 
-    ms: list[float] = field(default_factory=list[float])
+    kinds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     failures: int = 0
     streams: int = 0
 
@@ -352,10 +365,13 @@ def _replayed(site: PagesSite, shown: list[OpenView], for_s: float) -> dict[str,
         site.change()
         shown[0].page.wait_for_timeout(1e3 * EVERY_S)
     over.join()
+    ms = [one for each in answered.kinds.values() for one in each]
+    p99s = {kind: float(np.percentile(each, 99)) for kind, each in answered.kinds.items()}
     return {
-        "reads_per_s": len(answered.ms) / for_s,
-        "reads_p50_ms": float(np.percentile(answered.ms, 50)),
-        "reads_p99_ms": float(np.percentile(answered.ms, 99)),
+        "reads_per_s": len(ms) / for_s,
+        "reads_p50_ms": float(np.percentile(ms, 50)),
+        "reads_p99_ms": float(np.percentile(ms, 99)),
+        "slowest": dict(sorted(p99s.items(), key=lambda one: -one[1])[:SLOWEST]),
         "failures": answered.failures,
         "streams": answered.streams,
     }
@@ -378,7 +394,8 @@ async def _replay(
             answered.failures += await pool.get(request(path, host, site.hosted.secret), TIMEOUT_S) not in (200, 204)
         except (ServerHungUp, TimeoutError, OSError):
             answered.failures += 1
-        answered.ms.append(1e3 * (time.monotonic() - due_s))
+        kind = _ID.sub("ID", path.partition("?")[0])
+        answered.kinds.setdefault(kind, []).append(1e3 * (time.monotonic() - due_s))
 
     async with pool.opened(CONNECTIONS):
         began_s = time.monotonic()
@@ -392,5 +409,9 @@ async def _replay(
         transport.abort()
 
 
+def add_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--part", choices=PARTS, help="measure this part alone")
+
+
 if __name__ == "__main__":
-    benchmark(__doc__, main)
+    benchmark(__doc__, main, add_options)

@@ -30,6 +30,7 @@ export function offersOver(signal) {
     const each = (value) => data.map((one, n) => ({ label: one.id, colour: colours[one.id], dash: styleOf(n).dash, values: held(times, one.moments, (moment) => value(moment, one)) }));
     price.set(times, each((moment) => moment.usd_per_gpu_hour));
     room.set(times, each((moment, one) => moment.available * one.gpus_per_lease));
+    if (signal.aborted) return;
     fill(about, data.length ? "" : "This run's journal has no offer yet.");
   }
   return { node, show };

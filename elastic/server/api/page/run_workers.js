@@ -77,15 +77,15 @@ const LEASES = [
 ];
 
 export function showWorkers(body, view) {
-  const { id, place, signal } = view;
+  const { id, place, signal, wrong } = view;
   const lanes = el("ol", { className: "lanes", id: "lanes" });
   const legend = el("p", { className: "soft legend" });
   const losses = table(LOSSES, { label: "Losses", empty: "No worker was lost.", id: "losses" });
   const workers = table(WORKERS, { label: "Workers", empty: "No workers yet.", id: "workers" });
   const leases = paged(LEASES, () => new Pager(`${place}/leases`, {}, 20), { signal, label: "Leases", empty: "No leases yet.", id: "leases" });
   const offers = offersOver(signal);
-  const problem = el("div");
-  fill(body, problem, section("Lanes", legend, lanes), section("Preemptions and deaths, and what followed", losses.node), section("Where time went", accountKeys(), workers.node), section("Leases, and what each gave for its money", leases.node), section("What providers offered", offers.node));
+  const [problem, unread] = [el("div"), el("div")];
+  fill(body, problem, section("Lanes", legend, lanes), section("Preemptions and deaths, and what followed", losses.node), section("Where time went", accountKeys(), workers.node), section("Leases, and what each gave for its money", leases.node), section("What providers offered", unread, offers.node));
   let begun = false;
   return {
     refresh: () =>
@@ -100,8 +100,8 @@ export function showWorkers(body, view) {
         fill(legend, Object.entries(colours).map(([name, colour]) => el("span", {}, swatch({ colour }), name)), el("span", {}, swatch({ colour: "booting" }), "booting"), el("span", {}, swatch({ colour: "notice" }), "on notice"), ` ▼ preempted, ◷ its time was over, ✕ lost, ◼ given back, ● still there; 0:00 to ${clock(end)}.`, left > 0 || more ? ` ${left}${more ? " and more" : ""} older workers are not shown.` : "");
         losses.show(followed(data).slice(0, 100));
         workers.show(data.slice(0, 100));
-        if (!begun) await leases.refresh();
-        await offers.show(id, view.run.figures.elapsed_s);
+        // These have a read of the journal each, which nobody waits for who looks at lanes.
+        Promise.all([begun ? null : leases.refresh(), reading(unread, () => offers.show(id, view.run.figures.elapsed_s))]).catch(wrong);
         begun = true;
       }),
   };
