@@ -1,6 +1,8 @@
 """Providers: which kinds are installed, what can be said of them, and how they do in the runs that go on."""
 
+import functools
 import json
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import sqlalchemy as sa
@@ -72,8 +74,9 @@ def _providers(config: str) -> dict[str, dict[str, Any]]:
     return json.loads(config).get("providers", {})
 
 
-def _settings(point: Any) -> dict[str, Any]:
-    """The JSON schema of its settings; empty where what it needs is not installed here."""
+@functools.lru_cache(64)
+def _settings(point: EntryPoint) -> dict[str, Any]:
+    """The JSON schema of its settings, which takes milliseconds; empty where what it needs is not installed here."""
     try:
         return point.load().Settings.model_json_schema()
     except ImportError:
