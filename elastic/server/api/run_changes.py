@@ -54,7 +54,7 @@ class RunChanges:
         self._store = store
         self._name = secrets.token_hex(4)
         self._lock = threading.Lock()
-        self._rows: dict[str, sa.Row[Any]] = {}
+        self._rows: dict[str, tuple[Any, ...]] = {}
         self._changes: OrderedDict[str, ChangedRun] = OrderedDict()
         self._number = 0
         self._forgotten = 0
@@ -78,7 +78,7 @@ class RunChanges:
     def look(self) -> int:
         """Look what has changed, and return the number of the last change. Raises `StoreUnavailable`."""
         with self._lock, self._store.reading() as connection:
-            rows = {row[0]: row for row in connection.execute(_COMPARED).all()}
+            rows = {row[0]: tuple(row) for row in connection.execute(_COMPARED).all()}
             former = self._rows
             gone = [id_ for id_ in former if id_ not in rows]
             changed = [id_ for id_, row in rows.items() if former.get(id_) != row]
