@@ -51,6 +51,9 @@ COPIES = 2
 CLAIMS = 6
 """On a piece; when all of them came to nothing one fetches it for oneself."""
 
+CLAIM_LOOKS = 4
+"""Looks for a piece that is waited for to one at its claim, which may have been withdrawn."""
+
 REST = 4
 """Times as long as looking for a piece took until one looks again: a relay that is asked by many has work to do."""
 
@@ -142,14 +145,17 @@ class PeerCacheRelay:
 
     def _awaited(self, piece: str, length: int | None) -> tuple[bytes | None, str | None]:
         """The piece, or none and the claim on it under which this worker is to fetch it."""
-        number, holder, patience_s = 0, None, self._patience_s(length)
+        number, holder, looks, patience_s = 0, None, 0, self._patience_s(length)
         begun_s = since_s = self._clock()
         while True:
             looked_s = self._clock()
             if (content := self._found(piece)) is not None:
                 return content, None
             waited_s, took_s = self._clock() - begun_s, self._clock() - looked_s
-            if not self._overtaken or waited_s >= self._patience_least_s:
+            looks += 1
+            overdue = self._clock() - since_s >= patience_s * 2**number
+            looks_at_claim = holder is None or overdue or looks % CLAIM_LOOKS == 0
+            if looks_at_claim and (not self._overtaken or waited_s >= self._patience_least_s):
                 if number == CLAIMS:
                     return None, None
                 claim = f"{piece}.claim-{number}"

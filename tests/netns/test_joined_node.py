@@ -1,4 +1,4 @@
-"""A pool's rollout node on another machine: a network namespace, whose keeper sees no file of the pool's machine.
+"""A pool's rollout nodes on other machines: network namespaces, whose keepers see no file of the pool's machine.
 
 Needs root and `ip`; `make test-netns`.
 """
@@ -22,7 +22,7 @@ from tests.pool.test_pool_process import leftovers
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
 
-POOL_HOST, NODE_HOST = "10.77.3.2", "10.77.3.1"
+POOL_HOST, NODE_HOSTS = "10.77.3.254", ("10.77.3.1", "10.77.3.2")
 
 
 def ip(*arguments: str) -> None:
@@ -30,32 +30,44 @@ def ip(*arguments: str) -> None:
 
 
 @pytest.fixture
-def machine() -> Iterator[str]:
-    """The name of a namespace with a cable to this one."""
-    name, cable = f"elastic-node-{os.getpid()}", f"el{os.getpid() % 100_000}n"
-    ip("netns", "add", name)
+def machines() -> Iterator[list[str]]:
+    """The names of two namespaces with cables to one switch, to which this one has one, too."""
+    mark = f"el{os.getpid() % 100_000}"
+    names = [f"elastic-node-{os.getpid()}-{number}" for number in range(len(NODE_HOSTS))]
+    ip("link", "add", f"{mark}b", "type", "bridge")
     try:
-        ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
-        ip("addr", "add", f"{POOL_HOST}/24", "dev", cable)
-        ip("link", "set", cable, "up")
-        ip("-n", name, "addr", "add", f"{NODE_HOST}/24", "dev", "eth0")
-        ip("-n", name, "link", "set", "eth0", "up")
-        ip("-n", name, "link", "set", "lo", "up")
-        yield name
+        ip("addr", "add", f"{POOL_HOST}/24", "dev", f"{mark}b")
+        ip("link", "set", f"{mark}b", "up")
+        for number, (name, host) in enumerate(zip(names, NODE_HOSTS, strict=True)):
+            cable = f"{mark}c{number}"
+            ip("netns", "add", name)
+            ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", cable, "master", f"{mark}b", "up")
+            ip("-n", name, "addr", "add", f"{host}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
     finally:
-        ip("netns", "del", name)
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        ip("link", "del", f"{mark}b")
 
 
-def join(machine: str, hidden: Path, directory: Path, ticket: Path) -> "subprocess.Popen[bytes]":
-    """Start a keeper there, to which an empty file system hides a folder of this machine."""
-    words = f'mount -t tmpfs none {hidden} && exec {sys.executable} -P -m elastic.cli pool join --ticket-file "$0"'
-    command = ["ip", "netns", "exec", machine, "unshare", "--mount", "--propagation", "private", "sh", "-c", words]
+def join(machine: str, hidden: Path, directory: Path, ticket: Path, device: str = "cpu:0") -> "subprocess.Popen[bytes]":
+    """Start a keeper there, to which an empty file system hides a folder of this machine, and which has a name of its
+    own. Its device is one of this machine, which no two nodes share."""
+    words = (
+        f"hostname {machine} && mount -t tmpfs none {hidden} && "
+        f'exec {sys.executable} -P -m elastic.cli pool join --ticket-file "$0" --devices {device}'
+    )
+    alone = ["unshare", "--mount", "--uts", "--propagation", "private", "sh", "-c", words]
     with (directory / "node.log").open("ab") as log:
-        return subprocess.Popen([*command, str(ticket)], cwd=directory, stderr=log, start_new_session=True)
+        command = ["ip", "netns", "exec", machine, *alone, str(ticket)]
+        return subprocess.Popen(command, cwd=directory, stderr=log, start_new_session=True)
 
 
 def test_a_job_rolls_out_on_a_machine_without_the_pool_s_files_though_the_pool_s_process_is_killed(
-    tmp_path: Path, checkpoint: Path, machine: str
+    tmp_path: Path, checkpoint: Path, machines: list[str]
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     shutil.copytree(checkpoint, here / "checkpoint")
@@ -74,7 +86,7 @@ def test_a_job_rolls_out_on_a_machine_without_the_pool_s_files_though_the_pool_s
         assert "run.host: found 127.0.0.1, which the pool's rollout nodes" in refused.stderr
         pool.submit("one", 1, "--set", "run.host=0.0.0.0", "--set", f"run.advertise={POOL_HOST}")
         pool.elastic("pool", "ticket", pool.path, "-o", there / "ticket")
-        keeper = join(machine, here, there, there / "ticket")
+        keeper = join(machines[0], here, there, there / "ticket")
         pool.until(lambda jobs: jobs["one"]["steps_done"])
         status: dict[str, Any] = pool.elastic("pool", "status", pool.path)
         (node,) = [node for node in status["nodes"] if node["phase"] == "rollout"]
@@ -92,3 +104,52 @@ def test_a_job_rolls_out_on_a_machine_without_the_pool_s_files_though_the_pool_s
     while leftovers(there):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_one_copy_of_a_version_crosses_to_a_site_of_two_machines(
+    tmp_path: Path, checkpoint: Path, machines: list[str]
+) -> None:
+    here = tmp_path / "here"
+    shutil.copytree(checkpoint, here / "checkpoint")
+    pool = LivePool(here, here / "checkpoint", within_s=400)
+    pool.start(
+        reached=f'host = "0.0.0.0"\nadvertise = "{POOL_HOST}"', rollout='kind = "joined"', start_s=200, rollout_nodes=2
+    )
+    keepers: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, machine in enumerate(machines):
+            there = tmp_path / machine
+            there.mkdir()
+            pool.elastic("pool", "ticket", pool.path, "-o", there / "ticket")
+            keepers.append(join(machine, here, there, there / "ticket", f"cpu:{number}"))
+        until_s = time.monotonic() + 120
+        while len(used := relays(pool)) < len(machines):
+            assert time.monotonic() < until_s, [(tmp_path / machine / "node.log").read_text() for machine in machines]
+            time.sleep(0.2)
+        places = [tmp_path / machine / "nodes" / f"lab-rollout-{n}" / "site" for n, machine in enumerate(machines, 1)]
+        assert used[0] == str(places[0] / "blobs")
+        assert used[1].startswith(f"https://{NODE_HOSTS[0]}:")
+        pool.submit(
+            "one",
+            1,
+            *("--set", "run.host=0.0.0.0", "--set", f"run.advertise={POOL_HOST}", "--set", "job.rollout_nodes=2"),
+        )
+        shared: set[str] = set()
+        while not pool.jobs()["one"]["over"]:
+            shared |= {path.name for path in (places[0] / "blobs" / "site").glob("*/*/versions/*")}
+            time.sleep(0.1)
+        assert (pool.jobs()["one"]["state"], pool.jobs()["one"]["steps_done"]) == ("finished", STEPS)
+        assert len(shared) >= STEPS, "versions that have crossed to the site"
+        for n, machine in enumerate(machines, 1):
+            (log,) = (tmp_path / machine / "nodes" / f"lab-rollout-{n}" / "logs").iterdir()
+            assert "site not used" not in log.read_text()
+    finally:
+        pool.stop()
+        for keeper in keepers:
+            assert keeper.wait(60) == 0
+
+
+def relays(pool: LivePool) -> list[str]:
+    """The relays of their site that the nodes use."""
+    nodes: list[dict[str, Any]] = pool.elastic("pool", "status", pool.path)["nodes"]
+    return [node["machine"]["relay"] for node in nodes if node["machine"] and node["machine"]["relay"]]

@@ -27,7 +27,7 @@ directory = "{directory}"
 devices = "cpu"
 {reached}
 [pool.rollout]
-nodes = 1
+nodes = {rollout_nodes}
 usd_per_gpu_hour = 1.85
 memory_gb = 8
 {rollout}
@@ -89,10 +89,13 @@ class LivePool:
         assert ended.returncode == 0, (arguments, ended.stdout, ended.stderr)
         return json.loads(ended.stdout)
 
-    def start(self, *, train_gpus: int = 1, start_s: float = 60, reached: str = "", rollout: str = "") -> None:
+    def start(
+        self, *, train_gpus: int = 1, start_s: float = 60, reached: str = "", rollout: str = "", rollout_nodes: int = 1
+    ) -> None:
         """With what `[pool]` says of how it is `reached`, and `[pool.rollout]` further."""
         file = self._tmp_path / "pool.toml"
         said = {"train_gpus": train_gpus, "start_s": start_s, "reached": reached, "rollout": rollout}
+        said["rollout_nodes"] = rollout_nodes
         file.write_text(POOL.format(directory=self._tmp_path, **said))
         self.elastic("pool", "start", file)
 
