@@ -1,4 +1,4 @@
-.PHONY: run run-clouds jobs serve quick test test-shared test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-loggers test-clients test-environments test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run run-clouds jobs serve quick test test-shared test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-loggers test-clients test-environments test-plugin test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -92,6 +92,15 @@ run-clouds: setup .cache/clouds/installed
 	$(CLOUDS)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-clouds.txt
 	$(call borrows,.cache/clouds)
 	touch $@
+
+# The example of a package of plug-ins, installed in an environment that borrows everything else.
+PLUGIN := .cache/plugin/bin
+
+test-plugin: setup
+	$(PYTHON) -m venv --clear .cache/plugin
+	$(PLUGIN)/python -m pip install --quiet --disable-pip-version-check --no-deps examples/plugin
+	$(call borrows,.cache/plugin)
+	cd examples/plugin && $(CURDIR)/$(PLUGIN)/python -m pytest tests
 
 # The server's page in Debian's Chromium. Playwright has an environment of its own, which borrows everything else.
 DASHBOARD := .cache/dashboard/bin

@@ -1,16 +1,13 @@
 """What the engines' conformance suite needs, as pytest fixtures: engines, weights on a relay, and requests.
 
-A third party's engine, once its entry point is installed, passes the suite from two files of its own:
+A third party's engine, once its entry point is installed, passes the suite from one file of its own:
 
-    # conftest.py
+    from elastic.testing.conformance import *
     from elastic.testing.engines import *
 
     @pytest.fixture(params=[EngineUnderTest("warp")])
     def engine_under_test(request):
         return request.param
-
-    # test_warp.py
-    from elastic.testing.conformance import *
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -19,7 +19,7 @@ from elastic.core.types import Account, Capabilities, WeightMode
 from elastic.engine.base import BF16_NOISE, ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.engine.meter import AccountMeter
 from elastic.engine.torch.requests import RequestTable
-from elastic.engine.torch.runner import Patch, Runner
+from elastic.engine.torch.runner import ModelRunner, Patch
 from elastic.weights.client import WeightsClient
 from elastic.weights.errors import VersionSuperseded
 from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
@@ -61,7 +61,7 @@ class ControlledEngine:
         self,
         settings: EngineConfig,
         device: torch.device,
-        runner: Runner,
+        runner: ModelRunner,
         table: RequestTable,
         changed: threading.Condition,
     ) -> None:

@@ -18,7 +18,7 @@ from elastic.engine.model.config import Qwen3Config
 from elastic.engine.torch.controls import ControlledEngine, SwitchOrder, WeightsOrder
 from elastic.engine.torch.iterations import IterationRunner
 from elastic.engine.torch.requests import RequestTable
-from elastic.engine.torch.runner import Runner, device_named
+from elastic.engine.torch.runner import ModelRunner, Runner, device_named
 from elastic.engine.torch.scheduler import BatchScheduler, Work
 from elastic.system.parking import Switch
 from elastic.system.parking.tensors import empty_caches, held_bytes
@@ -35,8 +35,8 @@ class TorchEngine(ControlledEngine):
     On one CPU thread the engine is replayable: a turn that is cut at any token and continued elsewhere gives
     bit-identical tokens and log-probabilities. A temperature of zero decodes greedily.
 
-    With a `share` the engine borrows its device, and asks for it before each iteration. What computes there is made of
-    `Runner`'s arguments.
+    With a `share` the engine borrows its device, and asks for it before each iteration. What computes there is made by
+    `make_runner`.
 
     Raises `ValueError` when the KV cache cannot hold one sequence of `max_context_tokens`, or the device is not there.
     """
@@ -46,7 +46,7 @@ class TorchEngine(ControlledEngine):
         config: Qwen3Config,
         settings: EngineConfig,
         share: DeviceShare | None = None,
-        make_runner: Callable[..., Runner] = Runner,
+        make_runner: Callable[..., ModelRunner] = Runner,
     ) -> None:
         kv_tokens = settings.kv_blocks * settings.kv_block_tokens
         if kv_tokens < settings.max_context_tokens:

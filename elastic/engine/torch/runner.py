@@ -15,7 +15,7 @@ On CUDA, in the weights' own bfloat16, there is no such promise: linear layers a
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -101,6 +101,50 @@ def device_named(name: str) -> torch.device:
 def dtype_on(device: torch.device) -> torch.dtype:
     """Of weights and KV."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+class ModelRunner(Protocol):
+    """What `elastic.engine.torch.engine.TorchEngine` asks of what computes a model, on its thread alone (`verify` and
+    `patch_of` on any). It is made with the model's config, a device, the longest context, and the KV cache's blocks
+    and the tokens of a block, which it need not have."""
+
+    def verify(self, tensors: Mapping[str, object]) -> dict[str, Tensor]:
+        """Return `tensors`, if they are this model's. Raises `WeightsMismatch` naming the first that is not."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy verified `tensors` over the weights."""
+        ...
+
+    def patch_of(self, changes: WeightChanges) -> "Patch | None":
+        """Return what `apply` writes to come to the next version; None where everything is to be loaded."""
+        ...
+
+    def apply(self, patch: "Patch") -> None: ...
+
+    def unload(self) -> None:
+        """Give the weights' memory back; `load` brings them again."""
+        ...
+
+    def forward(self, work: Sequence[Work]) -> Tensor:
+        """Compute `work`; returns the logits [S, V] in float32 of the items that sample, in order."""
+        ...
+
+    def scrub_cache(self, keep: bool) -> None:
+        """Forget all KV, or (`keep`) only values that are not finite."""
+        ...
+
+    def free_cache(self) -> None:
+        """Give the cache's memory back; the next `forward` takes it again."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def rest_bytes(self) -> int:
+        """What stays on the device without weights and KV."""
+        ...
 
 
 class Runner:
