@@ -1002,7 +1002,7 @@ FLUSH_MIN_S, FLUSH_MAX_S = 0.001, 1.0
 
 
 class SchedulerConfig(_Section):
-    """Time limits of the control plane. Whoever waits in it waits for one of these."""
+    """Time limits of the control plane. Every wait in it ends by one of these."""
 
     heartbeat_interval_s: float = Field(0.5, gt=0, description="time between two heartbeats of a worker")
     heartbeat_timeout_s: float = Field(3.0, gt=0, description="silence after which a worker is fenced")

@@ -74,7 +74,7 @@ def info(as_json: AsJson = False) -> None:
 
 
 def _signed_in_key(url: str) -> str:
-    """A key of whoever signs in on the server's page; empty where nobody can.
+    """A key of the person who signs in on the server's page; empty where nobody can.
 
     It is made here, and the page is told its hash alone: its secret crosses nobody's hands, and the browser may be on
     another machine.

@@ -43,7 +43,7 @@ class ChatRefused(ChatFailed):
 
 
 class ChatSettings(NamedTuple):
-    """Of an answer; what is None is up to who answers."""
+    """Settings of an answer; None leaves the choice to the side that answers."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -60,7 +60,7 @@ class ChatPiece(NamedTuple):
 
 
 class Answerer(Protocol):
-    """Answers chats. Whoever leaves an answer's iterator stops the answer."""
+    """Answers chats. Closing an answer's iterator stops the answer."""
 
     version: int | None
     """That of the weights, where it is known."""

@@ -309,7 +309,7 @@ async def serving(
 
 
 class UnsignalledServer(uvicorn.Server):
-    """Leaves signals to whoever runs it."""
+    """Leaves signals to the process that runs it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

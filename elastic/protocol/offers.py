@@ -1,6 +1,6 @@
 """What somebody else's trainer offers to a run: a directory of weights, as the core journals it and its importer reads.
 
-The text is opaque to the core. Whoever offers makes it, with what tells an unchanged directory from another one.
+The text is opaque to the core. The offering side makes it, with a mark of the directory's content.
 """
 
 import os

@@ -3,7 +3,8 @@
 
 - The socket (`control.sock`) belongs to the process that is at the run now, and to its user: nobody else can connect.
 - A command is acknowledged once it is durable in the run's journal, and holds for every later process of the run.
-- A command that is repeated under its id is acknowledged once more, and done once. So whoever got no answer may repeat.
+- A command that is repeated under its id is acknowledged once more, and done once. So a client without an answer may
+  repeat it.
 - One connection carries one request and one answer, each a line of JSON (`Request`, `Answer`).
 """
 
@@ -22,7 +23,7 @@ import msgspec
 
 SOCKET = "control.sock"
 _PEER = struct.Struct("3i")
-"""What the kernel says of who listens: process, user, group."""
+"""The kernel's record of the listening process: process, user, group."""
 REQUEST_BYTES_MAX = 16 * 1024
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
 ADDRESS_BYTES_MAX = 100

@@ -1,4 +1,4 @@
-"""A run's secrets, all derived from one that is kept beside it: whoever takes the run up knows them again.
+"""A run's secrets, all derived from one secret file, so that the run's next process has the same ones.
 
 Nothing of them is journaled, so that a journal can be shown around.
 """
@@ -71,11 +71,11 @@ class RunSecrets:
         return self._naming(DRIVER, driver)
 
     def viewer_key(self, viewer: str = "main") -> str:
-        """Return the key of who may chat with the run's policy, and no more; its name as a driver's."""
+        """Return the viewer's key, which may only chat with the run's policy; its name is a driver's."""
         return self._naming(VIEWER, viewer)
 
     def requests_key(self) -> str:
-        """Return the key of who may have requests generated at the run's doors, and no more."""
+        """Return the key that may only have requests generated at the run's doors."""
         return self._naming(REQUESTS)
 
     def control_key(self) -> str:
@@ -114,7 +114,7 @@ class RunSecrets:
         return f"{said}.{self._derived('key', said)}"
 
     def tag(self, run: str) -> str:
-        """Return the run's name with a hash of its secret: what bears it is this run's, whoever else has the name."""
+        """Return the run's name with a hash of its secret, which marks resources as this run's and no namesake's."""
         return tagged(run, self._derived("tag", ""))
 
     def _derived(self, purpose: str, name: str) -> str:

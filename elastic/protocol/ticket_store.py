@@ -1,6 +1,6 @@
 """A run's tickets, kept beside the run: each is good for one worker.
 
-- What is kept of a ticket is a digest of its token: the ticket itself is shown once, to whoever has it minted.
+- Only a digest of a ticket's token is kept: the ticket itself is shown once, to the person who has it made.
 - A ticket ends by its time, by being revoked, or by being spent on a worker. Only the orchestrator's clock counts.
 - A file each, so that a command can mint and revoke while the run goes on.
 """

@@ -1,4 +1,4 @@
-"""TLS 1.3 between a run and whoever dials it: the run's certificate, and trust in exactly that.
+"""TLS 1.3 between a run and the peers that dial it: the run's certificate, and trust in exactly that.
 
 - A run makes a certificate authority of its own and a certificate by it, or takes its user's certificate.
 - Trust is in the run, not in a name: who dials compares the certificate's fingerprint with the one in its ticket, and
@@ -30,7 +30,7 @@ VALID = datetime.timedelta(days=365)
 HANDSHAKE = b"\x16"
 """The first byte of TLS: a record of a handshake."""
 ACCEPT_PAUSE_S = 0.05
-"""After a connection could not be accepted: whoever waits goes on waiting in the kernel."""
+"""After a connection could not be accepted: waiting peers stay in the kernel's queue."""
 
 
 class TlsError(Exception):

@@ -1,6 +1,6 @@
 """What trajectories say, by the tokenizer of their checkpoint, within bounds.
 
-A checkpoint's files are data: nothing of them is carried out. But whoever made them may have made them to be slow, or
+A checkpoint's files are data: no code of them runs. But they may have been made to be slow, or
 to take much memory, so a server has another process do this.
 """
 

@@ -1,6 +1,6 @@
 """What each worker's engine has come to, counted as vLLM does for its own: by turn and by report, never by token.
 
-A worker's figures are of those turns that it brought to their end, whoever began them, and leave with the worker.
+A worker's figures count the turns that ended at it, wherever they began, and leave with the worker.
 """
 
 from elastic.core import events as e

@@ -1,4 +1,4 @@
-"""Episodes: a trajectory's turns while they come, and what it has come to, whoever drives it."""
+"""Episodes: a trajectory's turns while they come, and its outcome, whether an environment or an agent drives it."""
 
 import asyncio
 import hashlib

@@ -165,7 +165,7 @@ class NoOffers:
     """The run trains itself."""
 
     def answered(self, answer: c.AnswerOffer) -> None:
-        """Does nothing: whoever offered was told that nothing is taken here."""
+        """Does nothing: the offer was refused already."""
 
 
 class Pool(Protocol):

@@ -1,4 +1,4 @@
-"""Samples of a run: how it stands, now and then, in its journal and for whoever watches."""
+"""Samples of a run's status at intervals, for its journal and for those who watch."""
 
 from collections import deque
 from collections.abc import Callable, Mapping

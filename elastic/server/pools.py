@@ -38,7 +38,7 @@ ARRIVES_US = 120_000_000
 LOOK_S = 1.0
 """How often the server checks that a pool's supervisor lives."""
 SETTLING, SETTLE_S = "jobs", 60.0
-"""How often the server asks what became of jobs. Whoever needs to know asks by itself."""
+"""How often the server asks what became of jobs. A request that needs to know asks at once."""
 _KINDS = {"rejected": "job-rejected", "conflict": "job-conflict", "unknown_job": "not-found", "ending": "job-conflict"}
 
 

@@ -86,7 +86,7 @@ class SideProcesses:
             self._give_back(owner, process, answered)
 
     def warm(self) -> None:
-        """Start the processes that are kept, so that no order waits for that. Whoever asks meanwhile starts one."""
+        """Start the processes that are kept, so that orders need not wait. An order that comes meanwhile starts one."""
         for _ in range(self._limits.kept):
             with self._changed:
                 if self._busy.total() + len(self._free) >= self._limits.kept:

@@ -105,7 +105,7 @@ class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
 class DeltaBegun(msgspec.Struct, frozen=True, kw_only=True):
     """Announces a delta that is being encoded and its layout, so that a worker can follow bucket by bucket.
 
-    `base_state` identifies the weights before, bit for bit (`state_of`). Whoever holds other weights has no use for it.
+    `base_state` identifies the weights before, bit for bit (`state_of`). A worker with other weights cannot use it.
     """
 
     signed_as: ClassVar[str] = "begun delta"

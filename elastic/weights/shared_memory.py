@@ -2,7 +2,7 @@
 
 The relay's directory stays what everybody names, lists and reads. While it has a link `.memory` to a directory in
 shared memory, a blob is written there and its key is a symbolic link to it; what finds no room there lies on the disk
-as ever, so a full memory costs speed and nothing else. So whoever reads has to be on the same machine.
+as ever, so a full memory costs speed and nothing else. So readers have to be on the same machine.
 """
 
 import contextlib

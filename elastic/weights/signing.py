@@ -5,7 +5,7 @@
   any more.
 - A signature covers the kind of record and the record's bytes, which name run, version and base and hold the BLAKE2b
   of every blob. A record is of no use under another run, version, base or kind.
-- Only what verifies is decoded. Whoever can write to a relay, but has no key, can withhold weights and nothing else.
+- Only verified bytes are decoded. A party that can write to a relay, but has no key, can only withhold weights.
 
 A signed record is JSON: `{"signature": hexadecimal, "manifest": the record}`.
 """
@@ -63,7 +63,7 @@ class SigningKey:
 
     @property
     def secret(self) -> bytes:
-        """The private half, for the trainer's other ranks and nobody else: whoever has it chooses the run's weights."""
+        """The private half, for the trainer's other ranks only: its holder chooses the run's weights."""
         return self._private.private_bytes_raw()
 
     def seal(self, record: Signable) -> bytes:

@@ -93,7 +93,7 @@ def box_of(entry: TensorEntry) -> Box:
 
 
 def cut(boxes: Iterable[Box], shard: Shard, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Each of `boxes`, out of the `tensors` of who has `shard`. Raises `ValueError` for one that it does not hold."""
+    """Each of `boxes`, from the `tensors` of the rank that has `shard`. Raises `ValueError` if it does not hold one."""
     for name, local in shard.items():
         if tuple(tensors[name].shape) != local.shape:
             raise ValueError(f"tensor {name}: shape {tuple(tensors[name].shape)}; its placement says {local.shape}")
@@ -106,7 +106,7 @@ def cut(boxes: Iterable[Box], shard: Shard, tensors: Mapping[str, Tensor]) -> It
 
 
 def assemble(entries: Sequence[TensorEntry], bits: Bits, shard: Shard) -> dict[str, Tensor]:
-    """The tensors of who hosts `shard`, out of cells that lie in `bits` one after the other; padding is zero.
+    """The tensors of the rank that hosts `shard`, out of cells that lie in `bits` one after the other; padding is zero.
 
     A tensor that is made of parts of both types is float32.
     """

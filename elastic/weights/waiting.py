@@ -30,7 +30,7 @@ class PatientRelay:
         self._patience_s = patience_s
 
     def follow(self, relay: Relay) -> None:
-        """The same blobs are there from now on. Whoever is asking the former one asks this one next."""
+        """The same blobs are there from now on. Calls to the former relay ask this one next."""
         self._relay = relay
 
     def put(self, key: str, *parts: Buffer) -> None:

@@ -1,6 +1,6 @@
 """What a Hugging Face checkpoint directory has to have, and has, by its config and the headers of its files.
 
-Without the models' library, which takes seconds to import: so whoever only starts a run can check its policy.
+Without the models' library, which takes seconds to import: so that starting a run can check its policy quickly.
 """
 
 import json

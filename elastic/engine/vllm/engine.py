@@ -3,7 +3,7 @@
 - The process and this one are the two ends of a pair of sockets; there is no other way in.
 - What runs when the process dies ends as STALLED, so that it goes on elsewhere. The next process pulls the weights that
   were in force before; until then there is no credit. One death too many ends the worker.
-- All figures are vLLM's own: whoever watches them for stalls sees its queue, not ours.
+- All figures are vLLM's own, so a watch for stalls sees vLLM's queue.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 An answer has blocks: its thinking, its text, and one for each use of a tool. A stream begins with `message_start`, has
 `content_block_start`, `content_block_delta` and `content_block_stop` of one block after the other, and ends with
-`message_delta` and `message_stop`. Whoever cannot go on sends `error`.
+`message_delta` and `message_stop`. An answer that cannot go on ends with `error`.
 
 The input of a tool is a JSON object. Arguments that are none are shown as an object that has them as its only text, so
 that clients can read them; sent back, they are another message than what the model has said.

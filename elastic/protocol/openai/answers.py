@@ -2,7 +2,7 @@
 
 `AnswerWriter` is what writes them; other dialects have writers of their own. Here is that of OpenAI's chats and
 completions: a stream is server-sent events of `data:` lines alone. Its last chunk of a choice has a `finish_reason`,
-and `[DONE]` follows all of them. Whoever cannot go on sends `failed`, or cuts the connection.
+and `[DONE]` follows all of them. An answer that cannot go on ends with `failed`, or with the connection.
 
 Most of a chunk is the same for all chunks of a choice, so it is made once.
 """

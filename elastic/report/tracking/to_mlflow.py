@@ -26,7 +26,7 @@ RUN_TAG = "elastic.run"
 DRAFT = "draft-"
 """How the name of a folder begins in which a database is made."""
 PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-"""A request that fails is made again by whoever delivers rows, who says so."""
+"""A failed request is reported, and repeated, by the delivery of rows."""
 
 
 class MlflowLogger:

@@ -23,7 +23,7 @@ from elastic.system.processes import end_marked
 TRACKED_VARIABLE = "ELASTIC_TRACKED"
 """What W&B's process inherits, by which one that was left is found."""
 PATIENCE_S = 20.0
-"""For its server to answer; then it is asked again by whoever delivers rows, who says so."""
+"""For its server to answer. After that the delivery of rows reports it and asks again."""
 HEADER_BYTES, BLOCK_BYTES = 7, 32 * 1024
 RECORD = struct.Struct("<IHB")
 """Before each piece of a record: its checksum, its length and which piece it is."""

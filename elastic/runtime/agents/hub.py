@@ -28,7 +28,7 @@ FRONTS_MAX = 256
 HAND_OVER_S = 5.0
 """For a front that has connected to hand over its socket."""
 HELLO_S = 5.0
-"""For whoever has connected to say hello."""
+"""For a new connection to say hello."""
 STOPPING = RefusedFrame("the run is stopping", retry=True)
 SPEAKS = RefusedFrame(f"the run speaks version {m.FRONT_VERSION} with its fronts and env workers", retry=False)
 
@@ -67,7 +67,7 @@ class Doorkeeper:
         return sum(one.connections for one in self.counterparts)
 
     async def welcome(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
-        """Serve whoever has connected, once it has said hello. Raises `TimeoutError` and `ConnectionLost`."""
+        """Serve a new connection once it has said hello. Raises `TimeoutError` and `ConnectionLost`."""
         async with asyncio.timeout(HELLO_S):
             hello = await connection.receive()
         driver = self._driver(hello)
@@ -81,7 +81,7 @@ class Doorkeeper:
             serving.take(connection, driver, hello.holds if isinstance(hello, m.DriverHello) else [])
 
     def _driver(self, hello: m.FromFront) -> str | None:
-        """The driver whose key an env worker shows; empty for a front, and None for whoever is not let in."""
+        """The driver whose key an env worker shows; empty for a front, and None for a peer that is not let in."""
         if not isinstance(hello, m.FrontHello | m.DriverHello) or hello.version != m.FRONT_VERSION:
             return None
         if isinstance(hello, m.FrontHello):

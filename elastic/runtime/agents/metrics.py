@@ -1,4 +1,4 @@
-"""What a run tells its fronts of itself, for whoever asks them for metrics."""
+"""The figures that a run sends to its fronts, which serve them as metrics."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -90,8 +90,8 @@ class Truncated(_Note, frozen=True):
 
 
 class BegunAgain(_Note, frozen=True):
-    """Whoever played the trajectory is gone: it begins again, and the `tokens` that it had sampled are lost. `ran` is
-    whether its own code may have been to blame."""
+    """The trajectory's env worker is gone: the trajectory begins again, and its sampled `tokens` are lost. `ran` is
+    whether the trajectory's own code may have been to blame."""
 
     trajectory: TrajectoryId
     cause: str

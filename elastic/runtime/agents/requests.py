@@ -48,7 +48,7 @@ STOPPING = f"{InfrastructureCause.CAPACITY}: the run is stopping"
 
 
 class RequestRollouts(AgentRollouts):
-    """The turns of requests, and the offers of whoever sends them (`elastic.runtime.ports.Offers`)."""
+    """The turns of requests, and the offers of the trainers that send them (`elastic.runtime.ports.Offers`)."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""What fronts say to the run is done and answered here, and tokens of turns go to whoever's clients wait for them.
+"""Answers fronts' messages to the run, and sends tokens of turns to the fronts whose clients wait for them.
 
 A connected front has streams, each a turn that a client of its waits for. What is answered by `durable` survives this
-process. Whoever listens for fronts (`elastic.runtime.agents.hub`) hands their connections over.
+process. `elastic.runtime.agents.hub` listens for fronts and hands their connections over.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class _Front:
 class FrontStreams:
     """`durable` is the journal's. With `secrets` env workers are given trajectories, once fronts serve their calls.
 
-    Once the run is `stopped` nothing is heard any more: whoever resumes it takes up from before the stop.
+    Once the run is `stopped` no message counts any more: a resumed run begins before the stop.
     """
 
     def __init__(

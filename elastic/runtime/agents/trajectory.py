@@ -103,7 +103,7 @@ class AgentTrajectory:
     histories: dict[bytes, HistoryPiece] = field(default_factory=dict[bytes, HistoryPiece])
     """By the digest of the messages up to an answer, of answers that clients may go on from by their names."""
     asked: int = 0
-    """How many turns there have been, whoever played it."""
+    """The number of turns, of all env workers that played it."""
     asked_before: int = 0
     """By those who played it before, and are gone."""
     reward: float | None = None

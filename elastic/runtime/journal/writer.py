@@ -1,8 +1,8 @@
 """Appending to a journal: every event, every token and every outcome of one incarnation of a run.
 
-- Whoever appends returns at once; a thread commits what has gathered, at the latest every `commit_interval_s`.
+- An append returns at once; a thread commits what has gathered, at the latest every `commit_interval_s`.
 - Nothing that was appended is lost unless the journal fails, and then `failed` says why, and nothing more is written.
-- What waits to be written is bounded. Beyond that the journal is `behind`: whoever can slow down must.
+- What waits to be written is bounded. Beyond that the journal is `behind`, and producers must slow down.
 - A file that is removed or replaced meanwhile fails the journal at the next commit.
 - Another process that holds the file's lock is waited for, up to `lock_timeout_s`.
 """
@@ -89,7 +89,7 @@ class SqliteJournal:
 
     `durable_against` is "process" (what is committed outlives the death of every process) or "power" (a power failure,
     too: each commit waits for the disk). `on_change` is called whenever `behind` or `failed` changes, from any thread.
-    With `waits`, whoever appends to a journal that is behind is held until it has caught up.
+    With `waits`, an append to a journal that is behind blocks until the journal has caught up.
     """
 
     keeps = True

@@ -1,7 +1,7 @@
 """How long what runs leave is kept, and what is over: looked at without a change, or removed.
 
 - Only what has ended is touched, and nothing that a run which goes on could need.
-- What is to go is in the store before the first file is: whoever finds a removal half done does the rest.
+- A removal is in the store before its first file goes, so another runner can finish a removal that is half done.
 - Logs, checkpoints and trajectories go apart; the run, its figures and its report stay until the whole run goes, and
   so does the checkpoint that is kept for being the best.
 """

@@ -143,7 +143,7 @@ def user_of(settings: ServerSettings, run: HostedRunRow) -> int | None:
 
 
 def control_of(settings: ServerSettings, run: HostedRunRow, timeout_s: float) -> RunControl:
-    """Return the line to the run's process; whoever else answers at its socket is told nothing."""
+    """Return the line to the run's process; another program that answers at its socket learns nothing."""
     known = run.identity
     peer = ExpectedPeer(user_of(settings, run), None if known is None else known.pid)
     return RunControl(settings.run_dir(run.id), timeout_s, peer)

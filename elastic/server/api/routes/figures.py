@@ -22,7 +22,7 @@ _RULES: dict[str, Any] = stream_rules(_EXAMPLE)
 async def figures(run: RunId, request: Request, found: RunDep, state: StateDep, follow: Follow = True) -> Response:
     """Stream a run as `GET /v1/runs/{run}` lists it, whenever its phase or figures have changed.
 
-    Events have no ids: whoever connects again begins with how it stands. A `run.ended` event ends the stream.
+    Events have no ids: a new connection begins with the present figures. A `run.ended` event ends the stream.
     """
     return streamed(state, request, found, _changes(state, run, follow=follow))
 

@@ -1,6 +1,6 @@
 """The page at `/`: static files, which the browser takes from this server alone and runs nothing else besides.
 
-It shows what the API answers to whoever has signed in; by itself it tells nothing.
+It shows what the API answers to the person who has signed in, and holds no data itself.
 """
 
 import hashlib

@@ -289,7 +289,7 @@ async def agents(
         str, Query(pattern="^[A-Za-z0-9_]{1,64}$", description="which program opens trajectories")
     ] = "main",
 ) -> HostedAgents:
-    """Show where agents reach a run that they drive, the key of its viewers, and to who may write that of a driver."""
+    """Show where agents reach a run that they drive, the key of its viewers and, to a runner, a driver's key."""
     served = None
     if not found.ended:
         served = await _read(state, found, lambda: journals.agents_of(state.settings.run_dir(run), driver))

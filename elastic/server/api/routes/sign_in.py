@@ -84,7 +84,7 @@ def finish(
     error: Annotated[str, Query(max_length=256)] = "",
     iss: Annotated[str, Query(max_length=256)] = "",
 ) -> Response:
-    """Take a browser back from the identity provider: whoever it is has a session from now on."""
+    """Take a browser back from the identity provider: the person has a session from now on."""
     provider = _provider(state)
     try:
         attempt = _attempt(request, state, returned)

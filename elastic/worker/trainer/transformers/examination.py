@@ -1,6 +1,6 @@
 """What can be said of a base policy before a process trains it: by its headers here, by its model in a process aside.
 
-That process makes the model without its weights, as transformers would; so whoever starts a run loads no torch for it.
+That process makes the model without its weights, as transformers would; so that starting a run loads no torch.
 """
 
 import json

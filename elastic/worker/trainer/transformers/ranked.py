@@ -91,7 +91,7 @@ class Lines:
             self._broken(error)
 
     def answers_as_they_come(self) -> Iterator[tuple[int, m.FromRank]]:
-        """What each rank has answered, with its number, whoever has answered first."""
+        """The answers of all ranks with their numbers, in the order in which they come."""
         try:
             with selectors.DefaultSelector() as selector:
                 for rank, line in enumerate(self._lines, 1):

@@ -42,7 +42,7 @@ class LoraSettings(TrainerSettings):
         return self.lora_alpha / self.r
 
     def folded(self, tensors: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
-        """An adapter with its scale in its B matrices: it counts once, whoever serves it."""
+        """An adapter with its scale in its B matrices, so every engine applies the scale once."""
         return {name: one * self.scale if name.endswith(".lora_B.weight") else one for name, one in tensors.items()}
 
     @model_validator(mode="before")
