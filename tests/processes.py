@@ -64,6 +64,9 @@ class _Runners:
         """Tests that each was given and has not begun."""
 
     def run(self) -> None:
+        config: Any = self._session.config
+        # It is made once, and emptied where it is given, before anybody is in it.
+        config._tmp_path_factory.getbasetemp()
         for number in range(self._count):
             self._start(number)
         try:

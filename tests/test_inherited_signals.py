@@ -86,7 +86,9 @@ def test_an_inherited_deafness_stays(
 
 
 async def test_others_are_heeded_and_given_back() -> None:
-    told, before = asyncio.Event(), signal.getsignal(signal.SIGHUP)
+    before = signal.SIG_DFL
+    signal.signal(signal.SIGHUP, before)
+    told = asyncio.Event()
     end = act_on(TERMINATION_OR_HANGUP, told.set)
     try:
         os.kill(os.getpid(), signal.SIGHUP)
