@@ -76,7 +76,7 @@ def test_who_looks_whether_a_run_is_claimed_is_not_in_its_way(tmp_path: Path) ->
         for _ in range(2):
             lookers.submit(look)
         try:
-            for _ in range(100):
+            for _ in range(25):
                 with claimed(tmp_path):
                     pass
         finally:

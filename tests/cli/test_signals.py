@@ -50,9 +50,8 @@ def nothing_left(run_dir: Path, processes_of: Any) -> bool:
     return not processes_of(run_dir.name) and not list((run_dir / "leases").glob("*.json"))
 
 
-def test_an_interrupted_run_goes_on_where_it_was_and_is_told_of(
-    start, elastic, refused, config: Path, processes_of
-) -> None:
+def interrupted(start: Any, elastic: Any, refused: Any, config: Path, processes_of: Any) -> tuple[Path, list[int]]:
+    """The directory of a run that was interrupted once it had made a step, and its steps."""
     process = start("run", config, "--providers", "spot", "--set", "run.steps=1000", "--set", "weights.relay=http")
     (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
     until(lambda: read(run_dir)[1], START_TIMEOUT_S, process)
@@ -72,7 +71,20 @@ def test_an_interrupted_run_goes_on_where_it_was_and_is_told_of(
     meta, steps = read(run_dir)
     assert meta["status"] == "failed: interrupted"
     assert steps == list(range(len(steps)))
+    return run_dir, steps
 
+
+def test_an_interrupted_run_leaves_nothing_and_says_how_it_goes_on(
+    start, elastic, refused, config: Path, processes_of
+) -> None:
+    interrupted(start, elastic, refused, config, processes_of)
+
+
+@pytest.mark.nightly
+def test_an_interrupted_run_goes_on_where_it_was_and_is_told_of(
+    start, elastic, refused, config: Path, processes_of
+) -> None:
+    run_dir, steps = interrupted(start, elastic, refused, config, processes_of)
     total = len(steps) + 1
     process = start("run", "--resume", run_dir, "--set", f"run.steps={total}", "--json")
     out, err = process.communicate(timeout=START_TIMEOUT_S)

@@ -177,6 +177,7 @@ async def test_an_environments_faults_are_never_scored_and_end_no_run_that_may_h
     assert len(faults) == FAULTY // 4 + 6, "at most one member of a group is left, and has nobody to be compared with"
 
 
+@pytest.mark.nightly
 async def test_a_run_all_of_whose_trajectories_fail_ends_as_failed_with_its_causes(live, live_config, parity) -> None:
     class Lakeless(parity):
         async def reset(self, seed: int) -> list[int]:

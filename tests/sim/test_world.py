@@ -47,6 +47,8 @@ from tests.seeds import seeds
 CI_SEEDS = 5
 REPLAYED = 12
 """A seed whose whole journal is replayed, and leads to the same state after each event."""
+STORMS = (FaultKind.KILL_WORKER, FaultKind.CUT, FaultKind.LIE, FaultKind.SILENT_PROVIDER)
+"""Faults that come alone with every change; small worlds have all of them."""
 NIGHTLY_SEEDS = 25_000
 NIGHTLY_BATCH = 250
 
@@ -170,7 +172,10 @@ TRACES: dict[FaultKind, Callable[[SimulatedOutcome], int]] = {
 """Of what there is more under a fault than without it."""
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_THE_CORE)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in STORMS else [pytest.mark.nightly]) for kind in KINDS_OF_THE_CORE],
+)
 def test_storm_of_one_fault(kind: FaultKind) -> None:
     settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=kind is FaultKind.FUNCTIONS)
     faults, without = storm(kind), FaultPlan(end_ns=30 * NS_PER_S)
