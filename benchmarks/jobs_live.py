@@ -12,6 +12,12 @@ training paced, on two rollout nodes and one training node, in these arms:
 - `shared_killed`: with SIGKILL for rollout residents, trainers, orchestrators, the pool's process and, where twelve or
   more fall, a keeper, drawn by seed.
 
+`--arm machines`, instead of all these and as root: the three jobs on a pool of three network namespaces, a training
+site and two rollout machines of two devices each, whose nodes join by tickets; keepers are killed, links cut, and the
+pool's process killed. Beside it `apart_strict`. `weights_identical_share`: of the jobs, those whose last weights and
+optimizer states are the same there, bit for bit. `hit`: whether a stroke fell on a node where the job's rollouts were.
+With `--quick` three small jobs, and one stroke of each kind, in three minutes.
+
 With `--quick` there are two small jobs with untrained policies, and `apart_strict` has them side by side on nodes of
 their own. `step_s` is the median of a job's cycles, `slowdown` over `apart_strict`. `identical_share` of all
 trajectories are the same, token for token, as in `apart_strict`. Costs are those of the nodes while they are of a
@@ -19,6 +25,7 @@ group. `cpu_use` is the machine's. `pacing_held_share` is the part of paced iter
 longer than modelled: an arm in which it is below 0.95 counts for no time and no cost, and `cost_over` it is null.
 """
 
+import argparse
 import json
 import random
 import time
@@ -32,8 +39,10 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks._common import Arguments, benchmark
+from benchmarks._machines import KINDS as STROKES
+from benchmarks._machines import REACHED, Machines, lacking, machines_pool
 from benchmarks._pools import JOBS, LivePool, at_once, live_pool, residual_nano_usd
-from benchmarks._proof import judge, same_episode, trajectories
+from benchmarks._proof import judge, same_episode, same_weights, trajectories
 from benchmarks._runs import elastic, sets
 from benchmarks._shapes import write_policy
 from elastic.report import summarise
@@ -86,9 +95,10 @@ class Jobs:
     seed: int
     policy: Future[Path] | None
     """Written at the same time as the first pool starts; None: the one that was prepared."""
+    further: Sequence[str] = ()
 
     def settings(self, name: str) -> list[str]:
-        found = [f"run.steps={self.steps}", f"run.seed={self.seed}", f"job.slo={SLO}"]
+        found = [f"run.steps={self.steps}", f"run.seed={self.seed}", f"job.slo={SLO}", *self.further]
         small = () if self.policy is None else (f"model.checkpoint={self.policy.result()}", *SMALL)
         return [*found, *(small or PACED.get(name, ()))]
 
@@ -171,6 +181,48 @@ def disturbed(pool: LivePool, rng: random.Random, kills: int) -> int:
         last = killed + 1 == kills >= KEEPER_AT
         killed += pool.kill(KEEPER if last else KINDS[killed % len(KINDS)], rng) is not None
     return killed
+
+
+MACHINES, SLO_OF_MACHINES = 2, 2.0
+
+
+def on_machines(directory: Path, jobs: Jobs, strokes: int) -> ArmSeen:
+    """All jobs on a pool of several machines, of which processes are killed and links cut."""
+    with machines_pool(directory, "ours", MACHINES, TRAIN_NODES) as (pool, machines):
+        began_s = time.monotonic()
+        submitted = jobs.submit(pool, jobs.names, directory / "runs")
+        strokes_on = struck_on(pool, machines, random.Random(jobs.seed), strokes)
+        pool.wait_over(jobs.names, ARM_WITHIN_S)
+        found = seen(pool, submitted, time.monotonic() - began_s, len(strokes_on))
+    for name, told in found.jobs.items():
+        told["hit"] = any(name in those for those in strokes_on)
+    return found
+
+
+def struck_on(pool: LivePool, machines: Machines, rng: random.Random, strokes: int) -> list[set[str]]:
+    """So many strokes in turn of each kind, once all jobs have begun, as far as there is time; returns of each whose
+    rollouts were on the nodes that it struck."""
+    pool.wait(lambda jobs: all(job["state"] == "running" or job["over"] for job in jobs), ARM_WITHIN_S)
+    found: list[set[str]] = []
+    while len(found) < strokes and not all(job["over"] for job in pool.jobs()):
+        # When a stroke comes is drawn: nothing is waited for.
+        time.sleep(rng.uniform(1.0, 5.0))
+        places = {job["name"]: {*job["rollout"]} for job in pool.jobs()}
+        nodes = machines.disturb(pool, STROKES[len(found) % len(STROKES)], rng)
+        found.append({name for name, place in places.items() if place & nodes})
+    return found
+
+
+def machines_seeded(directory: Path, jobs: Jobs, strokes: int) -> dict[str, ArmSeen]:
+    place = directory / str(jobs.seed)
+    apart, _ = one_by_one(place / "apart_strict", jobs)
+    of_machines = replace(jobs, further=(*jobs.further, *REACHED))
+    return {"apart_strict": apart, "machines": on_machines(place / "machines", of_machines, strokes)}
+
+
+def same_weights_share(arms: Mapping[str, ArmSeen]) -> float:
+    alone, found = arms["apart_strict"].runs, arms["machines"].runs
+    return mean(same_weights(run, found[name]) for name, run in alone.items())
 
 
 def one_by_one(directory: Path, jobs: Jobs) -> tuple[ArmSeen, ArmSeen]:
@@ -270,19 +322,28 @@ def figures_of(arms: Mapping[str, ArmSeen]) -> dict[str, Any]:
     return shown
 
 
+def add_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--arm", choices=("machines",), help="this instead of all others; as root")
+
+
 def main(arguments: Arguments) -> dict[str, Any]:
-    quick = arguments.quick
+    quick, machines = arguments.quick, arguments.arm is not None
+    if machines and (missing := lacking()):
+        raise SystemExit(f"--arm machines: {missing}")
     steps, kills = (QUICK_STEPS, QUICK_KILLS) if quick else (FULL_STEPS, FULL_KILLS)
-    names = QUICK_NAMES if quick else FULL_NAMES
+    names = FULL_NAMES if machines or not quick else QUICK_NAMES
     for name in () if quick else names:
         elastic("prepare", str(JOBS / f"{name}.toml"))
     with TemporaryDirectory() as temporary, ThreadPoolExecutor(1) as beside:
         directory = Path(temporary).resolve()
         policy = beside.submit(write_policy, directory / "policy") if quick else None
-        lived = [
-            seeded(directory, Jobs(names, steps, seed, policy), kills, quick=quick)
-            for seed in (FULL_SEEDS[:1] if quick else FULL_SEEDS)
-        ]
+        seeds = FULL_SEEDS[:1] if quick else FULL_SEEDS
+        if machines:
+            slo = (f"job.slo={SLO_OF_MACHINES}",)
+            strokes = len(STROKES) if quick else 3 * len(STROKES)
+            lived = [machines_seeded(directory, Jobs(names, steps, seed, policy, slo), strokes) for seed in seeds]
+        else:
+            lived = [seeded(directory, Jobs(names, steps, seed, policy), kills, quick=quick) for seed in seeds]
         same = total = lost = twice = imbalance = 0
         for arms in lived:
             expected = episodes(arms["apart_strict"])
@@ -296,9 +357,10 @@ def main(arguments: Arguments) -> dict[str, Any]:
                     twice += verdict.groups_twice
                     imbalance += verdict.ledger_imbalance_ns
         each = [figures_of(arms) for arms in lived]
+        same_weights_of = [same_weights_share(arms) for arms in lived] if machines else []
     held = sum(arm.held for arms in lived for arm in arms.values())
     paced = sum(arm.paced for arms in lived for arm in arms.values())
-    whole = "shared_killed" if quick else "shared"
+    whole = "machines" if machines else "shared_killed" if quick else "shared"
 
     def over(name: str, key: str) -> float | None:
         """What sharing takes of an arm's, where both were measured at their modelled pace."""
@@ -316,6 +378,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
         "cost_over": {name: over(name, "usd") for name in ("apart", "apart_strict", "colocated", "in_turn")},
         "time_over_in_turn": over("in_turn", "wall_s"),
         "identical_share": same / total,
+        "weights_identical_share": mean(same_weights_of) if machines else None,
         "kills": sum(arm.kills for arms in lived for arm in arms.values()),
         "tokens_lost": lost,
         "trained_twice": twice,
@@ -341,4 +404,4 @@ def averaged(found: Sequence[Any]) -> Any:
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, main)
+    benchmark(__doc__, main, add_options)
