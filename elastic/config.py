@@ -132,7 +132,7 @@ class RunConfig(_Section):
         60.0, gt=0, description="how long workers and the trainer go on without their orchestrator, which may come back"
     )
     pass_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\*?$")], ...] = Field(
-        (), description="environment variables, or NAME* for several, that workers and reward functions get besides"
+        (), description="further environment variables for workers and reward functions, by name; NAME* for several"
     )
 
     @property
@@ -190,7 +190,7 @@ class DataConfig(_Section):
     prompt: str = Field("prompt", min_length=1, description="column with the prompt; may be dotted")
     answer: str = Field("", description="column with the answer, if there is one; may be dotted")
     columns: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        (), description="other columns that functions get; all unless said"
+        (), description="columns that functions get; by default all"
     )
     order: str = Field(
         "shuffled",
@@ -295,7 +295,7 @@ class SplitConfig(EnvironmentConfig):
         None,
         ge=1,
         le=1_000_000,
-        description="how many, from the first on; all rows of a file unless said, or `evaluation.tasks`",
+        description="number of tasks, from the first on; by default all rows of a file, or `evaluation.tasks`",
     )
 
     @model_validator(mode="after")
@@ -317,7 +317,7 @@ class StopWhenConfig(_Section):
     metric: str = Field(description="metric of evaluations that is looked at")
     at_least: float | None = Field(None, description="the run ends once it is so high")
     no_better_for: int | None = Field(
-        None, ge=1, description="the run ends once so many evaluations after the best one were not better"
+        None, ge=1, description="the run ends after this many evaluations in a row without a better one"
     )
 
     @model_validator(mode="after")
@@ -343,7 +343,7 @@ class EvaluationConfig(_Section):
     at_end: bool = Field(True, description="evaluate the policy that the run ends with")
     samples: int = Field(4, ge=1, le=1024, description="episodes of each task")
     k: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (), description="of which k pass@k is told; 1 and `samples` unless said"
+        (), description="values of k for pass@k; by default 1 and `samples`"
     )
     tasks: int = Field(64, ge=1, le=1_000_000, description="tasks of each environment, where rows do not say how many")
     environments: tuple[str, ...] = Field(
@@ -354,15 +354,15 @@ class EvaluationConfig(_Section):
         None, ge=0, le=2, description="of sampling, whatever `rollout.pin` says; 0 takes the likeliest token"
     )
     top_p: float | None = Field(
-        None, gt=0, le=1, description="share of probability that is drawn from; all unless said"
+        None, gt=0, le=1, description="share of probability from which tokens are drawn; by default all"
     )
-    max_tokens: int | None = Field(None, ge=1, description="most tokens of a turn; as `rollout` unless said")
+    max_tokens: int | None = Field(None, ge=1, description="most tokens of a turn; by default those of `rollout`")
     timeout_s: float = Field(1800.0, gt=0, le=LONGEST_S, description="after it an evaluation ends with what it has")
     overlap: bool = Field(
-        False, description="the next step goes on beside it, up to its weights, which wait; else it begins behind it"
+        False, description="begin the next step during an evaluation; its update waits for the evaluation's end"
     )
     keep_best: str = Field(
-        "", description="metric by which the best version is, whose checkpoint is kept; empty: none is kept for that"
+        "", description="metric that chooses the best version, whose checkpoint is kept; empty: none is kept"
     )
     stop_when: StopWhenConfig | None = Field(None, description="ends the run by what evaluations have come to")
     splits: tuple[SplitConfig, ...] = Field(
@@ -505,7 +505,7 @@ class FrontConfig(_Section):
         131_072,
         ge=1,
         le=100_000_000,
-        description="most tokens of a prompt there, and of an answer whose call says no max_tokens",
+        description="most tokens of a prompt there, and of an answer to a call without max_tokens",
     )
     upstream_timeout_s: float = Field(600.0, gt=0, le=86_400, description="longest that a call of the upstream takes")
     upstream_concurrency: int = Field(
@@ -577,7 +577,7 @@ class DoorsConfig(_Section):
         (), description="networks, such as 10.0.0.0/8, whose peers need neither TLS nor a key, for control too"
     )
     adapts: bool = Field(False, description="adapters to the base are offered, else whole models")
-    idle_s: float = Field(600.0, gt=0, description="leases are given back after so long without a request")
+    idle_s: float = Field(600.0, gt=0, description="time without a request after which leases are given back")
 
 
 class TrainerPacingConfig(_Section):
@@ -591,7 +591,7 @@ class OverlongBufferConfig(_Section):
     """DAPO's soft penalty of long trajectories."""
 
     len: int = Field(ge=1, description="tokens before `max_resp_len` over which the penalty grows")
-    penalty_factor: float = Field(1.0, ge=0, description="what is taken from the reward of a trajectory of that length")
+    penalty_factor: float = Field(1.0, ge=0, description="reward that a trajectory of that length loses")
     max_resp_len: int = Field(
         ge=1, description="sampled tokens of a trajectory at which the whole penalty is due; it grows on beyond"
     )
@@ -827,7 +827,7 @@ class TrainerConfig(LossConfig):
     )
     usd_per_gpu_hour: float = Field(10.47, ge=0, le=1e6, description="price of a GPU of the trainer's device")
     billing: Literal["exact", "second", "minute", "hour"] = Field(
-        "exact", description="what is billed of its device: the time as it is, or each begun second, minute or hour"
+        "exact", description="how its device is billed: by exact time, or by each begun second, minute or hour"
     )
     max_restarts: int = Field(
         3, ge=0, description="losses of the trainer's device that a run survives: another one begins at its checkpoint"
@@ -1131,7 +1131,9 @@ class LoggingConfig(_Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
         description="the project, or experiment, in which the run has its own name",
     )
-    samples: int = Field(4, ge=0, le=64, description="trajectories a step whose messages and rewards go along")
+    samples: int = Field(
+        4, ge=0, le=64, description="trajectories of each step that are sent with their messages and rewards"
+    )
     sample_bytes: int = Field(16_384, ge=256, le=1_048_576, description="most bytes of a trajectory's messages")
     every_s: float = Field(2.0, ge=0.05, le=3600, description="time between two looks at the journal")
 

@@ -63,7 +63,7 @@ class ModalPoolSettings(BaseModel):
     environment: str = Field("", description="Modal's environment of the app; else the profile's")
     cores: float = Field(0.125, ge=0.125, le=64, description="physical CPU cores of a container")
     memory_mb: int = Field(512, ge=128, le=2**20, description="memory of a container, in MiB")
-    batch: int = Field(1, ge=1, le=1000, description="calls that a container takes at once, where so many wait")
+    batch: int = Field(1, ge=1, le=1000, description="most waiting calls that a container takes at once")
     batch_wait_s: float = Field(0.02, ge=0, le=600, description="how long it waits for more of them")
 
 

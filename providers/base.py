@@ -116,7 +116,7 @@ class ProviderSettings(BaseModel):
     )
     billing: Billing = Field(
         default="exact",
-        description="what is billed of a lease: the time as it is, or each begun second, minute, hour",
+        description="how a lease is billed: by exact time, or by each begun second, minute or hour",
     )
     gpus_per_worker: int = Field(1, ge=1, description="GPUs of one worker")
     engine: dict[str, Any] = Field(

@@ -182,7 +182,7 @@ class ServerlessSettings(ProviderSettings):
     lease_s: float = Field(300.0, gt=0, allow_inf_nan=False, description="time limit of a call; then it is killed")
     cold_start_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="from the grant to the worker's start")
     overlap: int | None = Field(
-        None, ge=0, description="calls besides max_workers that take over from ones that end soon; else max_workers"
+        None, ge=0, description="calls beyond max_workers that replace calls which end soon; by default max_workers"
     )
 
 

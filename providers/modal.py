@@ -71,7 +71,7 @@ class ModalSettings(ServerlessSettings):
     app: str = Field(modal_platform.APP, min_length=1, description="as it was deployed")
     environment: str = Field("", description="Modal's environment of the app; else the profile's")
     gpu: str = Field(
-        "", description="kind of GPU, as Modal calls it, such as H100; of which gpus_per_worker; else none"
+        "", description="Modal's name of the GPU, such as H100, of which a worker has gpus_per_worker; empty: no GPU"
     )
     cores: float = Field(2.0, ge=0.125, le=64, description="physical CPU cores of a container")
     memory_mb: int = Field(8192, ge=128, le=2**21, description="memory of a container, in MiB")
@@ -85,7 +85,7 @@ class ModalSettings(ServerlessSettings):
         description="price of one GPU for an hour; else Modal's, CPU and memory included",
     )
     volume: str = Field(
-        "", description="a Modal volume that keeps weights, and what is compiled, near the containers; else none"
+        "", description="a Modal volume that keeps weights and compiled code near the containers; empty: none"
     )
     volume_path: str = Field("/weights", pattern="^/", description="where it is mounted")
     ask_s: float = Field(30.0, gt=0, description="how long a restarted container waits for another lease")

@@ -60,8 +60,8 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class RaySettings(ProviderSettings):
     address: str = Field("ray://127.0.0.1:10001", pattern=r"^ray://.+", description="of the cluster's client server")
     namespace: str = Field("elastic", min_length=1, description="of the actors' names")
-    num_cpus: Amount = Field(1.0, description="what a worker takes of a node, besides its GPUs …")
-    num_gpus: Amount | None = Field(None, description="… of which Ray counts as many as gpus_per_worker, unless set")
+    num_cpus: Amount = Field(1.0, description="CPUs of a node that a worker takes")
+    num_gpus: Amount | None = Field(None, description="GPUs that Ray counts for a worker; by default gpus_per_worker")
     resources: dict[str, Amount] = Field(default_factory=dict, description="… and what Ray calls custom resources")
     poll_s: float = Field(2.0, gt=0, description="time between two looks at the cluster")
     answer_timeout_s: float = Field(60.0, gt=0, description="longest time that the cluster's head may take to answer")

@@ -218,5 +218,5 @@ class ServingSettings(ServedLoad, ProviderSettings):
         description="environment variable with the token of the hosts at urls",
     )
     poll_s: float = Field(0.5, gt=0, description="time between two looks at a host")
-    kv_window_s: float = Field(30.0, gt=0, description="time over which a host's KV use decides who is borrowed")
+    kv_window_s: float = Field(30.0, gt=0, description="time over which a host's KV use decides which host is borrowed")
     lost_after_s: float = Field(3.0, gt=0, description="silence after which a lent host counts as lost")

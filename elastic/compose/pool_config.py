@@ -85,7 +85,7 @@ class PoolSection(_PoolPart):
         "pool", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="what commands and its directory call it"
     )
     directory: GivenPath = Field(Path("pools"), description="where pools keep their journals and logs, each in its own")
-    policy: str = Field("ours", description="who goes where, and who pays what: policies/clusters.py")
+    policy: str = Field("ours", description="policy that places jobs and divides costs: policies/clusters.py")
     host: str = Field(
         "127.0.0.1", min_length=1, description="address on which keepers and jobs dial; beyond loopback by TLS"
     )

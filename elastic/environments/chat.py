@@ -23,7 +23,7 @@ class RowChatSettings(DemonstratedSettings):
     rewards: tuple[GivenCode, ...] = Field(
         min_length=1, description="functions that score an answer: FILE.py:NAME or MODULE:NAME"
     )
-    weights: tuple[float, ...] = Field((), description="of the rewards, in the same order; 1 each unless said")
+    weights: tuple[float, ...] = Field((), description="weights of the rewards, in the same order; by default 1 each")
     reward_timeout_s: float = Field(300.0, gt=0, description="a reward function that takes longer has failed")
     system: str = Field("", description="system prompt, before a prompt that is a text")
     tools: tuple[GivenCode, ...] = Field(

@@ -52,10 +52,12 @@ class OpenEnvSettings(KindSettings):
     reset: dict[str, Any] = Field(default_factory=dict, description="further arguments of an episode's reset")
     field: str = Field("", description="of the action, which takes an answer's text; without it tools are called")
     action: dict[str, Any] = Field(default_factory=dict, description="with `field`: the action's other fields")
-    observation: str = Field("", description="field of the observation that is told; may be dotted, all unless said")
+    observation: str = Field(
+        "", description="field of the observation that the policy reads; may be dotted; by default all of it"
+    )
     system: str = Field("", description="system prompt")
     turns_most: int = Field(50, ge=1, description="answers of the policy after which an episode is truncated")
-    step_s: float = Field(60.0, gt=0, description="an episode has failed of which a step takes longer")
+    step_s: float = Field(60.0, gt=0, description="an episode fails if one of its steps takes longer")
 
     @model_validator(mode="after")
     def _one_server(self) -> "OpenEnvSettings":

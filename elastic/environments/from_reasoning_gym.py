@@ -24,9 +24,9 @@ class ReasoningGymSettings(KindSettings):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="further keys of the data set's configuration")
     size: int = Field(1_000_000, ge=1, lt=2**31, description="questions, after which they come again")
-    system: str | None = Field(None, description="system prompt; reasoning-gym's own unless said, none if empty")
+    system: str | None = Field(None, description="system prompt; by default reasoning-gym's own; empty: none")
     answer: Literal["tag", "whole"] = Field(
-        "tag", description="what is scored: what stands in the last <answer> of it, or the `whole` answer"
+        "tag", description="what is scored: the text in the last <answer>, or the `whole` answer"
     )
 
 

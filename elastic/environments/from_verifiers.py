@@ -58,7 +58,7 @@ class VerifiersSettings(KindSettings):
     )
     tasks_most: int = Field(100_000, ge=1, description="of its tasks, from the first on, that are played")
     order: Literal["shuffled", "in_order"] = Field(
-        "shuffled", description="in which tasks come: each pass has every task once"
+        "shuffled", description="order of the tasks; each pass has every task once"
     )
 
 

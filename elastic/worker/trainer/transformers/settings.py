@@ -30,7 +30,9 @@ class LoraSettings(TrainerSettings):
 
     r: int = Field(16, ge=1, le=256, description="rank of each adapter")
     lora_alpha: int = Field(
-        16, ge=1, description="what is learnt counts lora_alpha / r times; a power of two, which bfloat16 holds exactly"
+        16,
+        ge=1,
+        description="scales the adapter by lora_alpha / r, a power of two, which bfloat16 holds exactly",
     )
     target_modules: list[str] | Literal["all-linear"] = Field(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
