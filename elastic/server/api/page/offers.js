@@ -18,7 +18,7 @@ export function offersOver(signal) {
   const made = (title, unit) => chart({ title, unit, axis: "time", stepped: true, sync: "offers" }, signal);
   const price = made("Asked for a GPU-hour", usd);
   const room = made("GPUs to be had besides those held", count);
-  const about = soft();
+  const about = soft("Reading …");
   for (const one of [price, room]) one.node.hidden = true;
   const node = el("div", {}, el("div", { className: "charts wide" }, price.node, room.node), about);
 
