@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from elastic.core.cluster import events as e
+from elastic.core.cluster.types import PhaseKind
 from elastic.protocol.api import AccessRole
 from tests.dashboard.conftest import Served, violations
 from tests.dashboard.test_page import sign_in
@@ -20,7 +22,7 @@ PLACES = ("/#/pools", "/#/providers", "/#/projects")
 
 @pytest.fixture
 def job(served: Served, submission: Submission, tmp_path: Path) -> Iterator[str]:
-    """A job of a pool that the server has."""
+    """A job of a pool that the server has, in its first turn for 30 s."""
     file = tmp_path / "pool.toml"
     file.write_text(POOL.format(directory=tmp_path))
     state = served.site.app.state.server
@@ -28,7 +30,10 @@ def job(served: Served, submission: Submission, tmp_path: Path) -> Iterator[str]
         state.settings = replace(state.settings, pools=(pool.directory,))
         body = submission()
         asked = {"config": {**body["config"], "job": JOB}, "providers": ["spot"]}
-        yield served.site.member(AccessRole.RUNNER).post("/v1/pools/lab/jobs", json=asked).json()["id"]
+        made = served.site.member(AccessRole.RUNNER).post("/v1/pools/lab/jobs", json=asked).json()["id"]
+        pool.tell(e.PhaseAsked(job=made, phase=PhaseKind.ROLLOUT), at_s=100.0)
+        pool.tell(e.TimePassed(), at_s=130.0)
+        yield made
 
 
 def settled(tab: Any) -> None:
@@ -40,6 +45,7 @@ def test_a_pool_shows_who_computes_and_a_job_is_cancelled(tab: Any, served: Serv
     row = tab.locator("#jobs tbody tr", has_text=job)
     row.wait_for()
     tab.wait_for_selector(f"#groups >> text={job}")
+    tab.wait_for_selector(f"#pool-lanes [title='slice for {job}, 1:40 to 2:10']")
     row.locator("text=Cancel").click()
     tab.wait_for_selector("dialog >> text=Everything of it ends now.")
     tab.click("dialog button[type=submit]")

@@ -106,7 +106,7 @@ export async function showPool(main, context) {
     fill(about, pool.away ? "Its process does not answer now, and is started again. What was known stands here." : `Up for ${duration(pool.now_s)}: ${usd(pool.usd)} so far, ${usd(pool.usd_per_hour)} an hour for its groups.`);
     if (pool.away) return;
     nodes.show(pool.nodes);
-    lanes.show(pool.now_s, pool.nodes);
+    lanes.show(pool.now_s, pool.nodes, pool.permits);
     groups.show(pool.groups);
     permits.show(pool.permits);
     waits.show(pool.waits);
