@@ -9,7 +9,7 @@ from elastic.core.types import TurnId, WorkerId
 
 MARKS_KEPT = 4096
 """The last that are known. Caches of workers do not reach further back, either."""
-ABOVE_MEAN, SPREAD = 1.5, 4
+ABOVE_MEAN, SPREAD = 1.5, 2
 """A worker has too much for its affinity to count with more turns than so many times the mean, and so many more."""
 CACHED_SHARE = 0.5
 """Of a prompt, at least, what requests with a beginning in common share."""

@@ -39,6 +39,8 @@ from elastic.runtime.ports import Feed
 
 KEPT_S = 600.0
 """How long a request with a key is kept once it was delivered."""
+LEFT_S = 1.5
+"""So long after its client has left a request without a key is generated on: who has lost its connection asks again."""
 AGAIN_S = 10.0
 """So soon after the end of a front its clients ask another one again."""
 PREFIX_LEAST = 32
@@ -70,6 +72,8 @@ class RequestRollouts(AgentRollouts):
         self._given_ns: dict[TurnId, Nanoseconds] = {}
         self._alone: dict[TurnId, None] = {}
         """Those whose clients have vanished, since the longest time first."""
+        self._left: dict[TurnId, None] = {}
+        """Those of them whose clients have hung up, at a front that goes on."""
         self._asked = 0
         """How many requests there have been."""
 
@@ -86,6 +90,7 @@ class RequestRollouts(AgentRollouts):
         for turn in turns:
             turn.alone_ns = None
             self._alone.pop(turn.id, None)
+            self._left.pop(turn.id, None)
 
     def _named(self, trajectory: TrajectoryId) -> list[AgentTurn]:
         """The turns of the request that the trajectory is of, in the order of their choices."""
@@ -224,6 +229,8 @@ class RequestRollouts(AgentRollouts):
         super().alone(turn, cut_off=cut_off)
         if turn.id in self._requests:
             self._alone[turn.id] = None
+            if not cut_off and not turn.call.key:
+                self._left[turn.id] = None
 
     def abort_all(self) -> int:
         """End all turns with what they have; returns how many there were."""
@@ -247,6 +254,11 @@ class RequestRollouts(AgentRollouts):
         live = self._scheduler.turns.live.values()
         waiting = sum(turn.state is TurnState.QUEUED for turn in live)
         return len(live) - waiting, waiting
+
+    def _is_at_work(self, turn: TurnId) -> bool:
+        """Whether a worker has it: who waits in the queue costs nothing."""
+        live = self._scheduler.turns.live.get(turn)
+        return live is not None and live.state is not TurnState.QUEUED
 
     def offer(self, source: str, look: str, label: str) -> None:
         """Have weights served; `answers` is told once they are, or cannot be."""
@@ -278,6 +290,10 @@ class RequestRollouts(AgentRollouts):
         """Give up what no client waits for any more, and forget what was delivered long ago."""
         super().look_after()
         now_ns = self._clock_ns()
+        for turn in [self._requests[turn] for turn in self._left]:
+            gone = turn.alone_ns is not None and now_ns - turn.alone_ns > LEFT_S * NS_PER_S
+            if gone and self._is_at_work(turn.id):
+                self._give_up(turn)
         for turn in [turn for turn, given_ns in self._given_ns.items() if now_ns - given_ns > KEPT_S * NS_PER_S]:
             self._forget(turn)
         for turn in [self._requests[turn] for turn in self._alone]:
@@ -288,6 +304,7 @@ class RequestRollouts(AgentRollouts):
         self._given_ns.pop(turn, None)
         self._turns.pop(turn, None)
         self._alone.pop(turn, None)
+        self._left.pop(turn, None)
         known = self._requests.pop(turn, None)
         if known is not None and known.call.key and turn in (of := self._keyed.get(known.call.key, [])):
             of.remove(turn)

@@ -11,7 +11,8 @@ from elastic.core.types import NS_PER_S, SamplingParameters
 from elastic.protocol.front_messages import AgentCall, AgentCaller, BranchFound, LookUp, OpenTurns, WantedSampling
 from elastic.protocol.sampled import pack_ids, pack_logprobs
 from elastic.runtime.agents import AgentLimits, RequestRollouts
-from elastic.runtime.agents.requests import AGAIN_S, marks_of
+from elastic.runtime.agents.requests import AGAIN_S, LEFT_S, marks_of
+from elastic.runtime.agents.rollouts import ALONE_S
 from elastic.runtime.agents.trajectory import AgentTurn
 from policies.seeding import FixedWindow
 from tests.core.conftest import CoreHarness
@@ -99,6 +100,38 @@ def test_a_request_whose_front_has_ended_is_taken_up_for_a_while_whatever_was_an
     served.requests.alone(old, cut_off=True)
     served.core.now_s += AGAIN_S + 1
     assert served.asked(call())[1] is False
+
+
+@pytest.mark.parametrize(
+    ("key", "cut_off", "goes_on_s"),
+    [("", False, LEFT_S), ("", True, ALONE_S), ("mine", False, ALONE_S)],
+    ids=["it has left", "its front has ended", "it has a key"],
+)
+def test_a_request_goes_on_for_a_while_without_its_client(
+    served: Served, key: str, cut_off: bool, goes_on_s: float
+) -> None:
+    turn, _ = served.asked(call(key))
+    served.requests.alone(turn, cut_off=cut_off)
+    assert served.asked(call(key)) == (turn, True)
+    served.requests.alone(turn, cut_off=cut_off)
+    served.core.now_s += goes_on_s
+    served.requests.look_after()
+    assert turn.id in served.core.scheduler.turns.live
+    served.core.now_s += 0.1
+    served.requests.look_after()
+    assert turn.id not in served.core.scheduler.turns.live
+
+
+def test_a_request_that_waits_keeps_its_place_while_its_client_asks_again(served: Served) -> None:
+    served.feed(e.TurnsHeld(held=True))
+    turn, _ = served.asked(call())
+    served.requests.alone(turn)
+    served.core.now_s += 2 * LEFT_S
+    served.requests.look_after()
+    assert served.asked(call()) == (turn, True)
+    served.feed(e.TurnsHeld(held=False))
+    served.requests.look_after()
+    assert turn.id in served.core.scheduler.turns.live
 
 
 @pytest.mark.parametrize(
