@@ -127,7 +127,6 @@ def _served(path: Path, overrides: list[str], listen: str, model_name: str, door
     unless_said: dict[str, dict[str, Any]] = {
         "run": {"steps": STEPS},
         "weights": {"mode": "keep"},
-        "provisioning": {"hold": "rollouts"},
         "trainer": {"usd_per_gpu_hour": 0.0},
     }
     for section in {*given, *unless_said}:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._shapes import write_chat_policy
 from elastic.cli.configuration import reference
 from elastic.compose.reference import changed, key_meanings
 from elastic.config import load_config
@@ -67,3 +68,14 @@ def test_a_dry_run_begins_with_what_differs(elastic, config: Path) -> None:
     assert code == 0, err
     assert out.startswith("what differs from the defaults:\n")
     assert "  rollout.groups = 2\n" in out
+
+
+def test_a_run_that_others_train_holds_its_leases_unless_it_is_said_otherwise(elastic, tmp_path: Path) -> None:
+    policy = write_chat_policy(tmp_path / "policy")
+    config = tmp_path / "rollouts.toml"
+    config.write_text(f"[model]\ncheckpoint = '{policy}'\n[providers.spot]\nkind = 'spot-replay'\n")
+    served = ("serve-rollouts", config, "--providers", "spot", "--weights-root", tmp_path, "--dry-run", "--json")
+    for said, hold in ((), "auto"), (("--set", "provisioning.hold=rollouts"), "rollouts"):
+        ended = elastic(*served, *said)
+        assert ended.code == 0, ended.err
+        assert json.loads(ended.out)["config"]["provisioning"]["hold"] == hold
