@@ -37,12 +37,12 @@ serve: setup
 	$(BIN)/elastic prepare examples/frozenlake.toml
 	$(BIN)/elastic serve
 
-# Most tests share the cores, with the checks as well; those that fill the cores, or are judged by the clock, come after
-# them, one by one.
 # Lint, types and unit tests of the rooms that have changed, or of ROOM="core pool".
 quick: setup
 	$(BIN)/python -m tests.quick $(ROOM)
 
+# Most tests share the cores, with the checks as well; those that fill the cores, or are judged by the clock, come after
+# them, one by one.
 ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres and not trl and not clients and not trainers and not loggers and not environments
 FOLDERS_ELSEWHERE := $(foreach suite,netns ray clouds dashboard trl clients,--ignore=tests/$(suite))
 
@@ -50,7 +50,8 @@ test: setup
 	$(MAKE) --no-print-directory --jobs=2 check test-shared
 	$(BIN)/python -m pytest -m "alone and $(ELSEWHERE)" $$(grep -rl 'mark\.alone' tests --include='test_*.py')
 
-# What many of these processes import, and decode weights with, is compiled once, before they begin.
+# What many of these processes import, and decode weights with, is compiled once, before they begin; the tests are
+# collected once, and shared by processes that are forked then (tests/processes.py).
 test-shared: setup
 	$(BIN)/python -m compileall -qq -j 2 benchmarks elastic functions policies providers traces
 	$(BIN)/python -c "from elastic.weights.codecs import warm_up; warm_up()"
