@@ -125,6 +125,14 @@ def target() -> Open:
 HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
 
 
+async def test_a_client_that_leaves_within_its_body_is_no_error(target: Open, caplog: pytest.LogCaptureFixture) -> None:
+    async with target(PATIENT) as server:
+        peer = await server.peer(HEAD + b"Content-Length: 10\r\n\r\nhalf")
+        peer.writer.close()
+        await peer.writer.wait_closed()
+    assert "ASGI" not in caplog.text
+
+
 async def test_a_head_without_end_is_refused_after_little(target: Open) -> None:
     async with target(PATIENT) as server:
         peer = await server.peer(HEAD)

@@ -29,7 +29,7 @@ import uvicorn
 from h11 import SEND_BODY
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import cookie_parser
+from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -75,7 +75,8 @@ class BodyLimits:
 
     `bytes_max_of` a method and a path is what its bodies may have, where that is not `bytes_max`.
     The body may take `timeout_s` and a second more for each `bytes_per_s_min` bytes of it. Starlette's own handlers
-    turn what is raised (`HTTPException`: 413, 408) into the application's kind of answer.
+    turn what is raised (`HTTPException`: 413, 408) into the application's kind of answer. A client that leaves within
+    its body is no error: nobody waits for an answer.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class BodyLimits:
             return
         bytes_max = self._bytes_max_of(scope["method"], scope["path"])
         bytes_max = self._bytes_max if bytes_max is None else bytes_max
-        await self._app(scope, self._bounded(Headers(scope=scope), receive, bytes_max), send)
+        with contextlib.suppress(ClientDisconnect):
+            await self._app(scope, self._bounded(Headers(scope=scope), receive, bytes_max), send)
 
     def _bounded(self, headers: Headers, receive: Receive, bytes_max: int) -> Receive:
         declared = headers.get("content-length", "0")
