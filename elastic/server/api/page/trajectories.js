@@ -32,8 +32,9 @@ export function showTrajectories(body, view) {
     else chosen.delete(one.id);
     beside.hidden = chosen.size !== 2;
   } });
+  const choice = () => ({ title: "", head: el("span", { className: "hidden", textContent: "Side by side" }), of: choose });
   const columns = [
-    { title: "", head: el("span", { className: "hidden", textContent: "Side by side" }), of: choose },
+    choice(),
     { title: "Trajectory", of: (one) => el("a", { href: `#/runs/${id}/trajectories/${one.id}`, textContent: one.id }) },
     { title: "Reward", number: true, of: (one) => reward(one.reward) },
     { title: "Parts", wide: true, of: (one) => partsOf(one.rewards) },
@@ -43,7 +44,7 @@ export function showTrajectories(body, view) {
     { title: "End", wide: true, of: (one) => endOf(one) },
   ];
   const passage = (one) => el("div", { className: "passage" }, el("b", { textContent: one.branch ? `${one.role}, branch ${one.branch}` : one.role }), " ", one.before, el("mark", { textContent: one.found }), one.after);
-  const withPassages = [...columns.slice(0, 3), { title: "Said", wide: true, of: (one) => one.passages.map(passage) }, columns.at(-2)];
+  const withPassages = [choice(), ...columns.slice(1, 3), { title: "Said", wide: true, of: (one) => one.passages.map(passage) }, columns.at(-2)];
   const query = () => ({ order: order.value, step: step.value, group: group.value.trim(), environment: environment.value, reward_min: least.value, reward_max: most.value, truncated: truncated.checked, failed: failed.checked, evaluation: evaluation.checked });
   const all = paged(columns, () => new Pager(`${place}/trajectories`, query(), 20), { signal, label: "Trajectories", empty: "No such trajectories.", id: "trajectories" });
   const found = paged(withPassages, () => new SearchPager(`${place}/trajectory-search`, { ...query(), text: said.value.trim() }, 20), { signal, label: "Trajectories that say it", empty: "None of these says it.", id: "found" });
