@@ -15,6 +15,7 @@ from elastic.config import EngineConfig, validate
 from elastic.core.types import Nanoseconds
 from elastic.engine import create_engine
 from elastic.engine.base import DeviceShare, RolloutEngine
+from elastic.engine.model.stored import CheckpointError
 from elastic.protocol import wire
 from elastic.protocol.connection import ConnectionLost, SessionRefused
 from elastic.system.host import here
@@ -145,8 +146,9 @@ async def _boot(ticket: Ticket, build_engine: BuildEngine, device: DaemonThread,
     except BaseException as error:
         connection.abort()
         if isinstance(error, Exception):
-            log.exception("engine not built")
-            raise _NotBuilt(f"the engine could not be built: {type(error).__name__}: {error}") from error
+            reason = f"{type(error).__name__}: {error}"
+            log.error("engine not built", reason=reason, exc_info=not isinstance(error, CheckpointError))
+            raise _NotBuilt(f"the engine could not be built: {reason}") from error
         raise
 
 

@@ -19,6 +19,7 @@ from elastic.engine.base import RolloutEngine
 from elastic.engine.model.stored import CheckpointError
 from elastic.protocol import wire
 from elastic.protocol.best_checkpoint import best_kept
+from elastic.system.files import write_whole
 from elastic.system.host import here
 from elastic.system.logs import PaceLog
 from elastic.system.parking import Parkable, Switch
@@ -151,8 +152,7 @@ class TrainerHost:
         terms = PublishingTerms(self._run, model, RelayPlace.of(welcome), patience_s, self._key.secret)
         self._versions.begin_publishing(terms)
         if isinstance(self._trainer, TakesOffers):
-            self._former_key.parent.mkdir(parents=True, exist_ok=True)
-            self._former_key.write_text(self.publisher)
+            write_whole(self._former_key, self.publisher.encode())
         self._publication.set_result(self._publish(self._trainer.version, ()))
         self._welcome = welcome
         if self._makes_way:

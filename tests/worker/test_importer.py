@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from structlog.testing import capture_logs
 
 from elastic.config import Config
 from elastic.engine.model.stored import CheckpointError
@@ -330,8 +331,10 @@ async def test_where_nothing_is_left_of_a_version_that_is_written_over_its_place
 ) -> None:
     await written_over(house, root)
     discard_all(house.relay)
-    ended = await house.host("again", resume=True)
+    with capture_logs() as logs:
+        ended = await house.host("again", resume=True)
     assert f"{root / '2'}: was written over after its update was answered" in ended.reason
+    assert not any(one.get("exc_info") for one in logs)
 
 
 async def test_a_successor_does_not_answer_for_what_was_kept_of_another_offer(house: TrainerHouse, root: Path) -> None:
