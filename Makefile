@@ -31,7 +31,7 @@ run: setup
 
 # Two jobs take turns on one set of devices while their processes are killed; some three minutes.
 jobs: setup
-	$(BIN)/python examples/jobs/live.py --keeper
+	$(BIN)/python examples/jobs/live.py --node-agent
 
 serve: setup
 	$(BIN)/elastic prepare examples/frozenlake.toml

@@ -1,6 +1,6 @@
 """A pool of several machines, on this one: network namespaces for its training site and its rollout machines.
 
-Needs root and `ip`. Links between them are cut, and keepers killed, as machines and networks do.
+Needs root and `ip`. Links between them are cut, and node agents killed, as machines and networks do.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ silence_s = {silence_s}
 REACHED = ("run.host=0.0.0.0", f"run.advertise={TRAINING_SITE}", "job.rollout_memory_gb=1.5")
 """What is set of jobs whose rollouts are on other machines; three find room on a node."""
 COMMAND = (sys.executable, "-P", "-m", "elastic.cli")
-KINDS = ("a keeper", "a link", "the pool's process")
+KINDS = ("a node agent", "a link", "the pool's process")
 
 
 def lacking() -> str:
@@ -66,8 +66,8 @@ def _ip(*arguments: str) -> None:
 
 
 @dataclass
-class Keeper:
-    """A node's keeper on a rollout machine, by what starts it again."""
+class NodeAgent:
+    """A node's agent on a rollout machine, by what starts it again."""
 
     machine: str
     directory: Path
@@ -79,7 +79,7 @@ class Keeper:
         ticket = self.directory / f"{self.device.replace(':', '-')}.ticket"
         words = f'hostname {self.machine} && exec "$@"'
         join = [*COMMAND, "pool", "join", "--ticket-file", str(ticket), "--devices", self.device]
-        command = ["ip", "netns", "exec", self.machine, "unshare", "--uts", "sh", "-c", words, "keeper", *join]
+        command = ["ip", "netns", "exec", self.machine, "unshare", "--uts", "sh", "-c", words, "node_agent", *join]
         with (self.directory / f"{self.device}.log").open("ab") as log:
             self.process = subprocess.Popen(command, cwd=self.directory, stderr=log, start_new_session=True)
 
@@ -93,7 +93,7 @@ class Machines:
         self.training = f"{mark}-train"
         self.rollout = [f"{mark}-roll{number}" for number in range(1, count + 1)]
         self._directory = directory
-        self.keepers: list[Keeper] = []
+        self.node_agents: list[NodeAgent] = []
 
     def __enter__(self) -> "Machines":
         _ip("link", "add", self._switch, "type", "bridge")
@@ -109,12 +109,12 @@ class Machines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for keeper in self.keepers:
-            if keeper.process is not None:
-                keeper.process.terminate()
+        for node_agent in self.node_agents:
+            if node_agent.process is not None:
+                node_agent.process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    keeper.process.wait(30)
-                keeper.process.kill()
+                    node_agent.process.wait(30)
+                node_agent.process.kill()
         for name in (self.training, *self.rollout):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", self._switch], check=False, capture_output=True)
@@ -128,34 +128,34 @@ class Machines:
             for device in (f"cpu:{2 * number}", f"cpu:{2 * number + 1}"):
                 file = place / f"{device.replace(':', '-')}.ticket"
                 told = elastic("pool", "ticket", str(pool.directory), "-o", str(file), "--json")
-                self.keepers.append(Keeper(machine, place, device, json.loads(told.splitlines()[-1])["node"]))
-                self.keepers[-1].start()
+                self.node_agents.append(NodeAgent(machine, place, device, json.loads(told.splitlines()[-1])["node"]))
+                self.node_agents[-1].start()
         until_s = time.monotonic() + 120
-        while sum(node["phase"] == "rollout" for node in pool.standing()["nodes"]) < len(self.keepers):
+        while sum(node["phase"] == "rollout" for node in pool.standing()["nodes"]) < len(self.node_agents):
             if time.monotonic() > until_s:
                 raise TimeoutError("machines do not join")
             time.sleep(0.2)
 
     def disturb(self, pool: LivePool, kind: str, rng: random.Random) -> set[str]:
-        """Kill a keeper, which its machine starts again, or the pool's process; or cut a machine's link for a while.
-        Returns the nodes that this strikes."""
-        struck: list[Keeper] = []
-        if kind == "a keeper":
-            keeper = rng.choice(self.keepers)
-            assert keeper.process is not None
-            keeper.process.kill()
-            keeper.process.wait()
-            keeper.start()
-            struck = [keeper]
+        """Kill a node agent, which its machine starts again, or the pool's process; or cut a machine's link for a
+        while. Returns the nodes that this strikes."""
+        struck: list[NodeAgent] = []
+        if kind == "a node agent":
+            node_agent = rng.choice(self.node_agents)
+            assert node_agent.process is not None
+            node_agent.process.kill()
+            node_agent.process.wait()
+            node_agent.start()
+            struck = [node_agent]
         elif kind == "a link":
             machine = rng.choice(self.rollout)
             _ip("-n", machine, "link", "set", "eth0", "down")
             time.sleep(rng.uniform(*CUT_S))
             _ip("-n", machine, "link", "set", "eth0", "up")
-            struck = [keeper for keeper in self.keepers if keeper.machine == machine]
+            struck = [node_agent for node_agent in self.node_agents if node_agent.machine == machine]
         else:
             os.kill(pool.standing()["pid"], 9)
-        return {keeper.node for keeper in struck}
+        return {node_agent.node for node_agent in struck}
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     kills_under_turns: int
 
 
-class _Witness:
+class _Oracle:
     """Hears a run once more."""
 
     def __init__(self) -> None:
@@ -98,12 +98,12 @@ def judge(run: RunDirectory) -> Verdict:
         raise RuntimeError(
             f"{run.path}: its status is {status!r}, and only a run that is {FINISHED!r} is judged as whole"
         )
-    witness = _Witness()
-    found = digest(replay(run, witness.hear))
+    oracle = _Oracle()
+    found = digest(replay(run, oracle.hear))
     episodes, summary = trajectories(run), summarise(run)
     with run.journals() as journals:
         for journal in journals:
-            witness.read_all(journal)
+            oracle.read_all(journal)
         said = journals[-1].meta()["digest"]
         turns = Counter(row.turn for journal in journals for row in journal.rows(TurnRow))
         steps = {row.step: row.record for journal in journals for row in journal.rows(StepRow)}
@@ -111,14 +111,14 @@ def judge(run: RunDirectory) -> Verdict:
     if found != said:
         raise RuntimeError(f"{run.path}: replaying the journals comes to another state than the run did")
     trained = sum(record.groups_trained for record in steps.values())
-    tokens = sum(map(len, witness.accepted.values()))
+    tokens = sum(map(len, oracle.accepted.values()))
     return Verdict(
-        tokens_lost=_lost(witness.accepted, episodes),
-        tokens_duplicated=witness.duplicated + abs(summary.total.tokens - tokens),
-        groups_twice=abs(trained - len(witness.trained)) + abs(summary.groups_trained - len(witness.trained)),
-        turns_repeated=witness.repeated + sum(count - 1 for count in turns.values()),
+        tokens_lost=_lost(oracle.accepted, episodes),
+        tokens_duplicated=oracle.duplicated + abs(summary.total.tokens - tokens),
+        groups_twice=abs(trained - len(oracle.trained)) + abs(summary.groups_trained - len(oracle.trained)),
+        turns_repeated=oracle.repeated + sum(count - 1 for count in turns.values()),
         ledger_imbalance_ns=abs(summary.ledger_imbalance_ns),
-        kills_under_turns=len(witness.preempted & left),
+        kills_under_turns=len(oracle.preempted & left),
     )
 
 
@@ -129,21 +129,21 @@ def judge_tokens(run: RunDirectory) -> tuple[int, int]:
     accepted ones of an unfinished one. What was accepted and is generated again all the same is duplicated, also by an
     incarnation that did not go on from the journal.
     """
-    witness = _Witness()
+    oracle = _Oracle()
     with run.journals() as journals:
         for journal in journals:
-            witness.read_all(journal)
+            oracle.read_all(journal)
             for t_ns, event in journal.events_of(e.TrajectoryFinished.__name__):
-                witness.hear(t_ns, event, None, ())
+                oracle.hear(t_ns, event, None, ())
     finished = {name: row for name, row in trajectories(run).items() if not row.cause}
     whole: dict[str, dict[int, int]] = {}
     missing = 0
-    for turn, tokens in witness.accepted.items():
-        if parse_turn(turn)[0] in finished.keys() | witness.over:
+    for turn, tokens in oracle.accepted.items():
+        if parse_turn(turn)[0] in finished.keys() | oracle.over:
             whole[turn] = tokens
         elif tokens:
             missing += max(tokens) + 1 - len(tokens)
-    return _lost(whole, finished) + missing, witness.duplicated
+    return _lost(whole, finished) + missing, oracle.duplicated
 
 
 def trajectories(run: RunDirectory) -> dict[str, TrajectoryRow]:

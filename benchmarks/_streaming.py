@@ -239,7 +239,7 @@ class StreamedRun:
     @property
     def accepted(self) -> int:
         """Tokens, since the run began."""
-        return total_tokens(self.orchestrator._scribe.counts)
+        return total_tokens(self.orchestrator._recorder.counts)
 
     def streaming(self) -> int:
         """How many turns have had a token."""

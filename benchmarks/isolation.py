@@ -7,8 +7,8 @@ Two jobs take turns on a pool's nodes, engines and training paced. One of them, 
   job has failed, and is resubmitted from its checkpoint.
 - `hang`: SIGSTOP for a resident within its slice, on either side in turn. `residency`: a script grows beyond what it
   declared.
-- `keeper`: SIGKILL for a keeper of the victim, which then has nodes of its own, as the other has. `pool`: SIGKILL for
-  the pool's process.
+- `node_agent`: SIGKILL for a node agent of the victim, which then has nodes of its own, as the other has. `pool`:
+  SIGKILL for the pool's process.
 
 A step of the other job that ends after a stroke and before the next counts for it. The next stroke falls once the
 victim has done a step again, and the other job `STEPS_BETWEEN` more.
@@ -61,7 +61,7 @@ from elastic.runtime.journal import RunDirectory, TrajectoryRow
 VICTIM, OTHER, THIRD = "victim", "other", "third"
 SEEDS = {VICTIM: 1, OTHER: 2, THIRD: 3}
 SHARED_NODES = ("rollout_resident", "trainer_resident", "orchestrator", "pool", "hang")
-KINDS = (*SHARED_NODES, "keeper", "residency")
+KINDS = (*SHARED_NODES, "node_agent", "residency")
 QUICK_KINDS = ("rollout_resident", "trainer_resident")
 FULL_KILLS, QUICK_KILLS = 10, 1
 CALM_STEPS = {True: 2, False: 6}
@@ -198,9 +198,9 @@ class Session:
                 return self._hit(kind, signal.SIGKILL, lambda: _job(self.pool.standing())["pid"], phase)
             case "pool":
                 return self._hit(kind, signal.SIGKILL, lambda: self.pool.standing()["pid"], "")
-            case "keeper":
+            case "node_agent":
                 side = "rollout" if self._count % 2 else "train"
-                return self._hit(kind, signal.SIGKILL, lambda: self._keeper(side), "")
+                return self._hit(kind, signal.SIGKILL, lambda: self._node_agent(side), "")
             case _:
                 raise ValueError(kind)
 
@@ -221,10 +221,10 @@ class Session:
 
         return pid
 
-    def _keeper(self, phase: str) -> int:
+    def _node_agent(self, phase: str) -> int:
         standing = self.pool.standing()
         names = _job(standing)[phase]
-        return next(node["keeper"]["pid"] for node in standing["nodes"] if node["name"] in names)
+        return next(node["node_agent"]["pid"] for node in standing["nodes"] if node["name"] in names)
 
     def _hit(self, kind: str, number: signal.Signals, pid_of: Callable[[], int], phase: str | None) -> Stroke:
         """Send a signal to a process: while the victim has a permit of this phase, has none (None), or at any time."""
@@ -329,7 +329,7 @@ def at_work(
 
 def struck(directory: Path, beside: Beside, kinds: Sequence[str], kills: int, seed: int, *, quick: bool) -> Told:
     """A session in which strokes of these kinds fall, all of the first, then all of the next."""
-    own_nodes = kinds == ["keeper"]
+    own_nodes = kinds == ["node_agent"]
     # An incarnation that died has not told of its trainer's end: the next one loses a trainer by that.
     trainers = 0 if "trainer_resident" in kinds else 10 * kills
     rng = random.Random(seed)
@@ -426,7 +426,7 @@ def _held(past: Sequence[Moment], number: int) -> int | None:
 
 def device_free_s(stroke: Stroke, past: Sequence[Moment]) -> float | None:
     """From when it is due. None where the victim had no device."""
-    if stroke.permit is None or stroke.kind in ("pool", "keeper"):
+    if stroke.permit is None or stroke.kind in ("pool", "node_agent"):
         return None
     due_s = stroke.at_s
     if stroke.kind == "hang":

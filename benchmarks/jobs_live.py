@@ -10,13 +10,13 @@ training paced, on two rollout nodes and one training node, in these arms:
   trainer's device generates as well, without synchronisation; both measured one by one as `apart_strict`.
 - `naive`: permits when free, no plan. `shared`: as planned.
 - `shared_killed`: with SIGKILL for rollout residents, trainers, orchestrators, the pool's process and, where twelve or
-  more fall, a keeper, drawn by seed.
+  more fall, a node agent, drawn by seed.
 
 `--arm machines`, instead of all these and as root: the three jobs on a pool of three network namespaces, a training
-site and two rollout machines of two devices each, whose nodes join by tickets; keepers are killed, links cut, and the
-pool's process killed. Beside it `apart_strict`. `weights_identical_share`: of the jobs, those whose last weights and
-optimizer states are the same there, bit for bit. `hit`: whether a stroke fell on a node where the job's rollouts were.
-With `--quick` three small jobs, and one stroke of each kind, in three minutes.
+site and two rollout machines of two devices each, whose nodes join by tickets; node agents are killed, links cut, and
+the pool's process killed. Beside it `apart_strict`. `weights_identical_share`: of the jobs, those whose last weights
+and optimizer states are the same there, bit for bit. `hit`: whether a stroke fell on a node where the job's rollouts
+were. With `--quick` three small jobs, and one stroke of each kind, in three minutes.
 
 With `--quick` there are two small jobs with untrained policies, and `apart_strict` has them side by side on nodes of
 their own. `step_s` is the median of a job's cycles, `slowdown` over `apart_strict`. `identical_share` of all
@@ -51,7 +51,7 @@ from elastic.runtime.journal import RunDirectory, SampleRow, TrajectoryRow
 FULL_NAMES, QUICK_NAMES = ("one", "two", "three"), ("one", "two")
 ROLLOUT_NODES, TRAIN_NODES = 2, 1
 KINDS = ("a rollout resident", "a trainer", "an orchestrator", "the pool's process")
-KEEPER, KEEPER_AT = "a keeper", 12
+NODE_AGENT, NODE_AGENT_AT = "a node agent", 12
 FULL_STEPS, QUICK_STEPS = 8, 2
 FULL_KILLS, QUICK_KILLS = 12, 2
 FULL_SEEDS = (1, 2, 3)
@@ -178,8 +178,8 @@ def disturbed(pool: LivePool, rng: random.Random, kills: int) -> int:
     while killed < kills and not all(job["over"] for job in pool.jobs()):
         # When a kill comes is drawn: nothing is waited for.
         time.sleep(rng.uniform(2.0, 6.0) if kills > QUICK_KILLS else rng.uniform(0.5, 1.5))
-        last = killed + 1 == kills >= KEEPER_AT
-        killed += pool.kill(KEEPER if last else KINDS[killed % len(KINDS)], rng) is not None
+        last = killed + 1 == kills >= NODE_AGENT_AT
+        killed += pool.kill(NODE_AGENT if last else KINDS[killed % len(KINDS)], rng) is not None
     return killed
 
 

@@ -99,13 +99,13 @@ class Surroundings:
 
     def died(self, node: NodeId, job: JobId, what: str) -> None: ...
 
-    def start_keeper(self, node: NodeId, phase: PhaseKind, devices: Sequence[str]) -> None: ...
+    def start_node_agent(self, node: NodeId, phase: PhaseKind, devices: Sequence[str]) -> None: ...
 
     def note_set_aside(self, devices: Mapping[str, str]) -> None: ...
 
-    def end_keeper(self, node: NodeId) -> None: ...
+    def end_node_agent(self, node: NodeId) -> None: ...
 
-    def tell_keeper(self, node: NodeId, message: msgspec.Struct) -> None: ...
+    def tell_node_agent(self, node: NodeId, message: msgspec.Struct) -> None: ...
 
     def tell_job(self, job: JobId, message: msgspec.Struct) -> None: ...
 
@@ -114,7 +114,7 @@ class Surroundings:
     def resident(
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
     ) -> w.StartResidentFrame:
-        raise AssertionError("no keeper is connected")
+        raise AssertionError("no node agent is connected")
 
     def stop_job(self, job: JobId, reason: str) -> None: ...
 
@@ -131,7 +131,7 @@ def live_through(config: PoolConfig, directory: Path, jobs: int) -> list[float]:
     policies = CLUSTER_POLICIES[config.pool.policy]
     cluster, _ = journal.open_pool(config.spec(), config.wait_limits(), policies, config.pool.policy)
     ports = Surroundings(journal)
-    times = PoolTimes(silence_ns=10**18, park_ns=10**18, keeper_start_ns=10**18)
+    times = PoolTimes(silence_ns=10**18, park_ns=10**18, node_agent_start_ns=10**18)
     shell = ports.shell = PoolShell(cluster, ports, times)
     shell.begin({}, {}, anew=True)
     costs_us: list[float] = []

@@ -28,7 +28,7 @@ from elastic.core.ids import tagged
 from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, WorkerId
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.outages import Outage
-from providers.waiting_room import WaitingRoom
+from providers.pending_workers import PendingWorkers
 
 ProviderEvent: TypeAlias = (
     OfferChanged | LeaseGranted | LeaseRefused | LeaseNotice | LeaseEnded | LeaseRepriced | StraysBilled
@@ -63,7 +63,7 @@ class KnownLease(msgspec.Struct, frozen=True, kw_only=True):
 class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     """A provider's surroundings. Every resource is tagged with `run`, so that it can be found again.
 
-    - `endpoint` is where its workers dial; the `waiting_room` has workers that dialled in by themselves.
+    - `endpoint` is where its workers dial; the `pending_workers` has workers that dialled in by themselves.
     - `worker_command` starts a worker on this machine. A worker's ticket reaches it through `worker_environment`, never
       through its arguments. `host_command` starts a serving host. `pass_env` names environment variables for both,
       besides those that all processes of a run inherit.
@@ -88,7 +88,7 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     acquire_timeout_s: float
     release_timeout_s: float
     orchestrator_timeout_s: float = 60.0
-    waiting_room: WaitingRoom | None = None
+    pending_workers: PendingWorkers | None = None
 
     def tag(self, provider: str) -> str:
         """Return the name of this run's resources at a provider, which no other run has, whatever it is called."""

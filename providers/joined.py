@@ -12,7 +12,7 @@ from elastic.core.types import LeaseId
 from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable
 from providers.base_provider import BaseProvider, Found, LeaseHandle
 from providers.markets import JoinedMarket, JoinedSettings, LeaseEnding
-from providers.waiting_room import WaitingRoom
+from providers.pending_workers import PendingWorkers
 
 LABEL_NOTE = "joined:"
 """A note of the journal begins with it, and a lease: the label of the ticket by which that lease's worker came."""
@@ -24,9 +24,9 @@ class JoinedProvider(BaseProvider[JoinedSettings]):
     Settings: ClassVar[type[JoinedSettings]] = JoinedSettings
 
     def __init__(self, name: str, settings: JoinedSettings, context: ProviderContext) -> None:
-        if context.waiting_room is None:
+        if context.pending_workers is None:
             raise ProviderUnavailable(f"{name}: nobody lets workers in by ticket here")
-        self._room: WaitingRoom = context.waiting_room
+        self._room: PendingWorkers = context.pending_workers
         self._joined_market = JoinedMarket(name, settings)
         super().__init__(self._joined_market, context)
 

@@ -266,7 +266,7 @@ FEW = PeerLimits(connections_max=8, bearer_share=0.25, address_share=0.5)
 
 
 @contextlib.asynccontextmanager
-async def waiting_rooms(limits: PeerLimits) -> AsyncIterator[tuple[str, asyncio.Event]]:
+async def pending_workerss(limits: PeerLimits) -> AsyncIterator[tuple[str, asyncio.Event]]:
     """A server whose answers wait, but for the one on its health."""
     released = asyncio.Event()
 
@@ -300,7 +300,7 @@ async def _until_done(answers: list[asyncio.Task[int]], count: int) -> None:
 
 async def test_one_bearer_and_one_address_have_so_many_requests_in_work() -> None:
     """And others have theirs, and health is told, whatever is in work."""
-    async with waiting_rooms(FEW) as (url, released), _from("127.0.0.2") as one, _from("127.0.0.3") as other:
+    async with pending_workerss(FEW) as (url, released), _from("127.0.0.2") as one, _from("127.0.0.3") as other:
         asked = [(one, "a"), (one, "a"), (one, "a"), (one, "b"), (one, "b"), (one, "c"), (other, "a"), (other, "c")]
         answers = [asyncio.create_task(_ask(client, url, token)) for client, token in asked]
         await _until_done(answers, 3)
@@ -325,7 +325,7 @@ PROXIED = [[("x-forwarded-for", f"10.0.0.{n}"), ("x-forwarded-for", f"9.9.9.9:{n
 async def test_one_caller_by_any_spelling_is_one(spellings: list[Any], places: int) -> None:
     limits = msgspec.structs.replace(FEW, address_share=1.0 if places == 2 else 0.5)
     limits = msgspec.structs.replace(limits, proxies=(ip_network("127.0.0.2/32"),))
-    async with waiting_rooms(limits) as (url, released), _from("127.0.0.2") as client:
+    async with pending_workerss(limits) as (url, released), _from("127.0.0.2") as client:
 
         async def ask(headers: Any) -> int:
             return (await client.get(f"{url}/slow", headers=headers)).status_code
@@ -339,7 +339,7 @@ async def test_one_caller_by_any_spelling_is_one(spellings: list[Any], places: i
 async def test_behind_a_trusted_proxy_the_header_counts() -> None:
     trusting = msgspec.structs.replace(FEW, proxies=(ip_network("127.0.0.2/32"),))
     for limits, refused in ((FEW, 1), (trusting, 0)):
-        async with waiting_rooms(limits) as (url, released), contextlib.AsyncExitStack() as stack:
+        async with pending_workerss(limits) as (url, released), contextlib.AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(_from("127.0.0.2", f"10.0.0.{n}")) for n in range(5)]
             answers = [asyncio.create_task(_ask(client, url, "")) for client in clients]
             await _until_done(answers, refused)
@@ -350,7 +350,7 @@ async def test_behind_a_trusted_proxy_the_header_counts() -> None:
 async def test_who_dials_without_end_keeps_nobody_else_out() -> None:
     """The crowded address loses: whether it keeps what it has, or dials again as it is hung up on."""
     limits = PeerLimits(connections_max=8, dials_per_s=50.0)
-    async with waiting_rooms(limits) as (url, released), _from("127.0.0.3") as other:
+    async with pending_workerss(limits) as (url, released), _from("127.0.0.3") as other:
         released.set()
         port, over, dials = int(url.rpartition(":")[2]), False, 0
 

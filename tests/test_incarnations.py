@@ -54,8 +54,8 @@ from elastic.runtime.journal import (
 from elastic.runtime.journal.records import TABLES
 from elastic.runtime.ports import Ports
 from elastic.runtime.recollection import Recollection, gone_on
+from elastic.runtime.recorder import JournalRecorder
 from elastic.runtime.run import Run
-from elastic.runtime.scribe import Scribe
 from elastic.runtime.trainer import kept_steps
 from elastic.simulation import run as simulation
 from elastic.system.host import Host, on
@@ -269,11 +269,11 @@ def test_what_the_trainer_publishes_again_takes_nothing_from_the_account_of_its_
 
     with run.newest_journal() as journal:
         scheduler = scheduler_of(journal)[1]
-        scribe = Scribe(scheduler, Noting())
+        recorder = JournalRecorder(scheduler, Noting())
         for t_ns, event, _ in journal.entries():
-            scribe.recalled(t_ns, event, scheduler.handle(event, t_ns))
+            recorder.recalled(t_ns, event, scheduler.handle(event, t_ns))
     for version in range(1, config.run.steps):
-        scribe.published(version, {}, {"publish_s": 1.0})
+        recorder.published(version, {}, {"publish_s": 1.0})
     assert appended == []
 
 

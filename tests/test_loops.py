@@ -21,8 +21,8 @@ from fastapi.responses import StreamingResponse
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.job_processes import ProcessLaunch
-from elastic.pool.keeper import Keeper, KeeperTicket
 from elastic.pool.live import LivePorts
+from elastic.pool.node_agent import NodeAgent, NodeAgentTicket
 from elastic.pool.ports import JobEnding, JobEntry
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.server.api.streams import OpenStreams
@@ -400,7 +400,7 @@ async def pool(path: Path, faults: LoopFaults) -> AsyncIterator[PoisonedLoop]:
 
     programs: Any = SimpleNamespace(job=launch, ended=ended)
     gateway: Any = SimpleNamespace(serve=lambda shell: None)
-    journal: Any = SimpleNamespace(keepers=list, joined=dict)
+    journal: Any = SimpleNamespace(node_agents=list, joined=dict)
     clock = asyncio.get_running_loop().time
     ports = LivePorts(path, "lab", journal, gateway, programs, lambda: 0, IsolatedLoop("pool", faults, clock=clock))
 
@@ -424,16 +424,16 @@ async def pool(path: Path, faults: LoopFaults) -> AsyncIterator[PoisonedLoop]:
 
 
 @asynccontextmanager
-async def keeper(path: Path, faults: LoopFaults) -> AsyncIterator[PoisonedLoop]:
+async def node_agent(path: Path, faults: LoopFaults) -> AsyncIterator[PoisonedLoop]:
     """A resident has no command at all. The pool decides when to have it started again."""
     gone: dict[str, w.ResidentGone] = {}
 
     async with served() as (endpoint, connected):
-        ticket = KeeperTicket(endpoint=endpoint, pool="lab", node="node", token="t", records=path / "records")
-        async with going(Keeper(ticket, faults=faults).run()) as running:
+        ticket = NodeAgentTicket(endpoint=endpoint, pool="lab", node="node", token="t", records=path / "records")
+        async with going(NodeAgent(ticket, faults=faults).run()) as running:
             link = await connected.get()
-            assert isinstance(await link.receive(), w.KeeperHello)
-            link.send(w.KeeperWelcome("session", 60.0, 60.0, 60.0))
+            assert isinstance(await link.receive(), w.NodeAgentHello)
+            link.send(w.NodeAgentWelcome("session", 60.0, 60.0, 60.0))
 
             async def listen() -> None:
                 while True:
@@ -467,7 +467,7 @@ async def keeper(path: Path, faults: LoopFaults) -> AsyncIterator[PoisonedLoop]:
 
 LOOPS: Iterable[Callable[[Path, LoopFaults], AbstractAsyncContextManager[PoisonedLoop]]] = (
     *(runner, retention, deliveries, sign_ins, streams, feeds, supervisors),
-    *(pool, keeper),
+    *(pool, node_agent),
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from elastic.protocol.ticket_store import TicketBook
 from elastic.protocol.tickets import TicketRefused, read_ticket
-from providers.waiting_room import Applicant, WaitingRoom
+from providers.pending_workers import Applicant, PendingWorkers
 
 
 def test_a_ticket_is_good_once_and_nothing_of_it_is_kept_that_is_good(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_nobody_is_let_in_as_a_worker_that_somebody_was_before(tmp_path: Path) -
     book, let_in = TicketBook(tmp_path), list[str]()
     (first, _), (second, token) = book.mint("", None), book.mint("", None)
     book.spend(first.ticket, "joined-1/w")
-    room = WaitingRoom(TicketBook(tmp_path))
+    room = PendingWorkers(TicketBook(tmp_path))
     room.on_change = lambda: None
     room.enter(Applicant(room.check(second.ticket, token), let_in.append, lambda _: None))
     with pytest.raises(LookupError, match="somebody else"):
@@ -75,7 +75,7 @@ def test_nobody_is_let_in_as_a_worker_that_somebody_was_before(tmp_path: Path) -
 def test_a_ticket_that_ends_while_its_holder_waits_lets_nobody_in(tmp_path: Path, how: str) -> None:
     book, let_in, told = TicketBook(tmp_path), list[str](), list[str]()
     terms, token = book.mint("", None)
-    room = WaitingRoom(TicketBook(tmp_path))
+    room = PendingWorkers(TicketBook(tmp_path))
     room.on_change = lambda: None
     room.enter(Applicant(room.check(terms.ticket, token), let_in.append, told.append))
     if how == "revoked":

@@ -107,7 +107,7 @@ def findings_of_pool(name: str, config: PoolConfig, status: PoolStatus) -> list[
     """Return what is to be said of a pool that runs. Nodes that are on their way are no fault; devices that are set
     aside are."""
     wanted = {PhaseKind.ROLLOUT: config.pool.rollout.nodes, PhaseKind.TRAIN: config.pool.train.nodes}
-    up = Counter(node.phase for node in status.nodes if node.keeper.up)
+    up = Counter(node.phase for node in status.nodes if node.node_agent.up)
     there = ", ".join(f"{up[phase]} of {count} {phase} nodes" for phase, count in wanted.items())
     missing = any(up[phase] < count for phase, count in wanted.items())
     found = [Finding(name, True, there, fault="short" if missing else "missing", warns=missing)]

@@ -70,8 +70,8 @@ def start_pool(
     wait_s: Annotated[float, typer.Option(min=0.1, help="How long to wait until it is up.")] = 60.0,
     as_json: AsJson = False,
 ) -> int:
-    """Start a pool: its process, started again whenever it dies, and a keeper on each node. Jobs and the pool outlive
-    the terminal.
+    """Start a pool: its process, started again whenever it dies, and a node agent on each node. Jobs and the pool
+    outlive the terminal.
 
     Example: elastic pool start examples/pool.toml
     """

@@ -1,4 +1,4 @@
-"""A pool's own process, its supervisor, the keeper of a node and the relay of a site: each imports no more than it
+"""A pool's own process, its supervisor, the node agent of a node and the relay of a site: each imports no more than it
 needs."""
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def pool_run(
 
 
 def pool_host() -> int:
-    """Be the keeper of a pool's node, as the environment says.
+    """Be the node agent of a pool's node, as the environment says.
 
     Example: elastic pool-host
     """

@@ -49,9 +49,9 @@ def serving_host() -> int:
 def pool_resident(
     _: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Of the job's run, by which people find it.")] = Path(),
 ) -> None:
-    """Be a job's resident on a node of a pool; its keeper says when it has the device, and as which worker.
+    """Be a job's resident on a node of a pool; its node agent says when it has the device, and as which worker.
 
-    Example: ELASTIC_KEEPER_FD=3 elastic pool-resident runs/one
+    Example: ELASTIC_NODE_AGENT_FD=3 elastic pool-resident runs/one
     """
     run_pool_resident()
 

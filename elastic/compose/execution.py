@@ -46,7 +46,7 @@ from elastic.weights.rights import RelayRights
 from functions.base import FunctionError, FunctionPool, Meter
 from functions.local import FUNCTIONS, Prices
 from providers.base import Provider, ProviderContext, ProviderUnavailable
-from providers.waiting_room import WaitingRoom
+from providers.pending_workers import PendingWorkers
 
 log = structlog.get_logger(__name__)
 
@@ -107,7 +107,7 @@ async def execute(
             certificate = _certificate(config, run_dir)
             async with weights_relay(config, run_dir, former.relay, rights, certificate) as relay:
                 journal.meta(RELAY, relay.local)
-                waiting_room = WaitingRoom(TicketBook(run_dir))
+                pending_workers = PendingWorkers(TicketBook(run_dir))
                 wiring = Wiring(
                     make_providers=lambda endpoint, now_ns: make_providers(
                         plan,
@@ -117,7 +117,7 @@ async def execute(
                         secrets=secrets,
                         note=journal.meta,
                         spent_usd=scheduler.spent_usd,
-                        waiting_room=waiting_room,
+                        pending_workers=pending_workers,
                         pool=pool,
                     ),
                     token_level={one.config.name: one.make for one in plan.environments if not one.driven_outside},
@@ -132,7 +132,7 @@ async def execute(
                     relay_rights=relay.rights,
                     resident=plan.in_turns.keys(),
                     certificate=certificate,
-                    waiting_room=waiting_room,
+                    pending_workers=pending_workers,
                     pool=pool,
                     agents=agents_wiring(plan, run_dir, former.notes, on_agents),
                 )
@@ -180,7 +180,7 @@ def make_providers(
     secrets: RunSecrets,
     note: Callable[[str, str], None] = lambda key, text: None,
     spent_usd: Callable[[str], float] = lambda provider: 0.0,
-    waiting_room: WaitingRoom | None = None,
+    pending_workers: PendingWorkers | None = None,
     pool: PoolClient | None = None,
 ) -> Mapping[str, Provider]:
     """The trainer's device and every chosen provider, ready to start; `note` keeps what they have to say for the
@@ -204,7 +204,7 @@ def make_providers(
             acquire_timeout_s=plan.config.scheduler.acquire_timeout_s,
             release_timeout_s=plan.config.scheduler.release_timeout_s,
             secret=secrets.host_token,
-            waiting_room=waiting_room,
+            pending_workers=pending_workers,
             orchestrator_timeout_s=plan.config.run.orchestrator_timeout_s,
         )
 
@@ -257,8 +257,10 @@ async def _end_former(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> Non
     in_turns = resolve(plan.config, names, str(run_dir)).in_turns
     names = [name for name in names if name not in in_turns]
     former = resolve(plan.config, names, str(run_dir))
-    secrets, nobody = RunSecrets.of(run_dir), WaitingRoom(TicketBook(run_dir))
-    providers = make_providers(former, run_dir, Endpoint(""), time.monotonic_ns, secrets=secrets, waiting_room=nobody)
+    secrets, nobody = RunSecrets.of(run_dir), PendingWorkers(TicketBook(run_dir))
+    providers = make_providers(
+        former, run_dir, Endpoint(""), time.monotonic_ns, secrets=secrets, pending_workers=nobody
+    )
     timeout_s = plan.config.scheduler.release_timeout_s
     await end_left_over(RecordedProcesses.found(records(run_dir), run_dir.name, FUNCTIONS), timeout_s)
     for name in names:

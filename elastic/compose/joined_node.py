@@ -1,4 +1,4 @@
-"""A pool's rollout node on another machine: its keeper, which joins by a ticket and comes back by its session."""
+"""A pool's rollout node on another machine: its node agent, which joins by a ticket and comes back by its session."""
 
 import asyncio
 import hashlib
@@ -15,9 +15,9 @@ from elastic.compose.processes import run_loop
 from elastic.compose.runs import claimed
 from elastic.compose.site_relay import SiteMembership
 from elastic.config import ConfigError
-from elastic.pool.keeper import RESIDENTS, Keeper, KeeperTicket
 from elastic.pool.machines import NodeTicket
 from elastic.pool.messages import NodeMachine
+from elastic.pool.node_agent import RESIDENTS, NodeAgent, NodeAgentTicket
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.system.cores import cores
 from elastic.system.devices import DeviceKind, DeviceName, devices_here, kind_of, machine_gpus, model_of
@@ -33,8 +33,8 @@ END_TIMEOUT_S = 30.0
 
 
 def run_joined_node(ticket: NodeTicket, join: str, devices: Sequence[DeviceName], directory: Path, site: str) -> int:
-    """Be the keeper of the ticket's node on this machine, which dials `join` if that is given; returns the exit code.
-    The machine is at this `site`.
+    """Be the node agent of the ticket's node on this machine, which dials `join` if that is given; returns the exit
+    code. The machine is at this `site`.
 
     Its files are in `directory`, and the session by which it comes back once the ticket is spent, also after it was
     killed or its machine has started anew. Lost, or given up by the pool, it comes again without residents. Raises
@@ -50,7 +50,7 @@ def run_joined_node(ticket: NodeTicket, join: str, devices: Sequence[DeviceName]
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--directory: {directory} cannot be made ({error.strerror})") from error
-    known = KeeperTicket(
+    known = NodeAgentTicket(
         endpoint=Endpoint(address, fingerprint=ticket.fingerprint),
         pool=ticket.pool,
         node=ticket.node,
@@ -116,7 +116,7 @@ class NodeSession:
         write_whole(self._path, f"{self._ticket} {token}".encode())
 
 
-async def _stay(known: KeeperTicket, session: NodeSession) -> int:
+async def _stay(known: NodeAgentTicket, session: NodeSession) -> int:
     """Be the node until the pool lets it go, or a signal. Nothing of it lives on."""
     task = asyncio.current_task()
     assert task is not None
@@ -129,7 +129,7 @@ async def _stay(known: KeeperTicket, session: NodeSession) -> int:
             await end_left_over(found, END_TIMEOUT_S)
             ticket = msgspec.structs.replace(known, token=session.token() or known.token)
             its = SiteMembership(known.directory / "site", known.records, known.pool, known.node)
-            end = await Keeper(ticket, let_in=session.keep, site=its).run()
+            end = await NodeAgent(ticket, let_in=session.keep, site=its).run()
             if end.how in ("refused", "dismissed") or not session.token():
                 log.info("node ends", node=known.node, cause=end.reason)
                 return 0 if end.how == "dismissed" else 1

@@ -53,7 +53,7 @@ ELASTIC = (sys.executable, "-P", "-m", "elastic.cli")
 RUN_LOG = Path("logs") / "process.log"
 BEGAN, STOPPED_NS, ADDRESS = "began", "stopped_ns", "address"
 """Notes of a journal: when the pool's time began, how far it had come when the pool was stopped, where it listens."""
-KEEPER_START_NS = 60_000_000_000
+NODE_AGENT_START_NS = 60_000_000_000
 
 
 class PoolPrograms:
@@ -74,7 +74,7 @@ class PoolPrograms:
         job, token = entry.job, self._tokens.job(entry.job, placement)
         return PoolMembership(endpoint=self._endpoint, job=job, placement=placement, token=token).variables()
 
-    def keeper(self, node: NodeId, ticket: int, devices: Sequence[DeviceName]) -> ProcessLaunch:
+    def node_agent(self, node: NodeId, ticket: int, devices: Sequence[DeviceName]) -> ProcessLaunch:
         records = self._directory / "leases"
         environment = {
             **inherited(*OF_SITE),
@@ -86,7 +86,7 @@ class PoolPrograms:
             TOKEN_VARIABLE: self._tokens.ticket(node, ticket),
             DEVICES_VARIABLE: ",".join(devices),
         }
-        log_path = self._directory / "logs" / f"keeper-{node}.log"
+        log_path = self._directory / "logs" / f"node_agent-{node}.log"
         return ProcessLaunch(command=(*ELASTIC, "pool-host"), environment=environment, log=log_path)
 
     def job(self, entry: JobEntry, placement: int) -> ProcessLaunch:
@@ -241,12 +241,14 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
     devices = DeviceAllotment(pool_devices(config), set_aside)
     tokens = PoolTokens(pool_secret(directory))
     isolated = IsolatedLoop("pool", wiring.faults, clock=asyncio.get_running_loop().time)
-    welcome = w.KeeperWelcome("", limits.silence_s, limits.orphan_s, limits.measure_s, limits.stall_s, limits.still_s)
+    welcome = w.NodeAgentWelcome(
+        "", limits.silence_s, limits.orphan_s, limits.measure_s, limits.stall_s, limits.still_s
+    )
     gateway = PoolGateway(tokens, journal, welcome, isolated)
     certificate = _certificate(config, directory)
     address = await _listen(gateway, config, journal, certificate)
     fingerprint = "" if certificate is None else certificate.fingerprint
-    # Keepers and jobs that are this process's children dial the machine that they are on.
+    # Node agents and jobs that are this process's children dial the machine that they are on.
     endpoint = Endpoint(str(Address.parse(address).here()), fingerprint=fingerprint)
     node_tickets = _node_tickets(config, journal, tokens, address, fingerprint)
     made = wiring.programs(config, directory, endpoint, tokens)
@@ -262,7 +264,7 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
         wiring.recorded,
         wiring.control,
     )
-    times = in_nanoseconds(PoolTimes, limits, keeper_start_ns=KEEPER_START_NS)
+    times = in_nanoseconds(PoolTimes, limits, node_agent_start_ns=NODE_AGENT_START_NS)
 
     def after(event: ClusterEvent) -> None:
         wiring.after(shell.cluster, event)
@@ -280,7 +282,7 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
         await asyncio.sleep(0)
         await socket.start()
         await running
-        await ports.end_keepers()
+        await ports.end_node_agents()
         journal.set_note(STOPPING, "")
         journal.set_note(STOPPED_NS, str(ports.now_ns()))
         journal.note_state(cluster, at_once=True)
@@ -329,7 +331,7 @@ def _certificate(config: PoolConfig, directory: Path) -> Certificate | None:
 async def _listen(
     gateway: PoolGateway, config: PoolConfig, journal: PoolJournal, certificate: Certificate | None
 ) -> str:
-    """Listen at the address of an earlier process, so that keepers and jobs find this one."""
+    """Listen at the address of an earlier process, so that node agents and jobs find this one."""
     noted = journal.note(ADDRESS)
     port = Address.parse(noted).port if noted else config.pool.port
     try:

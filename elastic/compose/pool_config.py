@@ -87,7 +87,7 @@ class PoolSection(_PoolPart):
     directory: GivenPath = Field(Path("pools"), description="where pools keep their journals and logs, each in its own")
     policy: str = Field("ours", description="policy that places jobs and divides costs: policies/clusters.py")
     host: str = Field(
-        "127.0.0.1", min_length=1, description="address on which keepers and jobs dial; beyond loopback by TLS"
+        "127.0.0.1", min_length=1, description="address on which node agents and jobs dial; beyond loopback by TLS"
     )
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one")
     advertise: str = Field(
@@ -140,8 +140,10 @@ class PoolLimits(_PoolPart):
         _WAITS.overrun_share, ge=0, description="of its planned time that a phase may last longer"
     )
     late_share: float = Field(_WAITS.late_share, ge=0, description="of its planned step that a late job is waited for")
-    silence_s: float = Field(10.0, gt=0, description="after which a keeper that says nothing is taken to be gone")
-    orphan_s: float = Field(120.0, gt=0, description="after which a keeper without its pool ends, and its residents")
+    silence_s: float = Field(10.0, gt=0, description="after which a node agent that says nothing is taken to be gone")
+    orphan_s: float = Field(
+        120.0, gt=0, description="after which a node agent without its pool ends, and its residents"
+    )
     measure_s: float = Field(5.0, gt=0, description="between two measurements of host memory")
     stall_s: float = Field(
         30.0,

@@ -1,4 +1,4 @@
-"""The process of a pool's node: its keeper, which imports no more than it needs."""
+"""The process of a pool's node: its node agent, which imports no more than it needs."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ import structlog
 from elastic.compose.processes import run_loop
 from elastic.config import ConfigError
 from elastic.pool.client import FINGERPRINT_VARIABLE, POOL_VARIABLE, TOKEN_VARIABLE
-from elastic.pool.keeper import Keeper, KeeperTicket
+from elastic.pool.node_agent import NodeAgent, NodeAgentTicket
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.devices import named_devices
 from elastic.system.signals import TERMINATION, act_on
@@ -20,16 +20,16 @@ NAME_VARIABLE, NODE_VARIABLE, RECORDS_VARIABLE = "ELASTIC_POOL_NAME", "ELASTIC_P
 
 
 def run_pool_host() -> int:
-    """Be a node's keeper, as the environment says, until the pool does without it; returns the exit code.
+    """Be a node's agent, as the environment says, until the pool does without it; returns the exit code.
 
     Raises `ConfigError` where the environment names no pool.
     """
     needed = (POOL_VARIABLE, NAME_VARIABLE, NODE_VARIABLE, TOKEN_VARIABLE)
     missing = [name for name in needed if not os.environ.get(name)]
     if missing:
-        raise ConfigError(f"elastic pool-host: {', '.join(missing)} not set, which a pool hands to its keepers")
+        raise ConfigError(f"elastic pool-host: {', '.join(missing)} not set, which a pool hands to its node agents")
     records = os.environ.get(RECORDS_VARIABLE, "")
-    ticket = KeeperTicket(
+    ticket = NodeAgentTicket(
         endpoint=Endpoint(os.environ[POOL_VARIABLE], fingerprint=os.environ.get(FINGERPRINT_VARIABLE, "")),
         pool=os.environ[NAME_VARIABLE],
         node=os.environ[NODE_VARIABLE],
@@ -40,11 +40,11 @@ def run_pool_host() -> int:
     return run_loop(_keep(ticket))
 
 
-async def _keep(ticket: KeeperTicket) -> int:
-    keeping = asyncio.create_task(Keeper(ticket).run(), name="keeper")
+async def _keep(ticket: NodeAgentTicket) -> int:
+    keeping = asyncio.create_task(NodeAgent(ticket).run(), name="node_agent")
     act_on(TERMINATION, keeping.cancel)
     try:
-        log.info("keeper ends", node=ticket.node, cause=(await keeping).reason)
+        log.info("node agent ends", node=ticket.node, cause=(await keeping).reason)
     except asyncio.CancelledError:
-        log.info("keeper ends", node=ticket.node, cause="it was told to")
+        log.info("node agent ends", node=ticket.node, cause="it was told to")
     return 0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import structlog
 
 from elastic.config import Config, ConfigError, EnvironmentConfig, validate
-from elastic.pool.messages import KEEPER_VARIABLE, QUIET_VARIABLE, UNFIT_STATUS
+from elastic.pool.messages import NODE_AGENT_VARIABLE, QUIET_VARIABLE, UNFIT_STATUS
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.tickets import TicketRefused, read_ticket
 from elastic.system.devices import mismatch, named_devices
@@ -50,7 +50,7 @@ def run_worker(
     join: str | None, ticket_file: Path | None, trainer_run_dir: Path | None, *, resume: bool, pace: bool
 ) -> NoReturn:
     """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends. A trainer with a
-    keeper uses its device when the keeper says so (`elastic.pool.messages.KEEPER_VARIABLE`).
+    node agent uses its device when the node agent says so (`elastic.pool.messages.NODE_AGENT_VARIABLE`).
 
     A worker with a ticket logs to somebody's terminal: how its pace holds only with `pace`."""
     from elastic.worker.agent import leave_process, run_agent
@@ -63,11 +63,11 @@ def run_worker(
         leave_process(run_loop(run_agent(ticket)))
     _load(lambda: import_module("elastic.worker.trainer_host"))
     from elastic.compose.runs import load_run_config
-    from elastic.worker.device_permit import DevicePermit, keeper_socket
+    from elastic.worker.device_permit import DevicePermit, node_agent_socket
     from elastic.worker.trainer_host import run_trainer_host
 
     _check_devices()
-    config, permit = load_run_config(trainer_run_dir), DevicePermit(keeper_socket())
+    config, permit = load_run_config(trainer_run_dir), DevicePermit(node_agent_socket())
     leave_process(run_loop(run_trainer_host(ticket, config, trainer_run_dir, resume, permit)))
 
 
@@ -104,12 +104,14 @@ def run_serving_host() -> int:
 
 
 def run_pool_resident() -> NoReturn:
-    """Be a job's resident on a rollout node until its keeper is gone, or a signal. Raises `ConfigError`."""
-    from elastic.worker.device_permit import keeper_socket
+    """Be a job's resident on a rollout node until its node agent is gone, or a signal. Raises `ConfigError`."""
+    from elastic.worker.device_permit import node_agent_socket
 
-    keeper = keeper_socket()
-    if keeper is None:
-        raise ConfigError(f"elastic pool-resident: {KEEPER_VARIABLE} not set, which a pool's keeper hands to residents")
+    node_agent = node_agent_socket()
+    if node_agent is None:
+        raise ConfigError(
+            f"elastic pool-resident: {NODE_AGENT_VARIABLE} not set, which a pool's node agent hands to residents"
+        )
     _log_pace()
     _load(_load_resident)
     _check_devices()
@@ -119,7 +121,7 @@ def run_pool_resident() -> NoReturn:
     async def obey() -> "AgentExit":
         leave = asyncio.Event()
         with on_termination(leave.set):
-            return await RolloutResident().run(keeper, leave)
+            return await RolloutResident().run(node_agent, leave)
 
     leave_process(run_loop(obey()))
 

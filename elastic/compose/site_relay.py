@@ -14,8 +14,8 @@ import structlog
 from elastic.compose.processes import run_loop
 from elastic.compose.runs import private
 from elastic.core.types import NS_PER_S
-from elastic.pool.keeper import RESIDENTS
 from elastic.pool.messages import SITE_FILE_VARIABLE, ServeSite, SiteRelay, SiteServed
+from elastic.pool.node_agent import RESIDENTS
 from elastic.protocol.sockets import listening_socket
 from elastic.protocol.tls import run_certificate
 from elastic.system.files import write_whole

@@ -1,8 +1,8 @@
-"""The keeper of an env worker's log: a process beside it through which all goes that it and its children print.
+"""The node agent of an env worker's log: a process beside it through which all goes that it and its children print.
 
 What looks like a key of a run is hidden, whoever has printed it and by whatever call, however it is cut into pieces.
-The log is bounded: a full one keeps its beginning and its newest part. The keeper ends once nobody can print any more,
-so that last words reach the log of a worker that was killed. This file runs by itself, without the package.
+The log is bounded: a full one keeps its beginning and its newest part. The node agent ends once nobody can print any
+more, so that last words reach the log of a worker that was killed. This file runs by itself, without the package.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ HELD_BYTES = 1024
 """Of a line without an end: a key is shorter."""
 HIDDEN = b"[key]"
 UNKEPT_STATUS = 71
-"""The exit status of a process whose keeper is gone."""
+"""The exit status of a process whose node agent is gone."""
 LOG_BYTES_MAX, FIRST_BYTES, NEWEST_BYTES = 16 * 1024**2, 1024**2, 7 * 1024**2
 """A log that has become larger than the first is cut down to the other two."""
 _LEFT_OUT = re.compile(rb"\n\[(\d+) bytes are left out here\]\n")
 
 
 def keep_output(key_pattern: str) -> None:
-    """Have all that this process prints from now on, and what it starts, go through a keeper to where it would go.
+    """Have all that this process prints from now on, and what it starts, go through a node agent to where it would go.
 
-    It ends if the keeper does: whatever prints would raise from then on.
+    It ends if the node agent does: whatever prints would raise from then on.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     reading, writing = os.pipe()

@@ -1,1 +1,1 @@
-"""The process of a pool of many jobs, and the keepers of its nodes: see docs/jobs.md."""
+"""The process of a pool of many jobs, and the node agents of its nodes: see docs/jobs.md."""

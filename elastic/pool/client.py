@@ -2,7 +2,8 @@
 
 `JobPart` is the pure half: the phases that the job wants, its permits, slices and trainer, and the messages that
 follow. `PoolClient` dials the pool's process for as long as the job lasts, and passes messages to their users: of a
-run the provider of rollout slices, and the trainer's permits and lease; of a script its thread that waits for a turn.
+run the provider of rollout slices, and the trainer's permits and lease; of a script its thread that waits for a time
+slice.
 
 While the pool's process is away, phases under way run to their deadlines, and orders are sent once it is back. Source:
 docs/jobs.md; `elastic.pool.messages`.

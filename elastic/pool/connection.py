@@ -1,4 +1,5 @@
-"""What is said on connections to a pool's process, and between a keeper and its resident, and how the pool is dialled.
+"""What is said on connections to a pool's process, and between a node agent and its resident, and how the pool is
+dialled.
 
 After `Connection.watch` both ends send a message every third of the silence limit.
 """
@@ -18,7 +19,7 @@ POOL = Peer("the pool", pause_growth=1.15)
 
 M = TypeVar("M")
 W = TypeVar("W")
-FromDialler: TypeAlias = w.FromJob | w.FromKeeper
+FromDialler: TypeAlias = w.FromJob | w.FromNodeAgent
 PoolLink: TypeAlias = Connection[msgspec.Struct, M]
 """Either end of a connection, by what it hears."""
 
@@ -45,13 +46,13 @@ def _codec(decoder: "msgspec.msgpack.Decoder[M]") -> MessageCodec[msgspec.Struct
 
 
 def show_life(link: PoolLink[M], environment: Mapping[str, str] = os.environ) -> None:
-    """Say from now on, on a resident's connection, that it lives, if its keeper listens for that."""
+    """Say from now on, on a resident's connection, that it lives, if its node agent listens for that."""
     if beat_s := environment.get(w.BEAT_VARIABLE, ""):
         link.beat(w.StillHere(), float(beat_s))
 
 
 FROM_DIALLER = _codec(msgspec.msgpack.Decoder(FromDialler))
 TO_JOB = _codec(msgspec.msgpack.Decoder(w.ToJob))
-TO_KEEPER = _codec(msgspec.msgpack.Decoder(w.ToKeeper))
+TO_NODE_AGENT = _codec(msgspec.msgpack.Decoder(w.ToNodeAgent))
 TO_RESIDENT = _codec(msgspec.msgpack.Decoder(w.ToResident))
 FROM_RESIDENT = _codec(msgspec.msgpack.Decoder(w.FromResident))

@@ -43,8 +43,8 @@ from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.pool.standing import (
     JobStanding,
-    KeeperStanding,
     MachineStanding,
+    NodeAgentStanding,
     PoolStatus,
     bills,
     job_standing,
@@ -211,7 +211,7 @@ class PoolCommandManager:
             if (live := shell.nodes.get(node.name)) is not None:
                 node.machine = _machine(live, joined.get(node.name))
                 up = sorted(job for job, one in live.residents.items() if one.up)
-                node.keeper = KeeperStanding(pid=live.pid, up=live.connected, residents=up)
+                node.node_agent = NodeAgentStanding(pid=live.pid, up=live.connected, residents=up)
         for job in found.jobs:
             self._beside(job, shell.last_of(job.name))
         return found

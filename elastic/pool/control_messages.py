@@ -60,7 +60,7 @@ class ResubmitJob(_PoolRequest, frozen=True, tag="resubmit"):
 
 
 class StopPool(_PoolRequest, frozen=True, tag="stop"):
-    """Stop the pool. Jobs stop at their step's end and keep their checkpoints; then keepers and the pool's process
+    """Stop the pool. Jobs stop at their step's end and keep their checkpoints; then node agents and the pool's process
     end. With `now` everything ends at once."""
 
     id: CommandId

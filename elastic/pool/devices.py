@@ -72,7 +72,7 @@ class DeviceAllotment:
         return True
 
     def adopt(self, node: NodeId, devices: Iterable[DeviceName]) -> None:
-        """Note what a node has whose keeper an earlier process has started."""
+        """Note what a node has whose node agent an earlier process has started."""
         self._nodes[node] = tuple(devices)
 
     def give_back(self, node: NodeId) -> None:

@@ -1,8 +1,8 @@
-"""Admission to a pool's process: keepers by one-time tickets and sessions, jobs by the token of their placement.
+"""Admission to a pool's process: node agents by one-time tickets and sessions, jobs by the token of their placement.
 
 - Every token is derived from the secret in the pool's directory. So a restarted process knows all tokens, and none is
   stored or logged.
-- A newer connection replaces an older one of the same keeper or job.
+- A newer connection replaces an older one of the same node agent or job.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 
 class PoolTokens:
-    """Tokens of keepers and jobs, all derived from one secret."""
+    """Tokens of node agents and jobs, all derived from one secret."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -50,16 +50,16 @@ class PoolTokens:
 
 
 class PoolGateway:
-    """Serves connections for a shell while it is open. Keepers get `welcome` with their sessions."""
+    """Serves connections for a shell while it is open. Node agents get `welcome` with their sessions."""
 
     def __init__(
-        self, tokens: PoolTokens, journal: PoolJournal, welcome: w.KeeperWelcome, isolated: IsolatedLoop
+        self, tokens: PoolTokens, journal: PoolJournal, welcome: w.NodeAgentWelcome, isolated: IsolatedLoop
     ) -> None:
         self._tokens, self._journal, self._welcome = tokens, journal, welcome
         self._isolated = isolated
         self._admission = Admission(FROM_DIALLER, self._greet)
         self._shell: PoolShell | None = None
-        self._keepers: dict[NodeId, PoolLink[FromDialler]] = {}
+        self._node_agents: dict[NodeId, PoolLink[FromDialler]] = {}
         self._jobs: dict[JobId, PoolLink[FromDialler]] = {}
 
     async def start(self, host: str, port: int, certificate: Certificate | None) -> str:
@@ -71,13 +71,13 @@ class PoolGateway:
 
     async def aclose(self) -> None:
         self._shell = None
-        for links in (self._keepers, self._jobs):
+        for links in (self._node_agents, self._jobs):
             links.clear()
         await self._admission.aclose()
 
-    def tell_keeper(self, node: NodeId, message: w.ToKeeper) -> None:
-        if node in self._keepers:
-            self._keepers[node].send(message)
+    def tell_node_agent(self, node: NodeId, message: w.ToNodeAgent) -> None:
+        if node in self._node_agents:
+            self._node_agents[node].send(message)
 
     def tell_job(self, job: JobId, message: msgspec.Struct) -> None:
         if job in self._jobs:
@@ -88,13 +88,13 @@ class PoolGateway:
         if link is not None:
             link.abort()
 
-    def cut_keeper(self, node: NodeId) -> None:
-        link = self._keepers.pop(node, None)
+    def cut_node_agent(self, node: NodeId) -> None:
+        link = self._node_agents.pop(node, None)
         if link is not None:
             link.abort()
 
     def _greet(self, link: PoolLink[FromDialler], hello: FromDialler) -> None:
-        if not isinstance(hello, w.KeeperHello | w.JobHello):
+        if not isinstance(hello, w.NodeAgentHello | w.JobHello):
             raise SessionRefused("the first message is a hello")
         if self._shell is None:
             raise SessionRefused("the pool's process is not ready yet", retry=True)
@@ -105,8 +105,8 @@ class PoolGateway:
         refusal: SessionRefused | None = None
         with self._isolated.attempt("connection") as attempt:
             try:
-                if isinstance(hello, w.KeeperHello):
-                    self._let_keeper_in(link, hello, self._shell)
+                if isinstance(hello, w.NodeAgentHello):
+                    self._let_node_agent_in(link, hello, self._shell)
                 else:
                     self._let_job_in(link, hello, self._shell)
             except SessionRefused as refused:
@@ -117,14 +117,14 @@ class PoolGateway:
             raise refusal
 
     async def dismiss(self, nodes: Iterable[NodeId], reason: str, within_s: float) -> None:
-        """Tell keepers to end, and wait until they have, or that long."""
-        links = [self._keepers[node] for node in nodes if node in self._keepers]
+        """Tell node agents to end, and wait until they have, or that long."""
+        links = [self._node_agents[node] for node in nodes if node in self._node_agents]
         for link in links:
             link.send(RefusedFrame(reason, retry=False))
         if links:
             await asyncio.wait([link.lost for link in links], timeout=within_s)
 
-    def _let_keeper_in(self, link: PoolLink[FromDialler], hello: w.KeeperHello, shell: PoolShell) -> None:
+    def _let_node_agent_in(self, link: PoolLink[FromDialler], hello: w.NodeAgentHello, shell: PoolShell) -> None:
         name = hello.node
         number, spent = self._journal.ticket(name)
         session = self._tokens.session(name, number)
@@ -144,13 +144,13 @@ class PoolGateway:
                 raise SessionRefused(refused)
         if by_ticket:
             self._journal.spend_ticket(name)
-        former = self._keepers.get(name)
+        former = self._node_agents.get(name)
         if former is not None:
             former.abort()
-        self._seat(link, self._keepers, name, shell.keeper_heard, shell.keeper_left)
+        self._seat(link, self._node_agents, name, shell.node_agent_heard, shell.node_agent_left)
         link.send(msgspec.structs.replace(self._welcome, session=session))
-        if refused := shell.keeper_joined(hello):
-            self._keepers.pop(name, None)
+        if refused := shell.node_agent_joined(hello):
+            self._node_agents.pop(name, None)
             raise SessionRefused(refused)
         link.watch(self._welcome.silence_s)
 
@@ -177,7 +177,7 @@ class PoolGateway:
         hear: Callable[[str, Any], None],
         left: Callable[[str], None],
     ) -> None:
-        """Hear this connection for the keeper or job from now on, and no other."""
+        """Hear this connection for the node agent or job from now on, and no other."""
 
         def heard(messages: list[FromDialler]) -> None:
             for message in messages:

@@ -23,7 +23,7 @@ HOLDING = (JobState.PLACED, JobState.RUNNING)
 
 
 class Resident(msgspec.Struct, kw_only=True):
-    """A job's process on a node, as the keeper was told to start it or reports it.
+    """A job's process on a node, as the node agent was told to start it or reports it.
 
     `worker` is the worker that it was lent as, or for a trainer, started as.
     """
@@ -36,14 +36,14 @@ class Resident(msgspec.Struct, kw_only=True):
 
 
 class PoolNode(msgspec.Struct, kw_only=True):
-    """A node's keeper. `given` is the last permit under which it was told to give out its devices, which take turns
+    """A node's agent. `given` is the last permit under which it was told to give out its devices, which take turns
     together. `hello` and `site`: what it said of itself that is on another machine, and of its site's relay."""
 
     phase: PhaseKind
     connected: bool = False
     given: int = 0
     pid: int = 0
-    hello: w.KeeperHello | None = None
+    hello: w.NodeAgentHello | None = None
     site: SiteNode | None = None
     residents: dict[JobId, Resident] = {}
     start_deaths: list[StartDeath] = []
@@ -69,10 +69,10 @@ class LiveJob(msgspec.Struct, kw_only=True):
 
 
 class PoolHoldings:
-    """What all rooms of the shell share: the cluster, the ports, and what there is of keepers, residents and jobs.
+    """What all rooms of the shell share: the cluster, the ports, and what there is of node agents, residents and jobs.
 
-    `joining` has the nodes whose keepers were started and that are not the cluster's yet. `news` are the events that
-    have not gone through the cluster, each with what is made durable beside it.
+    `joining` has the nodes whose node agents were started and that are not the cluster's yet. `news` are the events
+    that have not gone through the cluster, each with what is made durable beside it.
     """
 
     def __init__(

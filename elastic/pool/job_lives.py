@@ -34,7 +34,7 @@ class JobLives(PoolRoom):
         train = pool.cluster.groups[record.seat.group].train
         away = [node for node in (*record.seat.rollout, *train) if not pool.is_connected(node)]
         if away:
-            return w.RefusedFrame(f"keepers are not there yet: {', '.join(away)}", retry=True)
+            return w.RefusedFrame(f"node agents are not there yet: {', '.join(away)}", retry=True)
         pool.jobs[job].connected = True
         if hello.script:
             self._scripts.joined(hello)

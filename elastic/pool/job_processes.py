@@ -1,4 +1,4 @@
-"""Processes that a pool's process starts and that outlive it: keepers, jobs' orchestrators, timed runs.
+"""Processes that a pool's process starts and that outlive it: node agents, jobs' orchestrators, timed runs.
 
 Each process is recorded in the pool's directory with what is needed to take it over. A restarted pool's process adopts
 living processes, and learns of those that have ended meanwhile.

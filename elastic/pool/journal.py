@@ -42,13 +42,13 @@ CREATE INDEX IF NOT EXISTS forgotten_place ON forgotten (place, arrival);
 CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, entry BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS commands (id TEXT PRIMARY KEY, words TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS deaths (number INTEGER PRIMARY KEY, death BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS keepers (node TEXT PRIMARY KEY, ticket INTEGER NOT NULL, spent INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS node_agents (node TEXT PRIMARY KEY, ticket INTEGER NOT NULL, spent INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS joined (node TEXT PRIMARY KEY, terms BLOB NOT NULL) WITHOUT ROWID;
 """
 
 
 class NotedDeath(msgspec.Struct, frozen=True):
-    """The death of a keeper, a job's process or the pool's own process. `what`: how it died, and what follows."""
+    """The death of a node agent, a job's process or the pool's own process. `what`: how it died, and what follows."""
 
     at_ns: Nanoseconds
     node: NodeId
@@ -216,28 +216,29 @@ class PoolJournal:
         with self._transaction():
             self._db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, value))
 
-    # Keepers' tickets.
+    # Node agents' tickets.
 
     def mint_ticket(self, node: NodeId, terms: JoinTerms | None = None) -> int:
-        """Return the number of a new ticket for a node's keeper. Older tickets become invalid. With `terms` it is for
-        another machine."""
+        """Return the number of a new ticket for a node's agent. Older tickets become invalid. With `terms` it is
+        for another machine."""
         with self._transaction():
             if terms is not None:
                 self._keep_terms(node, terms)
             self._db.execute(
-                "INSERT INTO keepers VALUES (?, 1, 0) ON CONFLICT (node) DO UPDATE SET ticket = ticket + 1, spent = 0",
+                "INSERT INTO node_agents VALUES (?, 1, 0)"
+                " ON CONFLICT (node) DO UPDATE SET ticket = ticket + 1, spent = 0",
                 (node,),
             )
         return self.ticket(node)[0]
 
     def ticket(self, node: NodeId) -> tuple[int, bool]:
         """Return the number of a node's ticket (0 for none), and whether it was used."""
-        row = self._db.execute("SELECT ticket, spent FROM keepers WHERE node = ?", (node,)).fetchone()
+        row = self._db.execute("SELECT ticket, spent FROM node_agents WHERE node = ?", (node,)).fetchone()
         return (0, True) if row is None else (row[0], bool(row[1]))
 
     def spend_ticket(self, node: NodeId) -> None:
         with self._transaction():
-            self._db.execute("UPDATE keepers SET spent = 1 WHERE node = ?", (node,))
+            self._db.execute("UPDATE node_agents SET spent = 1 WHERE node = ?", (node,))
 
     def joined(self) -> dict[NodeId, JoinTerms]:
         """Return the terms of the nodes for which a ticket was minted that another machine may spend, or has."""
@@ -251,13 +252,13 @@ class PoolJournal:
     def _keep_terms(self, node: NodeId, terms: JoinTerms) -> None:
         self._db.execute("INSERT OR REPLACE INTO joined VALUES (?, ?)", (node, msgspec.msgpack.encode(terms)))
 
-    def keepers(self) -> Sequence[NodeId]:
-        """Return the nodes for which a keeper was ever started, or may join."""
-        return [row[0] for row in self._db.execute("SELECT node FROM keepers ORDER BY node")]
+    def node_agents(self) -> Sequence[NodeId]:
+        """Return the nodes for which a node agent was ever started, or may join."""
+        return [row[0] for row in self._db.execute("SELECT node FROM node_agents ORDER BY node")]
 
-    def forget_keeper(self, node: NodeId) -> None:
+    def forget_node_agent(self, node: NodeId) -> None:
         with self._transaction():
-            self._db.execute("DELETE FROM keepers WHERE node = ?", (node,))
+            self._db.execute("DELETE FROM node_agents WHERE node = ?", (node,))
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

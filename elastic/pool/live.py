@@ -15,7 +15,7 @@ from elastic.pool import messages as w
 from elastic.pool.gateway import PoolGateway
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import NotedDeath, PoolJournal
-from elastic.pool.keeper import RESIDENTS
+from elastic.pool.node_agent import RESIDENTS
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.protocol.run_control import ControlError, RunControl
@@ -28,18 +28,18 @@ log = structlog.get_logger(__name__)
 
 STOP_RETRY_S = 1.0
 DISMISSAL_S = 30.0
-"""For keepers on other machines to end their residents as the pool stops."""
+"""For node agents on other machines to end their residents as the pool stops."""
 DEVICES = "devices"
-"""Under which a keeper's devices are kept with its process."""
+"""Under which a node agent's devices are kept with its process."""
 SET_ASIDE = "set_aside"
 """The journal's note of devices that are set aside, with reasons."""
-KEEPERS, JOBS, PROFILES = "keepers", "jobs", "profiles"
+NODE_AGENTS, JOBS, PROFILES = "node_agents", "jobs", "profiles"
 
 
 class Programs(Protocol):
     """Says what the pool's processes run. Implemented above, where all rooms are known."""
 
-    def keeper(self, node: NodeId, ticket: int, devices: Sequence[DeviceName]) -> ProcessLaunch: ...
+    def node_agent(self, node: NodeId, ticket: int, devices: Sequence[DeviceName]) -> ProcessLaunch: ...
 
     def job(self, entry: JobEntry, placement: int) -> ProcessLaunch: ...
 
@@ -63,8 +63,8 @@ class Programs(Protocol):
 class LivePorts:
     """`PoolPorts` of a live pool. `run` is called with the shell, and returns when the pool is over.
 
-    Processes that outlive this one are `detached`; `recorded` finds what keepers have left; by its `control` a run is
-    told to stop.
+    Processes that outlive this one are `detached`; `recorded` finds what node agents have left; by its `control` a run
+    is told to stop.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class LivePorts:
         self._stops: dict[JobId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._endings: set[asyncio.Task[None]] = set()
-        """Of the residents of keepers that are gone."""
-        self.keepers = detached(self._records, pool, KEEPERS, self._keeper_over)
+        """Of the residents of node agents that are gone."""
+        self.node_agents = detached(self._records, pool, NODE_AGENTS, self._node_agent_over)
         self.jobs = detached(self._records, pool, JOBS, self._job_over)
         self.profiles = detached(self._records, pool, PROFILES, self._profile_over)
 
@@ -155,24 +155,24 @@ class LivePorts:
             self._journal.note_state(self.shell.cluster)
         self._stirred.set()
 
-    def start_keeper(self, node: NodeId, phase: PhaseKind, devices: Sequence[DeviceName]) -> None:
-        starting = self._start_keeper(node, devices)
-        self._spawn(f"start of keeper {node}", starting, lambda cause: self.shell.keeper_gone(node))
+    def start_node_agent(self, node: NodeId, phase: PhaseKind, devices: Sequence[DeviceName]) -> None:
+        starting = self._start_node_agent(node, devices)
+        self._spawn(f"start of node agent {node}", starting, lambda cause: self.shell.node_agent_gone(node))
 
-    async def _start_keeper(self, node: NodeId, devices: Sequence[DeviceName]) -> None:
-        await self.keepers.settle(node)
+    async def _start_node_agent(self, node: NodeId, devices: Sequence[DeviceName]) -> None:
+        await self.node_agents.settle(node)
         await asyncio.gather(*self._endings, return_exceptions=True)  # They may be at its devices.
         try:
-            launch = self._programs.keeper(node, self._journal.mint_ticket(node), devices)
-            self.keepers.start(node, msgspec.structs.replace(launch, kept={DEVICES: ",".join(devices)}))
+            launch = self._programs.node_agent(node, self._journal.mint_ticket(node), devices)
+            self.node_agents.start(node, msgspec.structs.replace(launch, kept={DEVICES: ",".join(devices)}))
         except OSError as error:
-            log.error("keeper not started", node=node, cause=str(error))
-            self.shell.keeper_gone(node)
+            log.error("node agent not started", node=node, cause=str(error))
+            self.shell.node_agent_gone(node)
 
-    def end_keeper(self, node: NodeId) -> None:
-        self._gateway.cut_keeper(node)
-        if self.keepers.pid(node) is not None:
-            self.keepers.kill(node)
+    def end_node_agent(self, node: NodeId) -> None:
+        self._gateway.cut_node_agent(node)
+        if self.node_agents.pid(node) is not None:
+            self.node_agents.kill(node)
         self._end_soon(node)
 
     def _end_soon(self, node: NodeId) -> None:
@@ -181,15 +181,15 @@ class LivePorts:
         ending.add_done_callback(self._endings.discard)
 
     async def _end_residents(self, node: NodeId) -> None:
-        """End the residents of a keeper that is gone."""
+        """End the residents of a node agent that is gone."""
         found = self._recorded(self._records, self._pool, f"{RESIDENTS} {node}")
         try:
             await end_left_over(found, 30.0)
         except TimeoutError:
             log.error("residents do not die", node=node)
 
-    def tell_keeper(self, node: NodeId, message: w.ToKeeper) -> None:
-        self._gateway.tell_keeper(node, message)
+    def tell_node_agent(self, node: NodeId, message: w.ToNodeAgent) -> None:
+        self._gateway.tell_node_agent(node, message)
 
     def tell_job(self, job: JobId, message: msgspec.Struct) -> None:
         self._gateway.tell_job(job, message)
@@ -254,10 +254,10 @@ class LivePorts:
 
     # What becomes of it.
 
-    def _keeper_over(self, node: str, _: Mapping[str, str], status: int | None) -> None:
-        log.warning("keeper ended", node=node, status=status)
+    def _node_agent_over(self, node: str, _: Mapping[str, str], status: int | None) -> None:
+        log.warning("node agent ended", node=node, status=status)
         self._end_soon(node)
-        self.shell.keeper_gone(node)
+        self.shell.node_agent_gone(node)
 
     def _job_over(self, job: str, kept: Mapping[str, str], status: int | None) -> None:
         stopping = self._stops.pop(job, None)
@@ -297,15 +297,15 @@ class LivePorts:
         self._shell = shell
         for job in self.profiles.found()[0]:
             self.profiles.kill(job)
-        living, dead = self.keepers.found()
+        living, dead = self.node_agents.found()
         for node in dead:
-            await self.keepers.settle(node)
+            await self.node_agents.settle(node)
             await self._end_residents(node)
         running, ended = self.jobs.found()
         # Those that have ended are judged once the shell has taken them up.
         processes = {job: (int(kept["placement"]), int(kept["restarts"])) for job, kept in {**running, **ended}.items()}
         joined = self._journal.joined()
-        gone = [node for node in self._journal.keepers() if node not in living and node not in joined]
+        gone = [node for node in self._journal.node_agents() if node not in living and node not in joined]
         known = dict.fromkeys(living, True) | dict.fromkeys((*gone, *dead), False)
         elsewhere = [node for node in joined if self._journal.ticket(node)[1]]
         devices = {node: filter(None, kept.get(DEVICES, "").split(",")) for node, kept in living.items()}
@@ -333,22 +333,22 @@ class LivePorts:
                 shell.pass_time()
             await asyncio.sleep(self._isolated.wait_s("time"))
 
-    async def end_keepers(self) -> None:
-        """End keepers and their residents, and what times jobs, once the pool has been stopped."""
+    async def end_node_agents(self) -> None:
+        """End node agents and their residents, and what times jobs, once the pool has been stopped."""
         for job in self.profiles.names():
             self.profiles.kill(job)
             await self.profiles.settle(job)
         await self._gateway.dismiss(self._journal.joined(), "the pool has been stopped", DISMISSAL_S)
-        for node in self.keepers.names():
-            self._gateway.cut_keeper(node)
-            self.keepers.kill(node)
-            await self.keepers.settle(node)
+        for node in self.node_agents.names():
+            self._gateway.cut_node_agent(node)
+            self.node_agents.kill(node)
+            await self.node_agents.settle(node)
             await self._end_residents(node)
-            self._journal.forget_keeper(node)
+            self._journal.forget_node_agent(node)
 
     async def aclose(self) -> None:
         """Stop watching. Processes live on."""
-        for processes in (self.keepers, self.jobs, self.profiles):
+        for processes in (self.node_agents, self.jobs, self.profiles):
             processes.close()
         for task in tuple(self._tasks):
             task.cancel()

@@ -66,7 +66,7 @@ class JoinRules(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     devices: str = "auto"
 
-    def refusal(self, hello: w.KeeperHello, others: Mapping[NodeId, w.KeeperHello]) -> str:
+    def refusal(self, hello: w.NodeAgentHello, others: Mapping[NodeId, w.NodeAgentHello]) -> str:
         """Return why a machine does not suit as this node; empty if it does. `others`: what those said who are in."""
         machine = hello.machine
         if machine is None:

@@ -1,12 +1,12 @@
-"""Messages of a pool of many jobs: between its process, its keepers, their residents, and its jobs.
+"""Messages of a pool of many jobs: between its process, its node agents, their residents, and its jobs.
 
-Keepers (one on each node) and jobs dial the pool's process, over TLS unless that is on loopback. A resident talks to
-the keeper that started it, through an inherited socket. Frames are as those of workers: a 4-byte big-endian length and
-a msgpack array whose first element is the message's tag.
+Node agents (one on each node) and jobs dial the pool's process, over TLS unless that is on loopback. A resident talks
+to the node agent that started it, through an inherited socket. Frames are as those of workers: a 4-byte big-endian
+length and a msgpack array whose first element is the message's tag.
 
-- A pool's process, a keeper or a job may die and come back at any time. A connection begins with a hello that states
-  what the dialler holds; the welcome states what the pool assigns to it. Every message may be repeated, and takes
-  effect once.
+- A pool's process, a node agent or a job may die and come back at any time. A connection begins with a hello that
+  states what the dialler holds; the welcome states what the pool assigns to it. Every message may be repeated, and
+  takes effect once.
 - The pool numbers permits upwards. Messages on an older permit are ignored.
 - No clock is shared: future times are sent as seconds left, past times as durations.
 
@@ -22,12 +22,12 @@ from elastic.core.types import NS_PER_S, Count, Text
 from elastic.protocol.frames import RefusedFrame, Seconds
 
 POOL_PROTOCOL_VERSION = 1
-KEEPER_VARIABLE = "ELASTIC_KEEPER_FD"
-"""Environment variable with the descriptor of a resident's socket to its keeper."""
+NODE_AGENT_VARIABLE = "ELASTIC_NODE_AGENT_FD"
+"""Environment variable with the descriptor of a resident's socket to its node agent."""
 BEAT_VARIABLE = "ELASTIC_BEAT_S"
 """Environment variable of a resident that says at least so often, in seconds, that it lives."""
 OWN_PYTHON = "python"
-"""First word of a resident's command on another machine, for the interpreter of its keeper."""
+"""First word of a resident's command on another machine, for the interpreter of its node agent."""
 UNFIT_STATUS = 70
 """Exit status of a resident that sees other devices than its node has."""
 SITE_FILE_VARIABLE = "ELASTIC_SITE_FILE"
@@ -63,8 +63,8 @@ class WorkerTicketFrame(msgspec.Struct, frozen=True, array_like=True):
 class JobHello(_PoolMessage, frozen=True):
     """First frame of a job. `token` belongs to the job's present placement: older processes of the job are refused.
 
-    `script`: the job computes in its own process, which parks and resumes by itself; its node's keeper has started it.
-    `held`: the permit under which that process computes, 0 for none; if it counts no more, the process is ended.
+    `script`: the job computes in its own process, which parks and resumes by itself; its node's agent has started
+    it. `held`: the permit under which that process computes, 0 for none; if it counts no more, the process is ended.
     """
 
     protocol_version: Count
@@ -190,7 +190,8 @@ class Granted(_PoolMessage, frozen=True):
 
 
 class JobWelcome(_PoolMessage, frozen=True):
-    """`grant_within_s` bounds every wait for a turn. `permits` are the permits that the pool believes the job to hold.
+    """`grant_within_s` bounds every wait for a time slice. `permits` are the permits that the pool believes the job to
+    hold.
 
     `trainer` is the worker whose trainer process lives on the job's training node; empty if there is none.
     """
@@ -223,11 +224,11 @@ class WorkerEnded(_PoolMessage, frozen=True):
     cause: Text = ""
 
 
-# From a keeper.
+# From a node agent.
 
 
 class ResidentState(msgspec.Struct, frozen=True, array_like=True):
-    """A resident on a keeper's node. `permit` is the permit under which it has the device, 0 while it is parked."""
+    """A resident on a node agent's node. `permit` is the permit under which it has the device, 0 while it is parked."""
 
     job: Text
     placement: Count
@@ -281,8 +282,8 @@ class SiteRelay(msgspec.Struct, frozen=True, array_like=True):
     anchor: Annotated[str, msgspec.Meta(max_length=1 << 14)] = ""
 
 
-class KeeperHello(_PoolMessage, frozen=True):
-    """First frame of a keeper. `token` is that of its ticket, or of its session if it comes back with `residents`.
+class NodeAgentHello(_PoolMessage, frozen=True):
+    """First frame of a node agent. `token` is that of its ticket, or of its session if it comes back with `residents`.
 
     `gone`: scripts that have ended here, and how; it may have been said already. `given`: the permit under which the
     device belongs to the job `given_to`, 0 if it belongs to no job. `devices`: the only ones that its residents see; if
@@ -334,11 +335,11 @@ class SiteServed(_PoolMessage, frozen=True):
     cause: Text = ""
 
 
-# To a keeper.
+# To a node agent.
 
 
-class KeeperWelcome(_PoolMessage, frozen=True):
-    """`session` is the token for a reconnection. A keeper that receives nothing for `silence_s` dials again; after
+class NodeAgentWelcome(_PoolMessage, frozen=True):
+    """`session` is the token for a reconnection. A node agent that receives nothing for `silence_s` dials again; after
     `orphan_s` it ends with its residents."""
 
     session: Text
@@ -356,7 +357,7 @@ class StartResidentFrame(_PoolMessage, frozen=True, tag="StartResident"):
 
     `phase` is what the resident is for. A `script` parks and resumes by itself, and reports that to the pool. Does
     nothing but say `ResidentUp` again if the resident already runs under this placement and is up. `directory` and
-    `log` may be relative to the directory of a keeper on another machine, which has an interpreter of its own
+    `log` may be relative to the directory of a node agent on another machine, which has an interpreter of its own
     (`OWN_PYTHON`).
     """
 
@@ -422,7 +423,7 @@ class UseSite(_PoolMessage, frozen=True):
     relay: SiteRelay | None
 
 
-# Between a keeper and its resident. A resident resumes and parks one after the other, in the order it is told.
+# Between a node agent and its resident. A resident resumes and parks one after the other, in the order it is told.
 
 
 class Resume(_PoolMessage, frozen=True):
@@ -489,11 +490,11 @@ FromJob: TypeAlias = (
     | StillHere
 )
 ToJob: TypeAlias = JobWelcome | RefusedFrame | Granted | PermitOver | WorkerEnded | StillHere
-FromKeeper: TypeAlias = (
-    KeeperHello | ResidentUp | ResidentGone | DeviceFreed | WorkerLeft | HostMemory | SiteServed | StillHere
+FromNodeAgent: TypeAlias = (
+    NodeAgentHello | ResidentUp | ResidentGone | DeviceFreed | WorkerLeft | HostMemory | SiteServed | StillHere
 )
-ToKeeper: TypeAlias = (
-    KeeperWelcome
+ToNodeAgent: TypeAlias = (
+    NodeAgentWelcome
     | RefusedFrame
     | StartResidentFrame
     | GiveDevice

@@ -71,7 +71,7 @@ class PoolTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     silence_ns: Nanoseconds
     park_ns: Nanoseconds
-    keeper_start_ns: Nanoseconds
+    node_agent_start_ns: Nanoseconds
     retry_base_ns: Nanoseconds = 1_000_000_000
     retry_max_ns: Nanoseconds = 30_000_000_000
 
@@ -83,7 +83,7 @@ class PoolTimes(msgspec.Struct, frozen=True, kw_only=True):
 class PoolPorts(Protocol):
     """The shell calls these without waiting; results arrive through the shell's own methods.
 
-    `tell_keeper` and `tell_job` drop messages for absent peers: a peer that comes back reports what it holds.
+    `tell_node_agent` and `tell_job` drop messages for absent peers: a peer that comes back reports what it holds.
     """
 
     def now_ns(self) -> Nanoseconds:
@@ -110,7 +110,8 @@ class PoolPorts(Protocol):
         ...
 
     def died(self, node: NodeId, job: JobId, what: str) -> None:
-        """Notes for the report that a keeper, a job's process or, without either, the pool's own process has died."""
+        """Notes for the report that a node agent, a job's process or, without either, the pool's own process has
+        died."""
         ...
 
     def attempting(self, item: str) -> AbstractContextManager[ItemAttempt]:
@@ -121,19 +122,19 @@ class PoolPorts(Protocol):
         """Called when all events have gone through the cluster. The next wake-up may have changed."""
         ...
 
-    def start_keeper(self, node: NodeId, phase: PhaseKind, devices: Sequence[DeviceName]) -> None:
-        """Starts the node's keeper, whose residents see these devices alone, or all if there are none."""
+    def start_node_agent(self, node: NodeId, phase: PhaseKind, devices: Sequence[DeviceName]) -> None:
+        """Starts the node's agent, whose residents see these devices alone, or all if there are none."""
         ...
 
     def note_set_aside(self, devices: Mapping[DeviceName, str]) -> None:
         """Makes durable which devices are set aside, and why."""
         ...
 
-    def end_keeper(self, node: NodeId) -> None:
-        """Kills the node's keeper and everything that it has started."""
+    def end_node_agent(self, node: NodeId) -> None:
+        """Kills the node's agent and everything that it has started."""
         ...
 
-    def tell_keeper(self, node: NodeId, message: w.ToKeeper) -> None: ...
+    def tell_node_agent(self, node: NodeId, message: w.ToNodeAgent) -> None: ...
 
     def tell_job(self, job: JobId, message: w.ToJob) -> None: ...
 

@@ -1,7 +1,7 @@
 """Scripts: jobs that compute in a process of their own, on the first of their training nodes.
 
-A script computes as soon as it is told of a permit, and parks by itself, so that no keeper can tell whether it has left
-a rollout node. What it was given counts as used until it yields, says at a dial that it holds nothing, or is dead.
+A script computes as soon as it is told of a permit, and parks by itself, so that no node agent can tell whether it has
+left a rollout node. What it was given counts as used until it yields, says at a dial that it holds nothing, or is dead.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,7 +17,7 @@ class ScriptUse(msgspec.Struct, kw_only=True):
     """What a script has.
 
     `uses`: the nodes that it was given and has not left. `presumed`: the node on which its process is believed to be
-    until its keeper has joined. `ends`: why the process is to end then.
+    until its node agent has joined. `ends`: why the process is to end then.
     """
 
     uses: set[NodeId] = set()
@@ -43,22 +43,23 @@ class PoolScripts(PoolRoom):
         """Return the scripts whose processes are believed to be on this node."""
         return [job for job, script in self._jobs.items() if script.presumed == name]
 
-    def presume(self, keepers: Mapping[NodeId, bool]) -> None:
-        """Take scripts to live wherever their node's keeper does, and to use all their nodes, until they are heard."""
+    def presume(self, node_agents: Mapping[NodeId, bool]) -> None:
+        """Take scripts to live wherever their node's agent does, and to use all their nodes, until they are
+        heard."""
         for job, record in self._cluster.jobs.items():
             if record.seat is None or not self._pool.is_script(job):
                 continue
             train = self._cluster.groups[record.seat.group].train
-            if keepers.get(train[0]):
+            if node_agents.get(train[0]):
                 self._pool.jobs[job].process = record.placement
                 self._jobs[job] = ScriptUse(uses={*record.seat.rollout, *train}, presumed=train[0])
 
     def adopted(self, job: JobId) -> None:
-        """Note that the keeper of its node has it. It has to dial soon."""
+        """Note that the node agent of its node has it. It has to dial soon."""
         script = self._jobs[job]
         script.presumed = ""
         self._pool.jobs[job].told_stop = False
-        self._pool.wait("script", job, self._times.keeper_start_ns)
+        self._pool.wait("script", job, self._times.node_agent_start_ns)
         if script.ends:
             self.end(job, script.ends, 0.0)
 
@@ -72,7 +73,7 @@ class PoolScripts(PoolRoom):
         self._timers.clear("script", job)
 
     def lost(self, node: NodeId) -> None:
-        """Note that the node's keeper has not come back, and no script that it might have had."""
+        """Note that the node's agent has not come back, and no script that it might have had."""
         for job in self.presumed_on(node):
             self.never_was(job)
 
@@ -99,7 +100,7 @@ class PoolScripts(PoolRoom):
             resident = node.residents.get(job)
             if resident is not None and (not resident.ending or not grace_s):
                 resident.ending = not grace_s
-                self._ports.tell_keeper(name, w.EndResident(job, reason or "it is to end", grace_s))
+                self._ports.tell_node_agent(name, w.EndResident(job, reason or "it is to end", grace_s))
 
     def are_on(self, name: NodeId, but: JobId) -> bool:
         """Return whether another job's script uses this node."""

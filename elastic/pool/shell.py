@@ -3,10 +3,10 @@ carries out the results through ports.
 
 - The shell never assumes that something was carried out. After every event it compares residents, devices and processes
   with the cluster's state, so that a pool's process that is killed after any event can go on.
-- Keepers ensure that no job has a device under an older permit.
+- Node agents ensure that no job has a device under an older permit.
 - Everything here is synchronous, reads no clock and does no I/O. Worlds on virtual time drive it unchanged.
-- Keepers, residents, slices, the workers in them, jobs' processes and their profiles have a room each. The shell hears
-  what happens, and calls the rooms in order.
+- Node agents, residents, slices, the workers in them, jobs' processes and their profiles have a room each. The shell
+  hears what happens, and calls the rooms in order.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from elastic.pool.holdings import HOLDING, NS_PER_S, PoolHoldings, PoolNode, Poo
 from elastic.pool.job_lives import JobLives
 from elastic.pool.job_profiles import JobProfiles
 from elastic.pool.machines import JoinRules
-from elastic.pool.node_keepers import NodeKeepers, NodeMarket
+from elastic.pool.node_agents import NodeAgents, NodeMarket
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolPorts, PoolTimes
 from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
@@ -71,11 +71,11 @@ class PoolShell(PoolRoom):
         self._lives = JobLives(pool, self._workers, self._slices, self._scripts)
         self._residents = NodeResidents(pool, self._workers, self._slices, self._lives, self._scripts)
         rooms = self._workers, self._slices, self._residents, self._scripts
-        self._keepers = NodeKeepers(pool, *rooms, market, joins)
+        self._node_agents = NodeAgents(pool, *rooms, market, joins)
         self._due: Mapping[str, Callable[[str], object]] = {
-            "keeper": self._keepers.unheard,
-            "new keeper": self._keepers.start_anew,
-            "market": lambda key: self._keepers.market_changed(),
+            "node_agent": self._node_agents.unheard,
+            "new node agent": self._node_agents.start_anew,
+            "market": lambda key: self._node_agents.market_changed(),
             "up": lambda key: self._residents.overdue(*key.split("/", 1)),
             "warm": self._slices.overdue,
             "script": self._scripts.overdue,
@@ -83,56 +83,56 @@ class PoolShell(PoolRoom):
 
     def begin(
         self,
-        keepers: Mapping[NodeId, bool],
+        node_agents: Mapping[NodeId, bool],
         jobs: Mapping[JobId, tuple[int, int]],
         *,
         anew: bool,
         devices: Mapping[NodeId, Sequence[DeviceName]] = MappingProxyType({}),
         elsewhere: Collection[NodeId] = (),
     ) -> None:
-        """Take over what exists: `keepers` by node (True if alive, False if gone), the `devices` of living ones, and
-        jobs' processes with their placement and number of restarts. Keepers `elsewhere` have joined before, and may
-        dial.
+        """Take over what exists: `node_agents` by node (True if alive, False if gone), the `devices` of living ones,
+        and jobs' processes with their placement and number of restarts. Node agents `elsewhere` have joined before,
+        and may dial.
 
-        With `anew` nothing was left running on purpose, and every node gets a keeper under its old name.
+        With `anew` nothing was left running on purpose, and every node gets a node agent under its old name.
         """
         if not anew:
             away_s = (self._ports.now_ns() - self._cluster.now_ns) / NS_PER_S
             self._ports.died(
                 "", "", f"the pool's process died; another one went on {away_s:.1f} s after the last event"
             )
-        for name in (*self._cluster.state.nodes, *keepers):
-            self._keepers.count(name)
+        for name in (*self._cluster.state.nodes, *node_agents):
+            self._node_agents.count(name)
         for job, (placement, restarts) in jobs.items():
             self._pool.jobs[job].process, self._pool.jobs[job].restarts = placement, restarts
-        self._scripts.presume(keepers)
-        for name, lives in keepers.items():
+        self._scripts.presume(node_agents)
+        for name, lives in node_agents.items():
             if lives and name in self._cluster.state.nodes:
                 self._pool.devices.adopt(name, devices.get(name, ()))
             elif lives:
-                self._ports.end_keeper(name)
+                self._ports.end_node_agent(name)
         for name, node in list(self._cluster.state.nodes.items()):
             self._nodes[name] = PoolNode(phase=node.phase)
-            if self._keepers.by_itself(node.phase):
+            if self._node_agents.by_itself(node.phase):
                 if name in elsewhere:
-                    self._keepers.expect(name, self._times.silence_ns)
+                    self._node_agents.expect(name, self._times.silence_ns)
                 else:
-                    self._keepers.lose(name, "", renewed=False)
-            elif keepers.get(name):
-                self._keepers.expect(name, self._times.silence_ns)
-            elif anew or name not in keepers:
-                self._keepers.start_again(name, node.phase)
+                    self._node_agents.lose(name, "", renewed=False)
+            elif node_agents.get(name):
+                self._node_agents.expect(name, self._times.silence_ns)
+            elif anew or name not in node_agents:
+                self._node_agents.start_again(name, node.phase)
             else:
                 # Nodes that are missing are counted below.
-                died = "its keeper died while the pool's process was away; another node takes its place"
-                self._keepers.lose(name, died, renewed=False)
-        self._keepers.take_instances()
-        self._keepers.fill()
+                died = "its node agent died while the pool's process was away; another node takes its place"
+                self._node_agents.lose(name, died, renewed=False)
+        self._node_agents.take_instances()
+        self._node_agents.fill()
         self._slices.begin()
         self._drain()
 
     def stop(self, *, now: bool = False) -> None:
-        """Stop jobs at their step's end, or at once; then keepers. `over` tells when all have ended."""
+        """Stop jobs at their step's end, or at once; then node agents. `over` tells when all have ended."""
         self._pool.stopping = True
         for job, live in self._pool.jobs.items():
             if live.process is not None:
@@ -142,7 +142,7 @@ class PoolShell(PoolRoom):
 
     @property
     def over(self) -> bool:
-        """Whether a stopped pool has nothing left but its keepers."""
+        """Whether a stopped pool has nothing left but its node agents."""
         return self._pool.stopping and all(live.process is None for live in self._pool.jobs.values())
 
     @property
@@ -187,7 +187,7 @@ class PoolShell(PoolRoom):
             case c.KillResident(job=job, node=node, reason=reason):
                 self._residents.end(job, node, reason)
             case c.ReleaseNode(node=node):
-                self._keepers.released(node)
+                self._node_agents.released(node)
             case _:
                 pass
 
@@ -232,7 +232,7 @@ class PoolShell(PoolRoom):
 
     def put_back(self, device: DeviceName) -> bool:
         """Let nodes have a device again that was set aside; returns whether it was."""
-        found = self._keepers.put_back(device)
+        found = self._node_agents.put_back(device)
         self._drain()
         return found
 
@@ -241,32 +241,32 @@ class PoolShell(PoolRoom):
         self._pool.feed(e.NodeDrained(node=name), None, command)
         self._drain()
 
-    def held_by_other(self, hello: w.KeeperHello) -> str:
-        """Return which other keeper is connected as this node, or an empty string."""
-        return self._keepers.held_by_other(hello)
+    def held_by_other(self, hello: w.NodeAgentHello) -> str:
+        """Return which other node agent is connected as this node, or an empty string."""
+        return self._node_agents.held_by_other(hello)
 
-    def refuses_machine(self, hello: w.KeeperHello) -> str:
-        """Return why a keeper on another machine would not be taken in, or an empty string."""
-        return self._keepers.refuses_machine(hello)
+    def refuses_machine(self, hello: w.NodeAgentHello) -> str:
+        """Return why a node agent on another machine would not be taken in, or an empty string."""
+        return self._node_agents.refuses_machine(hello)
 
-    def keeper_joined(self, hello: w.KeeperHello) -> str:
-        """Take in a keeper and what it reports to hold; returns why it is refused, or an empty string."""
-        refused = self._keepers.joined(hello)
+    def node_agent_joined(self, hello: w.NodeAgentHello) -> str:
+        """Take in a node agent and what it reports to hold; returns why it is refused, or an empty string."""
+        refused = self._node_agents.joined(hello)
         if not refused:
             self._drain()
         return refused
 
-    def keeper_left(self, name: NodeId) -> None:
-        """Note that the keeper's connection is gone. It may come back."""
-        self._keepers.left(name)
+    def node_agent_left(self, name: NodeId) -> None:
+        """Note that the node agent's connection is gone. It may come back."""
+        self._node_agents.left(name)
         self._drain()
 
-    def keeper_gone(self, name: NodeId) -> None:
-        """Note that the keeper's process has ended."""
-        self._keepers.gone(name, "died")
+    def node_agent_gone(self, name: NodeId) -> None:
+        """Note that the node agent's process has ended."""
+        self._node_agents.gone(name, "died")
         self._drain()
 
-    def keeper_heard(self, name: NodeId, message: w.FromKeeper) -> None:
+    def node_agent_heard(self, name: NodeId, message: w.FromNodeAgent) -> None:
         node = self._nodes.get(name)
         if node is None:
             return
@@ -278,7 +278,7 @@ class PoolShell(PoolRoom):
                 if resident is not None and resident.placement == message.placement:
                     del node.residents[job]
                     self._residents.gone(name, job, resident, cause, message.code, message.fault)
-                    self._keepers.judge(name)
+                    self._node_agents.judge(name)
             case w.DeviceFreed(job=job):
                 self._residents.freed(name, node.residents.get(job), message)
             case w.WorkerLeft():
@@ -286,7 +286,7 @@ class PoolShell(PoolRoom):
             case w.HostMemory(job=job, host_bytes=host_bytes):
                 self._residents.measured(name, job, host_bytes)
             case w.SiteServed():
-                self._keepers.site_served(name, message)
+                self._node_agents.site_served(name, message)
             case _:
                 pass
         self._drain()

@@ -11,7 +11,7 @@ _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
 
 class PlacedWorker(msgspec.Struct, kw_only=True):
-    """The worker that a resident is, or will be once its keeper has got the `ticket`, under a permit."""
+    """The worker that a resident is, or will be once its node agent has got the `ticket`, under a permit."""
 
     worker: str
     permit: int
@@ -102,9 +102,9 @@ class SliceWorkers(PoolRoom):
                 placed = PlacedWorker(worker=state.worker, permit=given)
             mine.placed[name] = msgspec.structs.replace(placed, ticket=None)
             if placed.ending:
-                self._ports.tell_keeper(name, w.LeaveWorker(state.job, state.worker))
+                self._ports.tell_node_agent(name, w.LeaveWorker(state.job, state.worker))
         elif placed is not None and placed.ticket is None:
-            self.ended(state.job, name, "it ended while its keeper was not heard")
+            self.ended(state.job, name, "it ended while its node agent was not heard")
 
     def end(self, job: JobId, worker: str) -> NodeId | None:
         """End a worker of the job as it wants; returns the node of its resident if it has one."""
@@ -118,7 +118,7 @@ class SliceWorkers(PoolRoom):
                     self.ended(job, name, "")
                 else:
                     placed.ending = True
-                    self._ports.tell_keeper(name, w.LeaveWorker(job, worker))
+                    self._ports.tell_node_agent(name, w.LeaveWorker(job, worker))
                 return name
             if node.phase is _TRAIN and resident is not None and resident.worker == worker:
                 return None  # It is ended because nobody wants it any more; `WorkerEnded` follows.

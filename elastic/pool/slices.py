@@ -29,12 +29,12 @@ class Yielding(msgspec.Struct, kw_only=True):
     waiting: set[NodeId] = set()
 
 
-class JobTurns(msgspec.Struct, kw_only=True):
+class JobPermits(msgspec.Struct, kw_only=True):
     """A job's requests and permits.
 
     - `wants`: the phases that it has asked for and was not granted since; for each, whether with both pools' nodes.
     - `known`: permits that the job was told of and has not yielded. `told`: the permit and nodes last told to it.
-    - `overdue`: it has waited too long for a resident to come up, and takes its next turn without one.
+    - `overdue`: it has waited too long for a resident to come up, and takes its next time slice without one.
     - `progress`: of a rollout's permit, the responses that are done, as the cluster was told last.
     """
 
@@ -56,7 +56,7 @@ class PoolSlices(PoolRoom):
     def __init__(self, pool: PoolHoldings, workers: SliceWorkers, scripts: PoolScripts) -> None:
         super().__init__(pool)
         self._workers, self._scripts = workers, scripts
-        self._jobs = pool.records(JobTurns)
+        self._jobs = pool.records(JobPermits)
 
     def begin(self) -> None:
         """Take over requests and permits from the cluster; those of jobs without a process are taken back."""
@@ -64,16 +64,16 @@ class PoolSlices(PoolRoom):
             if record.asked is not None and self._pool.jobs[job].process is not None:
                 self._jobs[job].wants[record.asked] = record.asked_both  # It says so again, or yields what it gets.
         for permit in list(self._cluster.permits.values()):
-            turns = self._jobs[permit.job]
-            turns.known.add(permit.number)
-            turns.told = (permit.number, permit.nodes)
+            job_permits = self._jobs[permit.job]
+            job_permits.known.add(permit.number)
+            job_permits.told = (permit.number, permit.nodes)
             if self._pool.jobs[permit.job].process is None:
                 self.take_back(permit)
 
     def want(self, job: JobId, phase: PhaseKind, *, both: bool) -> None:
-        turns = self._jobs[job]
-        if turns.yielding is not None or not self.holds(job, phase):
-            turns.wants[phase] = both
+        job_permits = self._jobs[job]
+        if job_permits.yielding is not None or not self.holds(job, phase):
+            job_permits.wants[phase] = both
 
     def withdraw(self, job: JobId, *phases: PhaseKind) -> None:
         for phase in phases:
@@ -87,38 +87,40 @@ class PoolSlices(PoolRoom):
 
     def joined(self, job: JobId) -> list[Permit]:
         """Return the permits that a job which has dialled holds. It counts as told of these."""
-        turns = self._jobs[job]
+        job_permits = self._jobs[job]
         permits = [
-            permit for permit in self._cluster.permits.values() if permit.job == job and not turns.yields(permit.number)
+            permit
+            for permit in self._cluster.permits.values()
+            if permit.job == job and not job_permits.yields(permit.number)
         ]
         if self._pool.is_script(job):
-            permits = [permit for permit in permits if permit.number == turns.told[0]]
+            permits = [permit for permit in permits if permit.number == job_permits.told[0]]
         else:
-            turns.told = next(((permit.number, permit.nodes) for permit in permits), turns.told)
-        turns.known.update(permit.number for permit in permits)
+            job_permits.told = next(((permit.number, permit.nodes) for permit in permits), job_permits.told)
+        job_permits.known.update(permit.number for permit in permits)
         self.withdraw(job, *(permit.phase for permit in permits))
         return permits
 
     def taken_from(self, name: NodeId) -> Iterator[tuple[JobId, int]]:
         """Return the permits, with their jobs, that wait for this node's device to be free."""
-        for job, turns in list(self._jobs.items()):
-            for taking in (turns.yielding, turns.leaving):
+        for job, job_permits in list(self._jobs.items()):
+            for taking in (job_permits.yielding, job_permits.leaving):
                 if taking is not None and name in taking.waiting:
                     yield job, taking.permit
 
     def compare(self, job: JobId) -> None:
         """Tell the job of permits that are over, and forget what was being taken back of them."""
-        turns = self._jobs[job]
-        for number in [number for number in turns.known if number not in self._cluster.permits]:
-            turns.known.discard(number)
+        job_permits = self._jobs[job]
+        for number in [number for number in job_permits.known if number not in self._cluster.permits]:
+            job_permits.known.discard(number)
             self._workers.over(job, number)
             self._take_over(job, number)
             self._ports.tell_job(job, w.PermitOver(number, "it was taken, or its nodes are gone"))
         permits = self._cluster.permits
-        if turns.yielding is not None and turns.yielding.permit not in permits:
-            turns.yielding = None
-        if turns.leaving is not None and turns.leaving.permit not in permits:
-            turns.leaving = None
+        if job_permits.yielding is not None and job_permits.yielding.permit not in permits:
+            job_permits.yielding = None
+        if job_permits.leaving is not None and job_permits.leaving.permit not in permits:
+            job_permits.leaving = None
 
     def _take_over(self, job: JobId, permit: int) -> None:
         """Take the devices of a permit that the cluster has ended: no later resident computes under it."""
@@ -131,28 +133,28 @@ class PoolSlices(PoolRoom):
         permit = self._cluster.permits.get(number)
         if permit is None:
             return
-        turns = self._jobs[permit.job]
-        if turns.yields(permit.number):
+        job_permits = self._jobs[permit.job]
+        if job_permits.yields(permit.number):
             return  # It has got more nodes while it was leaving; they are given to nobody.
-        if permit.number not in turns.known:
-            if turns.wants.get(permit.phase) is not permit.both:
+        if permit.number not in job_permits.known:
+            if job_permits.wants.get(permit.phase) is not permit.both:
                 self._pool.feed(e.PermitYielded(job=permit.job, permit=permit.number, finished=False))
                 return
-            del turns.wants[permit.phase]
-            turns.known.add(permit.number)
-            turns.overdue = False
+            del job_permits.wants[permit.phase]
+            job_permits.known.add(permit.number)
+            job_permits.overdue = False
         if not self._pool.is_script(permit.job):
             self._workers.place(permit)
             self.tell(permit)
 
     def tell(self, permit: Permit) -> None:
         """Tell the job of its permit as it stands. A script knows nothing of devices that it has not got."""
-        turns = self._jobs[permit.job]
-        if permit.number not in turns.known or turns.yields(permit.number):
+        job_permits = self._jobs[permit.job]
+        if permit.number not in job_permits.known or job_permits.yields(permit.number):
             return
         if not self._pool.is_script(permit.job):
-            turns.told = (permit.number, permit.nodes)
-        if turns.told[0] == permit.number:
+            job_permits.told = (permit.number, permit.nodes)
+        if job_permits.told[0] == permit.number:
             self._ports.tell_job(permit.job, self.standing(permit))
 
     def standing(self, permit: Permit) -> w.Granted:
@@ -167,8 +169,8 @@ class PoolSlices(PoolRoom):
 
         A script is told of its permit once nobody else has any of the devices.
         """
-        turns, script = self._jobs[permit.job], self._pool.is_script(permit.job)
-        if permit.number not in turns.known or turns.yields(permit.number):
+        job_permits, script = self._jobs[permit.job], self._pool.is_script(permit.job)
+        if permit.number not in job_permits.known or job_permits.yields(permit.number):
             return
         if script and any(self._scripts.must_wait(name, permit.job) for name in permit.nodes):
             return
@@ -193,9 +195,9 @@ class PoolSlices(PoolRoom):
                 resident.permit, resident.worker = permit.number, ticket.worker if ticket else resident.worker
             if script:
                 self._scripts.use(permit.job, name)
-            self._ports.tell_keeper(name, w.GiveDevice(permit.number, permit.job, left_s, ticket))
-        if script and given and turns.told != (permit.number, permit.nodes):
-            turns.told = (permit.number, permit.nodes)
+            self._ports.tell_node_agent(name, w.GiveDevice(permit.number, permit.job, left_s, ticket))
+        if script and given and job_permits.told != (permit.number, permit.nodes):
+            job_permits.told = (permit.number, permit.nodes)
             self.tell(permit)
 
     def take_back(self, permit: Permit) -> None:
@@ -203,11 +205,11 @@ class PoolSlices(PoolRoom):
         self.end(permit, False, 0)
 
     def end(self, permit: Permit, finished: bool, switch_ns: Nanoseconds) -> None:
-        turns = self._jobs[permit.job]
-        if turns.yields(permit.number):
+        job_permits = self._jobs[permit.job]
+        if job_permits.yields(permit.number):
             return
-        turns.leaving = None
-        turns.yielding = Yielding(
+        job_permits.leaving = None
+        job_permits.yielding = Yielding(
             permit=permit.number, finished=finished, switch_ns=switch_ns, waiting=set(permit.nodes)
         )
         for name in permit.nodes:
@@ -216,61 +218,66 @@ class PoolSlices(PoolRoom):
 
     def leave_for_tail(self, permit: Permit) -> None:
         """Take the devices of the nodes that the job has left for its tail, before other jobs get them."""
-        turns = self._jobs[permit.job]
-        if turns.leaving is not None or turns.yielding is not None or not permit.tail_nodes:
+        job_permits = self._jobs[permit.job]
+        if job_permits.leaving is not None or job_permits.yielding is not None or not permit.tail_nodes:
             return
         left = [name for name in permit.nodes if name not in permit.tail_nodes]
-        turns.leaving = Yielding(permit=permit.number, waiting=set(left))
+        job_permits.leaving = Yielding(permit=permit.number, waiting=set(left))
         for name in left:
             self.take_device(name, permit.job, permit.number)
         self._settle(permit.job)
 
     def take_device(self, name: NodeId, job: JobId, permit: int) -> None:
-        """Take a node's device. Without a keeper the device counts as free: a keeper that comes back reports what it
-        holds."""
+        """Take a node's device. Without a node agent the device counts as free: a node agent that comes back reports
+        what it holds."""
         node = self._nodes.get(name)
         if node is None or (node.connected and node.given < permit):
             self.freed(name, job, permit, 0)
         elif node.connected:
-            self._ports.tell_keeper(name, w.TakeDevice(permit, job, self._times.park_ns / NS_PER_S))
+            self._ports.tell_node_agent(name, w.TakeDevice(permit, job, self._times.park_ns / NS_PER_S))
 
     def freed(self, name: NodeId, job: JobId, permit: int | None, switch_ns: Nanoseconds) -> None:
-        turns = self._jobs[job]
-        for taking in (turns.yielding, turns.leaving):
+        job_permits = self._jobs[job]
+        for taking in (job_permits.yielding, job_permits.leaving):
             if taking is not None and taking.permit == permit and name in taking.waiting:
                 taking.waiting.discard(name)
                 taking.switch_ns = max(taking.switch_ns, switch_ns)
-        if permit is not None and turns.yields(permit):
+        if permit is not None and job_permits.yields(permit):
             self._workers.ended(job, name, "its slice is over")
         self._settle(job)
 
     def _settle(self, job: JobId) -> None:
-        turns = self._jobs[job]
-        taking = turns.yielding
+        job_permits = self._jobs[job]
+        taking = job_permits.yielding
         if taking is not None and not taking.waiting:
-            turns.yielding = None
-            turns.known.discard(taking.permit)
+            job_permits.yielding = None
+            job_permits.known.discard(taking.permit)
             self._pool.feed(
                 e.PermitYielded(
                     job=job, permit=taking.permit, finished=taking.finished, switch_ns=max(0, taking.switch_ns)
                 )
             )
-        leaving = turns.leaving
+        leaving = job_permits.leaving
         if leaving is not None and not leaving.waiting:
-            turns.leaving = None
+            job_permits.leaving = None
             self._pool.feed(e.TailMoved(job=job, permit=leaving.permit))
 
     def ask(self, job: JobId) -> None:
         """Give the cluster the job's next request, training first."""
-        record, turns = self._cluster.jobs[job], self._jobs[job]
-        if self._pool.stopping or record.state is not JobState.RUNNING or record.permit is not None or not turns.wants:
+        record, job_permits = self._cluster.jobs[job], self._jobs[job]
+        if (
+            self._pool.stopping
+            or record.state is not JobState.RUNNING
+            or record.permit is not None
+            or not job_permits.wants
+        ):
             self._timers.clear("warm", job)
             return
-        phase = _TRAIN if _TRAIN in turns.wants else _ROLLOUT
-        both = turns.wants[phase]
+        phase = _TRAIN if _TRAIN in job_permits.wants else _ROLLOUT
+        both = job_permits.wants[phase]
         if record.asked is phase and record.asked_both == both:
             return
-        if self._warm(job, phase) or turns.overdue:
+        if self._warm(job, phase) or job_permits.overdue:
             self._timers.clear("warm", job)
             self._pool.feed(e.PhaseAsked(job=job, phase=phase, placement=record.placement, both=both))
         elif not self._timers.waiting("warm", job):
@@ -278,7 +285,7 @@ class PoolSlices(PoolRoom):
             self._pool.wait("warm", job, within_ns)
 
     def overdue(self, job: JobId) -> None:
-        """Have a job whose resident does not come up start it within a turn of its own."""
+        """Have a job whose resident does not come up start it within a time slice of its own."""
         self._jobs[job].overdue = True
 
     def _warm(self, job: JobId, phase: PhaseKind) -> bool:
@@ -301,10 +308,10 @@ class PoolSlices(PoolRoom):
 
     def progressed(self, job: JobId, message: w.PhaseProgress) -> None:
         """Record a rollout's progress, if it has several nodes. Only then its tail can move together."""
-        permit, turns = self._cluster.permits.get(message.permit), self._jobs[job]
+        permit, job_permits = self._cluster.permits.get(message.permit), self._jobs[job]
         if permit is None or permit.job != job or len(permit.nodes) < 2 or permit.tail_nodes or not message.of:
             return
-        known = turns.progress
+        known = job_permits.progress
         if known[0] != message.permit or message.done - known[1] >= PROGRESS_NEWS * message.of:
-            turns.progress = (message.permit, message.done)
+            job_permits.progress = (message.permit, message.done)
             self._pool.feed(e.RolloutProgressed(job=job, permit=message.permit, done=message.done, of=message.of))

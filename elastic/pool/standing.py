@@ -27,7 +27,7 @@ NS_PER_S = 1_000_000_000
 NANO_USD = 1_000_000_000
 
 
-class KeeperStanding(msgspec.Struct, kw_only=True):
+class NodeAgentStanding(msgspec.Struct, kw_only=True):
     pid: int = 0
     up: bool = False
     residents: list[JobId] = []
@@ -59,7 +59,7 @@ class NodeStanding(msgspec.Struct, kw_only=True):
     permit: int | None
     accounts_s: dict[DeviceAccount, float]
     residents: dict[JobId, int]
-    keeper: KeeperStanding
+    node_agent: NodeAgentStanding
     devices: list[DeviceName] = []
     machine: MachineStanding | None = None
     draining: bool = False
@@ -302,7 +302,7 @@ def _node(node: NodeRecord, now_ns: Nanoseconds) -> NodeStanding:
         permit=node.permit,
         accounts_s={account: length_ns / NS_PER_S for account, length_ns in accounts.items()},
         residents=dict(node.residents),
-        keeper=KeeperStanding(),
+        node_agent=NodeAgentStanding(),
         draining=node.draining,
     )
 

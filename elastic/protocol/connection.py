@@ -1,6 +1,6 @@
 """One end of a connection that carries frames: dial, send, receive, notice silence and a peer that does not read.
 
-Runs and their workers, pools and their keepers, jobs and residents speak over it, each in the messages of a
+Runs and their workers, pools and their node agents, jobs and residents speak over it, each in the messages of a
 `MessageCodec`.
 
 - Sending never waits. The frames of one loop iteration are one write. The unread backlog is bounded; beyond the bound

@@ -33,7 +33,7 @@ from elastic.runtime.allowances import SessionAllowances
 from elastic.runtime.refusals import FRAME, STRANGERS, RefusalCount, Refusals
 from elastic.runtime.validation import Claims, bounds_of, without_figures
 from elastic.system.outages import Outage
-from providers.waiting_room import Applicant, WaitingRoom
+from providers.pending_workers import Applicant, PendingWorkers
 
 log = structlog.get_logger(__name__)
 
@@ -154,7 +154,7 @@ class Door:
     """One run's way through the gateway: `expect` a worker before it dials, `send` while it is connected.
 
     Runs know nothing of each other's workers, whatever these are called. Use `Gateway.open`. Who comes by a ticket
-    waits in the `waiting_room`, where there is one.
+    waits in the `pending_workers`, where there is one.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Door:
     ) -> None:
         self.held = False
         self.flush_interval_s = welcome.flush_interval_s
-        self.waiting_room: WaitingRoom | None = None
+        self.pending_workers: PendingWorkers | None = None
         self._cuts_silent = cuts_silent
         self._gateway = gateway
         self._run = run
@@ -179,8 +179,8 @@ class Door:
         for session in self._sessions.values():
             session.cut()
         self._sessions.clear()
-        if self.waiting_room is not None:
-            self.waiting_room.close()
+        if self.pending_workers is not None:
+            self.pending_workers.close()
         self._gateway._doors.pop(self._run, None)
 
     def expect(
@@ -322,7 +322,7 @@ class Door:
 
     def _have_wait(self, link: WorkerLink, hello: wire.Hello) -> None:
         """Let the holder of a ticket wait for a lease. Raises `SessionRefused`."""
-        room = self.waiting_room
+        room = self.pending_workers
         if room is None:
             raise SessionRefused("this run takes nobody who joins by ticket")
         try:

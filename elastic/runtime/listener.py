@@ -8,13 +8,13 @@ from elastic.core.ids import lease_of, provider_of
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId
 from elastic.protocol import wire
 from elastic.runtime.agents import Chats
+from elastic.runtime.recorder import JournalRecorder
 from elastic.runtime.run import Run
-from elastic.runtime.scribe import Scribe
 from elastic.runtime.trainer import GatewayTrainer
 
 
 class Listener:
-    """A `elastic.runtime.gateway.WorkerListener`: frames become events, with what the scribe wants of them besides.
+    """A `elastic.runtime.gateway.WorkerListener`: frames become events, with what the recorder wants of them besides.
 
     `trust` hears the public key of each trainer that joins, `stepped` of each version that it has stepped to.
     """
@@ -26,13 +26,13 @@ class Listener:
     def __init__(
         self,
         run: Run,
-        scribe: Scribe,
+        recorder: JournalRecorder,
         now_ns: Callable[[], Nanoseconds],
         trust: Callable[[str], None],
         stepped: Callable[[int], None],
     ) -> None:
         self._run = run
-        self._scribe = scribe
+        self._recorder = recorder
         self._now_ns = now_ns
         self._trust = trust
         self._stepped = stepped
@@ -46,7 +46,7 @@ class Listener:
             wire.Goodbye: self._on_goodbye,
             wire.Trained: self._on_trained,
             wire.Stepped: self._on_stepped,
-            wire.PublishedFrame: lambda w, n, m: scribe.published(m.version, m.changed, m.metrics),
+            wire.PublishedFrame: lambda w, n, m: recorder.published(m.version, m.changed, m.metrics),
             wire.UpdateRefused: self._on_refused,
             wire.TrainerFailedFrame: lambda w, n, m: run.feed(e.TrainerFailed(worker=w, epoch=n, error=m.error)),
         }
@@ -152,7 +152,7 @@ class Listener:
         )
         self._run.feed(event, stepped.metrics)
         for group, reason in stepped.unusable.items():
-            self._scribe.unusable(group, reason)
+            self._recorder.unusable(group, reason)
         self._stepped(stepped.version)
 
     def _on_refused(self, worker: WorkerId, epoch: int, refused: wire.UpdateRefused) -> None:

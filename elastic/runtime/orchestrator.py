@@ -65,12 +65,12 @@ from elastic.runtime.live import GatewayWorkers, LoopClock, ProviderLeases
 from elastic.runtime.mixture import played_by
 from elastic.runtime.pool_permits import PoolPermits
 from elastic.runtime.ports import NoOffers, Ports, UnsharedDevice
+from elastic.runtime.recorder import JournalRecorder
 from elastic.runtime.refusals import REFUSED_NOTE
 from elastic.runtime.rewards import MakePool, RewardDispatch
 from elastic.runtime.rollout import Rollouts
 from elastic.runtime.run import Decided, Run
 from elastic.runtime.sampler import Sampler
-from elastic.runtime.scribe import Scribe
 from elastic.runtime.snapshot import saturated
 from elastic.runtime.status import LostPlays, RunStatus, UpstreamStatus
 from elastic.runtime.trainer import GatewayTrainer, kept_steps
@@ -80,7 +80,7 @@ from elastic.system.machine import CpuSampler
 from elastic.weights.rights import RelayRights
 from functions.base import Call
 from providers.base import REMARK, KnownLease, Provider
-from providers.waiting_room import WaitingRoom
+from providers.pending_workers import PendingWorkers
 
 log = structlog.get_logger(__name__)
 
@@ -106,9 +106,9 @@ class Wiring:
     Agents play all others. `engines` and `relays` have the engine settings and
     the relay of those providers whose workers do not get the welcome's, `relay_rights` whom the weights' relay lets do
     what, where it can tell them apart. Workers of `resident` providers are processes that outlive their leases. With a
-    `certificate` workers speak TLS; those that come by tickets wait in the `waiting_room`. Without `make_reward_pool`
-    the environments score. `kept` is where the run is kept, and `discard` removes the trainer's checkpoint of a version
-    from there. The `pool` is open, of which the run is a job.
+    `certificate` workers speak TLS; those that come by tickets wait in the `pending_workers`. Without
+    `make_reward_pool` the environments score. `kept` is where the run is kept, and `discard` removes the trainer's
+    checkpoint of a version from there. The `pool` is open, of which the run is a job.
     """
 
     make_providers: Callable[[Endpoint, Callable[[], int]], Mapping[str, Provider]]
@@ -123,7 +123,7 @@ class Wiring:
     relay_rights: RelayRights | None = None
     resident: Collection[str] = ()
     certificate: Certificate | None = None
-    waiting_room: WaitingRoom | None = None
+    pending_workers: PendingWorkers | None = None
     pool: PoolClient | None = None
     agents: AgentsWiring | None = None
     """Set where agents drive the trajectories."""
@@ -196,13 +196,13 @@ class Orchestrator:
         self._clock = LoopClock(clock_ns, suspended_ns, former.now_ns if former else 0)
         self._ended = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
-        self._scribe = Scribe(scheduler, journal, self._when, self._stored)
+        self._recorder = JournalRecorder(scheduler, journal, self._when, self._stored)
         least_s, stall_s = config.scheduler.flush_interval_s, config.scheduler.turn_stall_timeout_s
         self._flushes = FlushControl(least_s, min(config.scheduler.flush_interval_max_s, STALL_SHARE * stall_s))
         self._sampler = Sampler(
             config.run.name,
             scheduler,
-            self._scribe,
+            self._recorder,
             journal,
             observe,
             CpuSampler().share,
@@ -214,7 +214,7 @@ class Orchestrator:
         self.command_manager = CommandManager(
             scheduler,
             self._command,
-            self._scribe.durable,
+            self._recorder.durable,
             self._names,
             lambda: self._sampler.status(self.now_ns()),
         )
@@ -223,7 +223,7 @@ class Orchestrator:
             self._run.restore(former.state)
             self._sampler.warned = scheduler.warned
             self._workers.publisher = former.publisher
-            self._scribe.function_usd = max(self._scribe.function_usd, former.functions_usd)
+            self._recorder.function_usd = max(self._recorder.function_usd, former.functions_usd)
 
     def _load(self) -> CoreLoad:
         return CoreLoad(self._flushes.share, self._flushes.interval_s)
@@ -259,12 +259,12 @@ class Orchestrator:
             settings = {one.name: one.settings for one in config.mixture}
             checkpoint = str(config.model.checkpoint.absolute())
             scoring = ScoringSettings(settings, config.rewards.settings, checkpoint)
-        listener = Listener(run, self._scribe, self.now_ns, self._trust, self._stepped)
+        listener = Listener(run, self._recorder, self.now_ns, self._trust, self._stepped)
         self._gateway = Gateway()
         self._door = self._gateway.open(
             wiring.welcome.run, listener, wiring.welcome, cuts_silent=config.run.beyond_loopback
         )
-        self._door.waiting_room = wiring.waiting_room
+        self._door.pending_workers = wiring.pending_workers
         listener.trainer = GatewayTrainer(
             self._door, self.scheduler, wiring.kept.trajectories, run.stop, kept_steps(config), wiring.discard
         )
@@ -284,11 +284,11 @@ class Orchestrator:
         self._agents = self._chats = None
         if rollouts is not None and agents is not None:
             self._chats = listener.chats = self._make_chats(agents)
-            meters = self._scribe.meters = EngineMeters(self.scheduler)
+            meters = self._recorder.meters = EngineMeters(self.scheduler)
             self._agents = AgentService(
                 doorkeeper,
                 rollouts,
-                self._scribe.durable,
+                self._recorder.durable,
                 self._is_stopped,
                 agents,
                 RunMetrics(lambda: self._sampler.status(self.now_ns()), meters, self._chats),
@@ -313,7 +313,7 @@ class Orchestrator:
         )
         return Ports(
             clock=self._clock,
-            journal=self._scribe,
+            journal=self._recorder,
             workers=self._workers if self._chats is None else LendingWorkers(self._workers, self._chats),
             leases=self._leases,
             trajectories=self._rollouts,
@@ -356,7 +356,7 @@ class Orchestrator:
             scoring,
             self._stored,
             run.prompted,
-            lambda call: self._scribe.called(self.now_ns(), call),
+            lambda call: self._recorder.called(self.now_ns(), call),
             self._bill_functions,
         )
 
@@ -404,7 +404,7 @@ class Orchestrator:
         self._bill_functions()
 
     def _called(self, call: Call) -> None:
-        self._scribe.called(self.now_ns(), call)
+        self._recorder.called(self.now_ns(), call)
         self._bill_functions()
 
     def _bill_functions(self) -> None:
@@ -412,7 +412,7 @@ class Orchestrator:
             return
         call_usd = self._pool.most_usd(self.scheduler.limits.score_timeout_ns / NS_PER_S) if self._pool else 0.0
         upstream = self._upstream()
-        usd = self._scribe.function_usd + (upstream.held_usd if upstream else 0.0)
+        usd = self._recorder.function_usd + (upstream.held_usd if upstream else 0.0)
         if call_usd or usd:
             self._run.feed(
                 e.FunctionsBilled(
@@ -447,7 +447,7 @@ class Orchestrator:
         taken = self.scheduler.version == version
         if taken and version % self._config.trainer.checkpoint_every_steps == 0 and not self._run.closed:
             saved = self._saved()
-            self._scribe.durable(lambda: self._save(version, saved))
+            self._recorder.durable(lambda: self._save(version, saved))
 
     def _saved(self) -> states.SavedRun:
         return states.SavedRun(
@@ -472,7 +472,7 @@ class Orchestrator:
         self._forgets_at_bytes = journal.appended_bytes + max(least_bytes, STATE_SHARE * len(content))
         if not self._forgot:
             self._forgot = True
-            self._scribe.durable(self._forget_former)
+            self._recorder.durable(self._forget_former)
 
     def _forget_former(self) -> None:
         async def forget() -> None:

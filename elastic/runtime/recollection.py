@@ -12,9 +12,9 @@ from elastic.protocol import wire
 from elastic.runtime.agents import AgentLimits, AgentRollouts, RequestRollouts
 from elastic.runtime.mixture import MixedRollouts, played_by
 from elastic.runtime.ports import Ports
+from elastic.runtime.recorder import JournalRecorder
 from elastic.runtime.rollout import Rollouts
 from elastic.runtime.run import Run
-from elastic.runtime.scribe import Scribe
 from elastic.runtime.trainer import GatewayTrainer
 
 Entry: TypeAlias = tuple[Nanoseconds, e.Event, wire.Tokens | None]
@@ -94,7 +94,7 @@ class Recollection:
         self._trainer = GatewayTrainer(nobody, self.scheduler, nobody, nobody, self._keep_steps, nobody)
         return Ports(
             clock=nobody,
-            journal=Scribe(self.scheduler, nobody),
+            journal=JournalRecorder(self.scheduler, nobody),
             workers=nobody,
             leases=nobody,
             trajectories=self._played(nobody),

@@ -9,7 +9,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds
 from elastic.runtime.flushing import CoreLoad
 from elastic.runtime.journal import SampleRow, SqliteJournal
-from elastic.runtime.scribe import Scribe
+from elastic.runtime.recorder import JournalRecorder
 from elastic.runtime.snapshot import run_status
 from elastic.runtime.status import LostPlays, RunStatus, UpstreamStatus, tokens_per_s, total_tokens
 
@@ -27,7 +27,7 @@ class Sampler:
         self,
         run: str,
         scheduler: Scheduler,
-        scribe: Scribe,
+        recorder: JournalRecorder,
         journal: SqliteJournal,
         observe: Callable[[RunStatus], None],
         cpu_share: Callable[[], float] = lambda: 0.0,
@@ -38,7 +38,7 @@ class Sampler:
     ) -> None:
         self._run = run
         self._scheduler = scheduler
-        self._scribe = scribe
+        self._recorder = recorder
         self._journal = journal
         self._observe = observe
         self._cpu_share = cpu_share
@@ -60,21 +60,21 @@ class Sampler:
         self._observe(status)
 
     def status(self, now_ns: Nanoseconds) -> RunStatus:
-        scribe = self._scribe
-        self._token_marks.append((now_ns, total_tokens(scribe.counts)))
+        recorder = self._recorder
+        self._token_marks.append((now_ns, total_tokens(recorder.counts)))
         return run_status(
             self._run,
             self._scheduler,
             now_ns,
-            scribe.counts,
-            rewards=scribe.rewards,
-            last_success_rate=scribe.last_success_rate,
-            last_mean_reward=scribe.last_mean_reward,
+            recorder.counts,
+            rewards=recorder.rewards,
+            last_success_rate=recorder.last_success_rate,
+            last_mean_reward=recorder.last_mean_reward,
             tokens_per_s=tokens_per_s(self._token_marks),
-            function_usd=scribe.function_usd,
+            function_usd=recorder.function_usd,
             cpu_share=self._cpu_share(),
             load=self._load(),
             upstream=self._upstream(),
             lost=self._lost(),
-            cut_tokens=scribe.cut_tokens,
+            cut_tokens=recorder.cut_tokens,
         )

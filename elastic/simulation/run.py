@@ -324,7 +324,7 @@ def simulate(
     with journaled(journal, scheduler) as ending:
         run = build(plan, experiment, scheduler, journal)
         tell([line for name, one in plan.providers.items() for line in doubts(name, plan.provider_types[name], one)])
-        sampler = Sampler(config.run.name, scheduler, run.scribe, journal, observe, window=2)
+        sampler = Sampler(config.run.name, scheduler, run.recorder, journal, observe, window=2)
         asked = False
 
         def sample() -> None:

@@ -65,7 +65,7 @@ async def run_agent(
 
     SIGTERM and SIGINT drain in a hurry, or `leave` does, where there is one (then, and with a `share`, the process is
     its host's, and so are its signals). A `share` bounds what the engine may use of a device that
-    it shares; a `trainer` takes the orders of the trainer's worker, and is parked where its `permit` is a keeper's.
+    it shares; a `trainer` takes the orders of the trainer's worker, and is parked where its `permit` is a node agent's.
     `accounts` begin with the process where there are none.
     Raises `ValueError` where the ticket names no address to join.
     """
@@ -113,11 +113,11 @@ def leave_process(end: AgentExit) -> NoReturn:
 async def _kept(
     permit: DevicePermit, trainer: "TrainerHost | None", device: DaemonThread, accounts: DeviceAccounts
 ) -> AsyncIterator[None]:
-    """A context: obey the keeper meanwhile, if there is one. Raises `_NotKept` if the keeper is gone."""
+    """A context: obey the node agent meanwhile, if there is one. Raises `_NotKept` if the node agent is gone."""
     if not permit.shared:
         yield
         return
-    assert trainer is not None, "what is parked by a keeper is a trainer"
+    assert trainer is not None, "what is parked by a node agent is a trainer"
 
     async def obey() -> None:
         try:
@@ -127,7 +127,7 @@ async def _kept(
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            obeying = tasks.create_task(obey(), name="keeper")
+            obeying = tasks.create_task(obey(), name="node_agent")
             yield
             obeying.cancel()
     except ExceptionGroup as errors:
@@ -157,7 +157,7 @@ class _NotBuilt(Exception):
 
 
 class _NotKept(Exception):
-    """The keeper is gone, or the device cannot be left or taken."""
+    """The node agent is gone, or the device cannot be left or taken."""
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

@@ -1,8 +1,8 @@
-"""A trainer's device that other jobs use in turn. The node's keeper says when the trainer may compute, and when it
+"""A trainer's device that other jobs use in turn. The node's agent says when the trainer may compute, and when it
 parks.
 
-Every use of the device first waits for the keeper, and then for the device's thread. On that thread the state is parked
-and resumed too, after the work under way. Source: Weave §5.1; `elastic.pool.messages`.
+Every use of the device first waits for the node agent, and then for the device's thread. On that thread the state is
+parked and resumed too, after the work under way. Source: Weave §5.1; `elastic.pool.messages`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import structlog
 from elastic.config import ConfigError
 from elastic.core.types import Account
 from elastic.pool.connection import TO_RESIDENT, show_life
-from elastic.pool.messages import KEEPER_VARIABLE, DeviceResumed, Leave, Park, Parked, Resume, Warm, WorkAs
+from elastic.pool.messages import NODE_AGENT_VARIABLE, DeviceResumed, Leave, Park, Parked, Resume, Warm, WorkAs
 from elastic.protocol.connection import over_socket
 from elastic.system.parking import Parkable, Switch
 from elastic.worker.accounts import DeviceAccounts
@@ -26,17 +26,17 @@ log = structlog.get_logger(__name__)
 
 
 class DevicePermit:
-    """Says whether the worker may use its device. Without a keeper it always may."""
+    """Says whether the worker may use its device. Without a node agent it always may."""
 
-    def __init__(self, keeper: socket.socket | None = None) -> None:
-        self._keeper = keeper
+    def __init__(self, node_agent: socket.socket | None = None) -> None:
+        self._node_agent = node_agent
         self._changed = asyncio.Condition()
-        self._may = keeper is None
+        self._may = node_agent is None
         self._leaving = False
 
     @property
     def shared(self) -> bool:
-        return self._keeper is not None
+        return self._node_agent is not None
 
     async def granted(self) -> bool:
         """Wait until the device may be used. Returns False if the worker leaves first; then nothing may begin."""
@@ -51,14 +51,14 @@ class DevicePermit:
             self._changed.notify_all()
 
     async def obey(self, state: Parkable, device: DaemonThread, accounts: DeviceAccounts, timeout_s: float) -> NoReturn:
-        """Park and resume `state` on the device's thread as the keeper says; it begins without the device.
+        """Park and resume `state` on the device's thread as the node agent says; it begins without the device.
 
-        Raises `ConnectionLost` once the keeper is gone, `TimeoutError`, and what parking or resuming raises: the worker
-        is of no more use then.
+        Raises `ConnectionLost` once the node agent is gone, `TimeoutError`, and what parking or resuming raises: the
+        worker is of no more use then.
         """
-        assert self._keeper is not None
+        assert self._node_agent is not None
         accounts.devote(Account.PARKED)
-        link = await over_socket(self._keeper, TO_RESIDENT, "the keeper")
+        link = await over_socket(self._node_agent, TO_RESIDENT, "the node agent")
         show_life(link)
         try:
             link.send(Warm())
@@ -97,9 +97,9 @@ class DevicePermit:
         return switch
 
 
-def keeper_socket(environment: Mapping[str, str] = os.environ) -> socket.socket | None:
-    """Return the socket to the keeper that has started this process, if any. Raises `ConfigError`."""
-    named = environment.get(KEEPER_VARIABLE, "")
+def node_agent_socket(environment: Mapping[str, str] = os.environ) -> socket.socket | None:
+    """Return the socket to the node agent that has started this process, if any. Raises `ConfigError`."""
+    named = environment.get(NODE_AGENT_VARIABLE, "")
     if not named:
         return None
     try:
@@ -107,4 +107,6 @@ def keeper_socket(environment: Mapping[str, str] = os.environ) -> socket.socket 
         os.set_inheritable(descriptor, False)
         return socket.socket(fileno=descriptor)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{KEEPER_VARIABLE}: takes the descriptor of a socket (found {named!r}: {error})") from error
+        raise ConfigError(
+            f"{NODE_AGENT_VARIABLE}: takes the descriptor of a socket (found {named!r}: {error})"
+        ) from error

@@ -50,7 +50,7 @@ FOLLOW_S = 0.5
 """How often a parked resident looks for newer versions."""
 PULL_TIMEOUT_S = 120.0
 SWITCH_TIMEOUT_S = 600.0
-"""The keeper's own limits are shorter."""
+"""The node agent's own limits are shorter."""
 
 
 class LentEngine:
@@ -218,7 +218,8 @@ class _ResidentSlice:
 
 
 class RolloutResident:
-    """Obeys its keeper: resumes, works, and parks, one after the other. `works_as` is told the worker of each slice."""
+    """Obeys its node agent: resumes, works, and parks, one after the other. `works_as` is told the worker of each
+    slice."""
 
     def __init__(
         self,
@@ -238,9 +239,9 @@ class RolloutResident:
         self._following: asyncio.Task[None] | None = None
         self._tasks = asyncio.TaskGroup()
 
-    async def run(self, keeper: socket.socket, leave: asyncio.Event | None = None) -> AgentExit:
-        """Obey until the keeper is gone, which ends the worker at once, or until `leave`, which drains it."""
-        self._link = await over_socket(keeper, TO_RESIDENT, "the keeper")
+    async def run(self, node_agent: socket.socket, leave: asyncio.Event | None = None) -> AgentExit:
+        """Obey until the node agent is gone, which ends the worker at once, or until `leave`, which drains it."""
+        self._link = await over_socket(node_agent, TO_RESIDENT, "the node agent")
         show_life(self._link)
         end = AgentExit(1, "cut short")
         try:

@@ -1,6 +1,6 @@
 """Completes the orchestrator's weights source with a relay of the machine's site.
 
-That is the one of `ELASTIC_SITE`, or else the one that a pool's keeper names in a file, from pull to pull.
+That is the one of `ELASTIC_SITE`, or else the one that a pool's node agent names in a file, from pull to pull.
 """
 
 import os

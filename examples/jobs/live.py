@@ -1,7 +1,7 @@
 """`make jobs`: two jobs take turns on one set of devices while their processes are killed, and what that came to.
 
 Some three minutes on two cores. A pool starts, two jobs are submitted to it, and every now and then one of its
-processes is killed: a rollout resident, a job's trainer or orchestrator, a keeper, the pool's own process. Then the
+processes is killed: a rollout resident, a job's trainer or orchestrator, a node agent, the pool's own process. Then the
 report is written: every node's turns, cycles, bubbles, switches, slowdowns, and each job's bill beside the bill alone.
 """
 
@@ -22,7 +22,7 @@ import psutil
 HERE = Path(__file__).parent
 WORK = Path(".cache/jobs")
 KINDS = ("a rollout resident", "a trainer", "an orchestrator", "the pool's process")
-"""Of the pool's processes and its jobs'; a keeper, whose node is gone with it, comes last, if asked for."""
+"""Of the pool's processes and its jobs'; a node agent, whose node is gone with it, comes last, if asked for."""
 
 
 def elastic(*arguments: object) -> str:
@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="draws when who is killed")
     parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--keeper", action="store_true", help="kill a keeper, too: its node is lost")
+    parser.add_argument("--node-agent", action="store_true", help="kill a node agent, too: its node is lost")
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("--json", action="store_true", help="print one object at the end instead of tables")
     options = parser.parse_args()
@@ -123,7 +123,7 @@ def live(pool: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         print(elastic("jobs", "submit", config, "--set", runs, "--dry-run", "--pool", pool), file=sys.stderr)
         names.append(told("jobs", "submit", config, "--set", runs, "--name", job, "--pool", pool)["job"])
     rng, kills, began_s = random.Random(options.seed), list[dict[str, Any]](), time.monotonic()
-    kinds = [*KINDS, *(["a keeper"] if options.keeper else [])]
+    kinds = [*KINDS, *(["a node agent"] if options.node_agent else [])]
     begun = "a first step of each job"
     wait_until(lambda: all(job["steps_done"] or job["over"] for job in jobs_of(pool)), options.timeout_s, begun)
     planned = [kinds[i % len(kinds)] for i in range(options.kills)]

@@ -33,7 +33,7 @@ def test_jobs_in_another_pool_do_too(seed: int) -> None:
 
 
 def test_a_pool_that_dies_often_loses_nothing() -> None:
-    kills = [FaultKind.KILL_POOL, FaultKind.KILL_KEEPER, FaultKind.KILL_RESIDENT]
+    kills = [FaultKind.KILL_POOL, FaultKind.KILL_NODE_AGENT, FaultKind.KILL_RESIDENT]
     assert live_pooled(draw_pooled(1, kills)).incarnations > 3
 
 

@@ -34,7 +34,7 @@ def test_every_key_has_a_meaning() -> None:
             "pool",
             ("pool.policy (in POOL.toml)", "pool.rollout.memory_gb (in POOL.toml): number ≥ 0, in GB", "spot.trace"),
         ),
-        ("limits.silence_s", ("default 10.0", "keeper that says nothing")),
+        ("limits.silence_s", ("default 10.0", "node agent that says nothing")),
         ("job", ("job.slo: ", "job.plan.rollout_s: ")),
         ("engine.vllm", ("engine.vllm.restart_max_s",)),
     ],

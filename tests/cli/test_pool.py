@@ -279,7 +279,7 @@ def test_doctor_names_devices_that_are_set_aside_and_how_they_are_put_back(pool_
     config = load_pool(pool_file)
     status = standing(Cluster(config.spec(), config.policies(), config.wait_limits(), 0))
     for node in status.nodes:
-        node.keeper.up = True
+        node.node_agent.up = True
     status.set_aside = {"cuda:1": "it is ill"}
     whole, device = findings_of_pool("pool lab", config, status)
     assert (whole.found, whole.warns) == ("2 of 2 rollout nodes, 1 of 1 train nodes", False)

@@ -49,8 +49,8 @@ def test_a_pool_is_up_comes_back_and_ends(
         assert "the pool's process was killed by SIGKILL" in log
         nodes = until(lambda: up(elastic), 60)
         assert [node["name"] for node in nodes] == ["rollout-1", "rollout-2", "train-1"]
-        keepers = [psutil.Process(node["keeper"]["pid"]) for node in nodes]
-        of_pool = [supervisor, *supervisor.children(recursive=True), *keepers]
+        node_agents = [psutil.Process(node["node_agent"]["pid"]) for node in nodes]
+        of_pool = [supervisor, *supervisor.children(recursive=True), *node_agents]
     finally:
         code, _, err = elastic("pool", "stop", "--wait-s", "60")
     assert code == 0, err
@@ -64,7 +64,7 @@ def test_a_pool_is_up_comes_back_and_ends(
 
 def up(elastic: Callable[..., tuple[int, str, str]]) -> list[dict[str, object]]:
     nodes = json.loads(elastic("pool", "status", "--json")[1])["nodes"]
-    return nodes if all(node["keeper"]["up"] for node in nodes) else []
+    return nodes if all(node["node_agent"]["up"] for node in nodes) else []
 
 
 def test_a_pool_that_cannot_be_is_not_waited_for(start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

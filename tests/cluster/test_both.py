@@ -57,7 +57,7 @@ def test_a_rollout_of_the_next_cycle_does_not_come_before_it():
     assert [given.job for given in pool.ask("first", TRAIN, 11)] == ["first"]
     assert grants(pool.tell(asked("script", "both"), 12)) == []
     pool.end("first", 20)
-    assert pool.ask("first", ROLLOUT, 21) == [], "the script's turn closes the cycle's rollouts"
+    assert pool.ask("first", ROLLOUT, 21) == [], "the script's time slice closes the cycle's rollouts"
     pool.end("second", 30)
     (grant,) = pool.ask("second", TRAIN, 31)
     assert grant.job == "second"
@@ -94,7 +94,7 @@ def test_another_wish_takes_its_place_and_it_leaves_no_trace_in_what_is_measured
     pool.end("script", 100)
     pool.tell(asked("script", "both"), 101)
     for at_s in (130, 160, 200):
-        pool.tick(at_s)  # Who is late lets a turn pass each time.
+        pool.tick(at_s)  # Who is late lets a time slice pass each time.
     pool.end("script", 201)
     assert set(pool.cluster.jobs["script"].measured_ns) == {ROLLOUT}
 

@@ -1,4 +1,4 @@
-"""The cluster as a state machine: whose turn it is, who is refused and why, what is given back, what it costs."""
+"""The cluster as a state machine: whose time slice it is, who is refused and why, what is given back, what it costs."""
 
 import msgspec
 import pytest
@@ -44,10 +44,10 @@ def test_who_is_late_is_passed_over_once_after_a_named_wait() -> None:
     pool = Driver()
     pool.run(job("a"), job("b"))
     assert pool.ask("b", ROLLOUT, 0) == []
-    wait = next(wait for wait in pool.cluster.waits if wait.what == "turn")
+    wait = next(wait for wait in pool.cluster.waits if wait.what == "time slice")
     assert (wait.key, wait.until_ns) == ("a", 20 * S)
     assert who(grants(pool.tick(20))) == [("b", "rollout")]
-    # It lost one turn and no more: as b is done, a comes before b's next.
+    # It lost one time slice and no more: as b is done, a comes before b's next.
     pool.ask("a", ROLLOUT, 30)
     assert who(pool.end("b", 120)) == [("a", "rollout")]
 
@@ -61,7 +61,7 @@ def test_who_overruns_gives_way_and_goes_on_in_the_next_turn() -> None:
     assert [type(command) for command in recalls] == [c.RecallPermit]
     assert who(pool.end("a", 112, finished=False)) == [("b", "rollout")]
     assert pool.ask("a", ROLLOUT, 112) == []
-    # a has nothing to train on yet: it lets its turn there pass, and b does not wait for it.
+    # a has nothing to train on yet: it lets its time slice there pass, and b does not wait for it.
     assert who(pool.end("b", 200)) == [("a", "rollout")]
     assert who(pool.ask("b", TRAIN, 200)) == [("b", "train")]
 
@@ -115,10 +115,10 @@ def test_nothing_counts_under_an_older_permit() -> None:
     old = pool.ask("a", ROLLOUT, 0)[0].number
     pool.ask("b", ROLLOUT, 0)
     pool.end("a", 100)
-    turns = dict(pool.cluster.jobs["a"].turns)
+    slices = dict(pool.cluster.jobs["a"].slices)
     assert pool.tell(e.PermitYielded(job="a", permit=old, finished=True), 101) == []
     assert pool.tell(e.PermitYielded(job="a", permit=old + 1, finished=True), 101) == []
-    assert pool.cluster.jobs["a"].turns == turns
+    assert pool.cluster.jobs["a"].slices == slices
     assert list(pool.cluster.permits) == [old + 1]
 
 
@@ -251,10 +251,10 @@ def test_who_is_late_to_train_is_passed_over_there_too() -> None:
     # a has rolled out and does not come to train.
     assert pool.ask("b", TRAIN, 120) == []
     assert who(grants(pool.tick(140))) == [("b", "train")]
-    assert pool.cluster.jobs["a"].turns == {ROLLOUT: 1, TRAIN: 1}
+    assert pool.cluster.jobs["a"].slices == {ROLLOUT: 1, TRAIN: 1}
     # It trains in the next cycle, and lets its rollout there pass.
     assert pool.ask("a", TRAIN, 150) == []
-    assert pool.cluster.jobs["a"].turns == {ROLLOUT: 2, TRAIN: 1}
+    assert pool.cluster.jobs["a"].slices == {ROLLOUT: 2, TRAIN: 1}
     assert who(pool.end("b", 240)) == [("a", "train")]
 
 

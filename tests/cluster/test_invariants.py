@@ -16,7 +16,8 @@ ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
 
 def at_work() -> Driver:
-    """a rolls out, b waits for its turn, c is alone and waited for, d is placed, q queued, p profiled, s to stop."""
+    """a rolls out, b waits for its time slice, c is alone and waited for, d is placed, q queued, p profiled, s to
+    stop."""
     pool = Driver()
     pool.run(timed_job("a"), timed_job("b"), timed_job("c", 300, 300, slo=1.0), timed_job("s", 500, 100, slo=1.0))
     pool.ask("a", ROLLOUT, 0)
@@ -101,8 +102,14 @@ def test_a_pool_at_work_is_in_order() -> None:
         (lambda cluster: cluster.timers.set("start", "c", 0, 10**18), "c is waited for (start), and nobody needs it"),
         (lambda cluster: cluster.timers.set("queue", "c", 0, 10**18), "c is waited for (queue), and nobody needs it"),
         (lambda cluster: cluster.timers.set("stop", "c", 0, 10**18), "c is waited for (stop), and nobody needs it"),
-        (lambda cluster: cluster.timers.set("turn", "b", 0, 10**18), "b is waited for (turn), and nobody needs it"),
-        (lambda cluster: cluster.timers.set("turn", "a", 0, 10**18), "a is waited for (turn), and nobody needs it"),
+        (
+            lambda cluster: cluster.timers.set("time slice", "b", 0, 10**18),
+            "b is waited for (time slice), and nobody needs it",
+        ),
+        (
+            lambda cluster: cluster.timers.set("time slice", "a", 0, 10**18),
+            "a is waited for (time slice), and nobody needs it",
+        ),
         (lambda cluster: cluster.timers.set("permit", "9", 0, 10**18), "9 is waited for (permit), and nobody"),
         (lambda cluster: cluster.timers.set("yield", "1", 0, 10**18), "1 is waited for (yield), and nobody needs it"),
         (
@@ -112,7 +119,7 @@ def test_a_pool_at_work_is_in_order() -> None:
                 set_node("rollout-1", permit=None, user=None),
                 lambda cluster: cluster.timers.clear("permit", "1"),
             ),
-            "b in group-1 wait for a turn that nobody has",
+            "b in group-1 wait for a time slice that nobody has",
         ),
         (
             set_node("rollout-1", accounts_ns={DeviceAccount.SLICE: 5}),

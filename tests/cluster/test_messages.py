@@ -210,7 +210,7 @@ def test_an_older_start_may_not_ask() -> None:
     pool.tell(e.JobStarted(job="a", placement=number), 11)
     assert pool.tell(e.PhaseAsked(job="a", phase=ROLLOUT, placement=number - 1), 12) == []
     assert len(grants(pool.tell(e.PhaseAsked(job="a", phase=ROLLOUT, placement=number), 13))) == 1
-    # Asked again while it has its turn: no second permit.
+    # Asked again while it has its time slice: no second permit.
     assert pool.tell(e.PhaseAsked(job="a", phase=ROLLOUT, placement=number), 14) == []
 
 

@@ -39,6 +39,6 @@ def test_steps_last_as_long_as_was_planned_and_no_longer(policy: str) -> None:
         for job, record in world.cluster.jobs.items():
             assert record.state is JobState.FINISHED
             took_ns = world.taken[job].ended_ns - world.taken[job].begun_ns
-            # The first step waits for its turn at most a cycle.
+            # The first step waits for its time slice at most a cycle.
             assert took_ns <= 31 * record.request.limit_ns
             assert [step.job for step in world.steps].count(job) == 30

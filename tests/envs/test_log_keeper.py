@@ -34,7 +34,7 @@ except ChildProcessError:
 print("last words", key, end="", flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-LOSES_ITS_KEEPER = """
+LOSES_ITS_NODE_AGENT = """
 import threading
 from pathlib import Path
 def keeps(process):
@@ -43,8 +43,8 @@ def keeps(process):
     except OSError:
         return False
 pipe = os.readlink("/proc/self/fd/1")
-(keeper,) = [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit() and keeps(one)]
-os.kill(keeper, signal.SIGKILL)
+(node_agent,) = [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit() and keeps(one)]
+os.kill(node_agent, signal.SIGKILL)
 threading.Event().wait(60)
 """
 
@@ -78,8 +78,8 @@ def test_who_prints_does_not_wait_for_a_full_disk() -> None:
     assert kept("print('x' * 2**20)", Path("/dev/full"), KEY="") == 0
 
 
-def test_who_prints_ends_with_the_keeper(tmp_path: Path) -> None:
-    assert kept(LOSES_ITS_KEEPER, tmp_path / "log", KEY="") == UNKEPT_STATUS
+def test_who_prints_ends_with_the_node_agent(tmp_path: Path) -> None:
+    assert kept(LOSES_ITS_NODE_AGENT, tmp_path / "log", KEY="") == UNKEPT_STATUS
 
 
 def test_a_full_log_keeps_its_beginning_and_its_newest_part(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A pool's rollout nodes on other machines: network namespaces, whose keepers see no file of the pool's machine.
+"""A pool's rollout nodes on other machines: network namespaces, whose node agents see no file of the pool's machine.
 
 Needs root and `ip`; `make test-netns`.
 """
@@ -54,8 +54,8 @@ def machines() -> Iterator[list[str]]:
 
 
 def join(machine: str, hidden: Path, directory: Path, ticket: Path, device: str = "cpu:0") -> "subprocess.Popen[bytes]":
-    """Start a keeper there, to which an empty file system hides a folder of this machine, and which has a name of its
-    own. Its device is one of this machine, which no two nodes share."""
+    """Start a node agent there, to which an empty file system hides a folder of this machine, and which has a name of
+    its own. Its device is one of this machine, which no two nodes share."""
     words = (
         f"hostname {machine} && mount -t tmpfs none {hidden} && "
         f'exec {sys.executable} -P -m elastic.cli pool join --ticket-file "$0" --devices {device}'
@@ -74,7 +74,7 @@ def test_a_job_rolls_out_on_a_machine_without_the_pool_s_files_though_the_pool_s
     there.mkdir()
     pool = LivePool(here, here / "checkpoint", within_s=400)
     pool.start(reached=f'host = "0.0.0.0"\nadvertise = "{POOL_HOST}"', rollout='kind = "joined"', start_s=200)
-    keeper: subprocess.Popen[bytes] | None = None
+    node_agent: subprocess.Popen[bytes] | None = None
     try:
         refused = subprocess.run(
             [sys.executable, "-m", "elastic.cli", "jobs", "submit", pool.write_job("near", 1), "--pool", pool.path],
@@ -86,7 +86,7 @@ def test_a_job_rolls_out_on_a_machine_without_the_pool_s_files_though_the_pool_s
         assert "run.host: found 127.0.0.1, which the pool's rollout nodes" in refused.stderr
         pool.submit("one", 1, "--set", "run.host=0.0.0.0", "--set", f"run.advertise={POOL_HOST}")
         pool.elastic("pool", "ticket", pool.path, "-o", there / "ticket")
-        keeper = join(machines[0], here, there, there / "ticket")
+        node_agent = join(machines[0], here, there, there / "ticket")
         pool.until(lambda jobs: jobs["one"]["steps_done"])
         status: dict[str, Any] = pool.elastic("pool", "status", pool.path)
         (node,) = [node for node in status["nodes"] if node["phase"] == "rollout"]
@@ -98,8 +98,8 @@ def test_a_job_rolls_out_on_a_machine_without_the_pool_s_files_though_the_pool_s
         assert list((there / "nodes" / "lab-rollout-1" / "logs").iterdir())
     finally:
         pool.stop()
-        if keeper is not None:
-            assert keeper.wait(60) == 0, (there / "node.log").read_text()
+        if node_agent is not None:
+            assert node_agent.wait(60) == 0, (there / "node.log").read_text()
     deadline = time.monotonic() + 10
     while leftovers(there):
         assert time.monotonic() < deadline
@@ -115,13 +115,13 @@ def test_one_copy_of_a_version_crosses_to_a_site_of_two_machines(
     pool.start(
         reached=f'host = "0.0.0.0"\nadvertise = "{POOL_HOST}"', rollout='kind = "joined"', start_s=200, rollout_nodes=2
     )
-    keepers: list[subprocess.Popen[bytes]] = []
+    node_agents: list[subprocess.Popen[bytes]] = []
     try:
         for number, machine in enumerate(machines):
             there = tmp_path / machine
             there.mkdir()
             pool.elastic("pool", "ticket", pool.path, "-o", there / "ticket")
-            keepers.append(join(machine, here, there, there / "ticket", f"cpu:{number}"))
+            node_agents.append(join(machine, here, there, there / "ticket", f"cpu:{number}"))
         until_s = time.monotonic() + 120
         while len(used := relays(pool)) < len(machines):
             assert time.monotonic() < until_s, [(tmp_path / machine / "node.log").read_text() for machine in machines]
@@ -145,8 +145,8 @@ def test_one_copy_of_a_version_crosses_to_a_site_of_two_machines(
             assert "site not used" not in log.read_text()
     finally:
         pool.stop()
-        for keeper in keepers:
-            assert keeper.wait(60) == 0
+        for node_agent in node_agents:
+            assert node_agent.wait(60) == 0
 
 
 def relays(pool: LivePool) -> list[str]:

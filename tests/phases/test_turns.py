@@ -1,4 +1,4 @@
-"""Phases against a pool on a real socket: turns, recalls, a pool that goes away, and what a script may not do."""
+"""Phases against a pool on a real socket: time slices, recalls, a pool that goes away, and what a script may not do."""
 
 import asyncio
 import subprocess
@@ -284,7 +284,10 @@ def test_who_is_not_let_in_hears_why(pool: StubPool, monkeypatch: pytest.MonkeyP
 
 def test_no_turn_in_the_time_that_was_promised(pool: StubPool) -> None:
     pool.grants, pool.grant_within_s = False, 0.2
-    with pytest.raises(PhaseError, match=r"no turn for phase 'rollout' came within 0\.2 s"), elastic.phase("rollout"):
+    with (
+        pytest.raises(PhaseError, match=r"no time slice for phase 'rollout' came within 0\.2 s"),
+        elastic.phase("rollout"),
+    ):
         pass
     pool.until(lambda stub: stub.said(w.WithdrawPhase) == [w.WithdrawPhase(ROLLOUT)])
 

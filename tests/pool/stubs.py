@@ -55,7 +55,9 @@ class Device:
 
 async def be_resident(directory: Path) -> None:
     behaviour = json.loads((directory / "script.json").read_text())
-    link = await over_socket(socket.socket(fileno=int(os.environ["ELASTIC_KEEPER_FD"])), TO_RESIDENT, "the keeper")
+    link = await over_socket(
+        socket.socket(fileno=int(os.environ["ELASTIC_NODE_AGENT_FD"])), TO_RESIDENT, "the node agent"
+    )
     if os.environ.get("ELASTIC_DEVICES", "") in behaviour.get("dies_on", ()) and not (directory / "mended").exists():
         raise SystemExit(9)
     show_life(link)

@@ -62,7 +62,7 @@ class Neighbours:
 
     def _kill(self, node: NodeId) -> None:
         self.world.starts_ns[node, "job-1"] = self._start_ns
-        self.world.keepers[node].kill("job-1")
+        self.world.node_agents[node].kill("job-1")
 
     def longest_step_ns(self, job: JobId, since_ns: int = 0, until_ns: int = 10**18) -> int:
         """Of the steps that lie in this time."""

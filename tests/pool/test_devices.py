@@ -16,7 +16,7 @@ from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.devices import DeviceAllotment, StartDeath, unfit
 from elastic.system.devices import DEVICES_VARIABLE, faults, kind_of, machine_gpus, mismatch, visible
-from tests.pool.test_keeper import kept
+from tests.pool.test_node_agent import kept
 
 NVIDIA = """#!/bin/sh
 test "$1" = --query-gpu=index,uuid || exit 9
@@ -132,7 +132,7 @@ def test_what_the_vendor_s_tool_says_is_wrong_with_a_device(tmp_path: Path, monk
     assert faults(("cuda:3",)) == "nvidia-smi does not list cuda:3 any more"
 
 
-async def test_the_keeper_of_a_resident_that_dies_as_it_starts_says_what_is_wrong_with_its_devices(
+async def test_the_node_agent_of_a_resident_that_dies_as_it_starts_says_what_is_wrong_with_its_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -169,7 +169,7 @@ async def test_residents_see_their_node_s_devices_alone_whatever_their_job_passe
 def test_a_resident_that_sees_other_devices_refuses_to_start() -> None:
     ours, theirs = socket.socketpair()
     seen = {**visible(("cuda:0",)), "CUDA_VISIBLE_DEVICES": "0,1"}
-    environment = {**os.environ, **seen, w.KEEPER_VARIABLE: str(theirs.fileno())}
+    environment = {**os.environ, **seen, w.NODE_AGENT_VARIABLE: str(theirs.fileno())}
     command = [sys.executable, "-m", "elastic.cli", "pool-resident"]
     with ours, theirs:
         ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Rollout nodes on other machines: real keepers that join the pool's real process by tickets, from directories of
+"""Rollout nodes on other machines: real node agents that join the pool's real process by tickets, from directories of
 their own. What is killed comes back; what is drained goes."""
 
 import asyncio
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.slow
 
 
 class OtherMachine:
-    """A directory, and the keepers that people start there."""
+    """A directory, and the node agents that people start there."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
         self.directory = directory
-        self.keepers: dict[str, subprocess.Popen[bytes]] = {}
+        self.node_agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def join(self, ticket: NodeTicket, *options: str, at: str = "") -> "subprocess.Popen[bytes]":
         file = self.directory / f"{ticket.node}.ticket"
@@ -36,39 +36,39 @@ class OtherMachine:
         words = ("pool", "join", *([at] if at else []), "--ticket-file", file.name, *options)
         command = [sys.executable, "-P", "-m", "elastic.cli", *words]
         with (self.directory / f"{ticket.node}.log").open("ab") as log:
-            keeper = subprocess.Popen(command, cwd=self.directory, stderr=log, start_new_session=True)
-        self.keepers[ticket.node] = keeper
-        return keeper
+            node_agent = subprocess.Popen(command, cwd=self.directory, stderr=log, start_new_session=True)
+        self.node_agents[ticket.node] = node_agent
+        return node_agent
 
     def said(self, ticket: NodeTicket) -> str:
         return (self.directory / f"{ticket.node}.log").read_text()
 
     def kill(self, node: str) -> None:
-        self.keepers[node].kill()
-        self.keepers[node].wait()
+        self.node_agents[node].kill()
+        self.node_agents[node].wait()
 
-    async def ended(self, keeper: "subprocess.Popen[bytes]") -> int:
-        return await asyncio.to_thread(keeper.wait, 40)
+    async def ended(self, node_agent: "subprocess.Popen[bytes]") -> int:
+        return await asyncio.to_thread(node_agent.wait, 40)
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[OtherMachine]:
     machine = OtherMachine(tmp_path / "elsewhere")
     yield machine
-    for keeper in machine.keepers.values():
-        keeper.terminate()
-    for keeper in machine.keepers.values():
+    for node_agent in machine.node_agents.values():
+        node_agent.terminate()
+    for node_agent in machine.node_agents.values():
         with contextlib.suppress(subprocess.TimeoutExpired):
-            keeper.wait(20)
-        keeper.kill()
+            node_agent.wait(20)
+        node_agent.kill()
     assert not leftovers(machine.directory)
 
 
 def up(*nodes: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Whether these are the rollout nodes, with their keepers."""
+    """Whether these are the rollout nodes, with their node agents."""
     return lambda status: (
         {node["name"] for node in status["nodes"] if node["phase"] == "rollout"} == {*nodes}
-        and all(node["keeper"]["up"] for node in status["nodes"])
+        and all(node["node_agent"]["up"] for node in status["nodes"])
     )
 
 
@@ -83,7 +83,7 @@ async def test_a_job_runs_on_a_machine_that_joins_though_the_pool_s_process_is_k
         assert ticket.fingerprint
         with pytest.raises(CommandRefused, match="not shown again"):
             await pool.control.ticket("mine", 600, "mint")
-        keeper = elsewhere.join(ticket)
+        node_agent = elsewhere.join(ticket)
         await pool.until(lambda status: any(one["phase"] == "rollout" for one in status["permits"]), "no turn", 120.0)
         (node,) = [node for node in (await pool.status())["nodes"] if node["phase"] == "rollout"]
         assert (node["name"], node["devices"]) == (ticket.node, [f"cpu:0@{ticket.node}"])
@@ -94,7 +94,7 @@ async def test_a_job_runs_on_a_machine_that_joins_though_the_pool_s_process_is_k
         there = records(elsewhere)
         pool.kill()
         pool.start()
-        await pool.until(up(ticket.node), "its keeper is not back", 120.0)
+        await pool.until(up(ticket.node), "its node agent is not back", 120.0)
         assert records(elsewhere) == there, "it went on with what it has"
         await goes_on(pool)
         await pool.control.cancel("one")
@@ -103,7 +103,7 @@ async def test_a_job_runs_on_a_machine_that_joins_though_the_pool_s_process_is_k
         await pool.control.stop()
         assert pool.process is not None
         assert await asyncio.to_thread(pool.process.wait, 40) == 0
-        assert await elsewhere.ended(keeper) == 0
+        assert await elsewhere.ended(node_agent) == 0
         assert "the pool has been stopped" in elsewhere.said(ticket)
 
 
@@ -137,7 +137,7 @@ async def test_a_machine_comes_back_by_its_session_alone_and_its_node_is_drained
         await pool.until(up(rest), "the node does not go")
         for marker in ("stop", "stopped"):
             (pool.jobs["one"] / marker).unlink()
-        assert await elsewhere.ended(again if node == first.node else elsewhere.keepers[node]) == 1
+        assert await elsewhere.ended(again if node == first.node else elsewhere.node_agents[node]) == 1
         await goes_on(pool)
         job = await pool.job("one")
         assert (job["rollout"], job["restarts"]) == ([rest], 0)
@@ -168,12 +168,12 @@ async def test_a_machine_that_was_cut_off_comes_back_without_what_it_had_and_wro
     async with running(tmp_path, kind="joined", silence_s=1.0, orphan_s=60.0) as pool:
         await pool.begin("one", steps=8, rollout_s=0.5)
         first, late = await pool.control.ticket("", 600), await pool.control.ticket("", 0.01)
-        keeper = elsewhere.join(first)
+        node_agent = elsewhere.join(first)
         await pool.until(lambda status: any(one["phase"] == "rollout" for one in status["permits"]), "no turn", 120.0)
-        os.kill(keeper.pid, 19)  # SIGSTOP: as if its link were cut.
+        os.kill(node_agent.pid, 19)  # SIGSTOP: as if its link were cut.
         await pool.until(up(), "the node is not given up")
         assert (await pool.job("one"))["state"] == "queued"
-        os.kill(keeper.pid, 18)
+        os.kill(node_agent.pid, 18)
         await pool.until(up(first.node), "the machine does not come back", 120.0)
         assert "comes again without its residents" in elsewhere.said(first)
         assert await elsewhere.ended(elsewhere.join(late)) == 1

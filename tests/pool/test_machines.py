@@ -23,9 +23,9 @@ TICKET = NodeTicket(pool="lab", node="rollout-1", join="a:1", fingerprint="", to
 NODES = {"nodes": 2, "usd_per_gpu_hour": 1.0, "memory_gb": 8}
 
 
-def hello(*devices: str, **changes: object) -> w.KeeperHello:
+def hello(*devices: str, **changes: object) -> w.NodeAgentHello:
     machine = msgspec.structs.replace(MACHINE, **changes)
-    return w.KeeperHello(w.POOL_PROTOCOL_VERSION, "rollout-1", "token", 1, devices=devices, machine=machine)
+    return w.NodeAgentHello(w.POOL_PROTOCOL_VERSION, "rollout-1", "token", 1, devices=devices, machine=machine)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def hello(*devices: str, **changes: object) -> w.KeeperHello:
     ],
 )
 def test_a_machine_that_does_not_suit_is_refused_with_what_it_has_and_what_is_allowed(
-    said: w.KeeperHello, others: tuple[w.KeeperHello, ...], refused: str
+    said: w.NodeAgentHello, others: tuple[w.NodeAgentHello, ...], refused: str
 ) -> None:
     found = RULES.refusal(said, {f"node-{number}": other for number, other in enumerate(others)})
     assert refused in found
@@ -59,7 +59,7 @@ def test_a_machine_that_does_not_suit_is_refused_with_what_it_has_and_what_is_al
 def test_a_pool_of_one_kind_of_device_takes_no_other() -> None:
     rules = JoinRules(gpus=1, memory_bytes=0, devices="cuda")
     assert "pool.devices: it has 1 devices (cpu:0); allowed: cuda" in rules.refusal(hello("cpu:0"), {})
-    assert "does not say" in rules.refusal(w.KeeperHello(1, "a", "t", 1, devices=("cuda:0",)), {})
+    assert "does not say" in rules.refusal(w.NodeAgentHello(1, "a", "t", 1, devices=("cuda:0",)), {})
 
 
 def test_a_name_is_one_node_s_and_there_are_no_more_than_the_pool_has() -> None:

@@ -1,4 +1,4 @@
-"""The pool's real process with its real keepers, driving small residents and jobs: turns, deaths, returns."""
+"""The pool's real process with its real node agents, driving small residents and jobs: turns, deaths, returns."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from elastic.pool.client import PoolClient, PoolMembership, PoolUnavailable
 from elastic.pool.control_messages import PoolControl, PoolStanding, SubmitJob
 from elastic.pool.gateway import PoolTokens
 from elastic.pool.journal import JOURNAL, pool_secret, read_deaths, read_records
-from elastic.pool.keeper import Keeper, KeeperTicket
+from elastic.pool.node_agent import NodeAgent, NodeAgentTicket
 from elastic.pool.ports import JobEntry
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.run_control import CommandRefused, ControlError
@@ -141,7 +141,9 @@ async def running(
     pool = Pool(tmp_path, host, spot, kind, **limits)
     pool.start()
     try:
-        await pool.until(lambda status: all(node["keeper"]["up"] for node in status["nodes"]), "keepers are not up")
+        await pool.until(
+            lambda status: all(node["node_agent"]["up"] for node in status["nodes"]), "node agents are not up"
+        )
         yield pool
         assert "VIOLATION" not in pool.history()
         marks = live_report(pool.directory)[0].marks
@@ -187,8 +189,10 @@ async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_
             await pool.begin(name, steps=4, rollout_s=0.6)
         await pool.until(lambda status: any(job["steps_done"] for job in status["jobs"]), "nobody comes on")
         pool.kill()
-        pool.start()  # It shows the same certificate: keepers and jobs come back to it.
-        await pool.until(lambda status: all(node["keeper"]["up"] for node in status["nodes"]), "keepers are not back")
+        pool.start()  # It shows the same certificate: node agents and jobs come back to it.
+        await pool.until(
+            lambda status: all(node["node_agent"]["up"] for node in status["nodes"]), "node agents are not back"
+        )
 
         with sqlite3.connect(pool.directory / JOURNAL) as notes:
             ((listens,),) = notes.execute("select value from notes where key = 'address'")
@@ -202,12 +206,12 @@ async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_
             member = PoolMembership(endpoint=endpoint, job="one", placement=1, token=token)
             with pytest.raises(PoolUnavailable, match=refused):
                 await PoolClient(member).open(wait_s)
-            ticket = KeeperTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="none", wait_s=wait_s)
-            assert re.search(refused, (await Keeper(ticket).run()).reason)
-        stranger = KeeperTicket(
+            ticket = NodeAgentTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="none", wait_s=wait_s)
+            assert re.search(refused, (await NodeAgent(ticket).run()).reason)
+        stranger = NodeAgentTicket(
             endpoint=Endpoint(address, fingerprint=right), pool="lab", node="rollout-1", token="guessed", wait_s=5.0
         )
-        assert "wrong token" in (await Keeper(stranger).run()).reason
+        assert "wrong token" in (await NodeAgent(stranger).run()).reason
         await finished(pool, "one", "two")
 
 
@@ -239,7 +243,7 @@ async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
             os.kill(pid, signal.SIGKILL)
         await pool.until(
             lambda status: (
-                next(one for one in status["nodes"] if one["name"] == node)["keeper"]["residents"] == ["one", "two"]
+                next(one for one in status["nodes"] if one["name"] == node)["node_agent"]["residents"] == ["one", "two"]
                 and not {*killed} & {*both(node)}
             ),
             "residents are not started again",
@@ -255,15 +259,17 @@ async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
         records = list(read_records(pool.directory))
         assert cluster_digest(replay(records[:events], CLUSTER_POLICIES["ours"])) == before["digest"]
         assert [job["pid"] for job in after["jobs"]] == [job["pid"] for job in before["jobs"]]
-        assert [one["keeper"]["pid"] for one in before["nodes"]] != []
+        assert [one["node_agent"]["pid"] for one in before["nodes"]] != []
 
         os.kill((await pool.job("one"))["pid"], signal.SIGKILL)
         await pool.until(
             lambda status: any(job["restarts"] and job["pid"] for job in status["jobs"]), "the job is not started again"
         )
-        await pool.until(lambda status: all(one["keeper"]["up"] for one in status["nodes"]), "keepers are not back")
+        await pool.until(
+            lambda status: all(one["node_agent"]["up"] for one in status["nodes"]), "node agents are not back"
+        )
         lost = next(one for one in (await pool.status())["nodes"] if one["name"] == node)
-        os.kill(lost["keeper"]["pid"], signal.SIGKILL)
+        os.kill(lost["node_agent"]["pid"], signal.SIGKILL)
         await pool.until(lambda status: node not in [one["name"] for one in status["nodes"]], "the node is not lost")
         await finished(pool, "one", "two")
         status = await pool.status()
@@ -276,7 +282,7 @@ async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
             f"{outside} on {node}: its resident died: it was killed by SIGKILL",
             "the pool: the pool's process died; another one went on",
             "one: its process died; it starts again after 1 s, 1 of at most 3 times",
-            f"{node}: its keeper died",
+            f"{node}: its node agent died",
         ):
             assert told in wrong
         assert [mark.at_s for mark in report.marks] == sorted(mark.at_s for mark in report.marks)
@@ -451,7 +457,9 @@ async def test_a_script_outlives_the_pool_s_process_and_how_it_ended_meanwhile_i
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
         pool.start()
-        await pool.until(lambda status: all(node["keeper"]["up"] for node in status["nodes"]), "keepers are not back")
+        await pool.until(
+            lambda status: all(node["node_agent"]["up"] for node in status["nodes"]), "node agents are not back"
+        )
         assert pool.residents("train-1", "stays") == pids
         await finished(pool, "stays", "ends")
         assert [(await pool.job(name))["restarts"] for name in ("stays", "ends")] == [0, 0]

@@ -50,8 +50,8 @@ def test_jobs_finish_though_every_node_was_gone_at_once():
     world = PoolWorld(draw_pool(3, CALM))
 
     def kill_all() -> None:
-        for keeper in [*world.keepers.values()]:
-            world.kill_keeper(keeper)
+        for node_agent in [*world.node_agents.values()]:
+            world.kill_node_agent(node_agent)
 
     world.excused = 10**9
     world.loop.at(1500 * 10**9, kill_all)

@@ -12,11 +12,11 @@ from elastic.compose.pool import PoolPrograms, PoolWiring, serve_pool
 from elastic.compose.pool_config import PoolConfig, save_pool
 from elastic.core.cluster.types import NodeId, PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.connection import POOL, TO_KEEPER, PoolLink
+from elastic.pool.connection import POOL, TO_NODE_AGENT, PoolLink
 from elastic.pool.control_messages import PoolControl
 from elastic.pool.job_processes import ProcessLaunch
-from elastic.pool.keeper import Keeper, KeeperTicket
 from elastic.pool.machines import NodeTicket
+from elastic.pool.node_agent import NodeAgent, NodeAgentTicket
 from elastic.pool.standing import NodeStanding
 from elastic.protocol.connection import ConnectionLost, Greeting, SessionRefused, dial
 from elastic.protocol.endpoint import Endpoint
@@ -28,11 +28,11 @@ MACHINE = w.NodeMachine("one", "boot-1", "CPU", 4, 10**12)
 OTHER = w.NodeMachine("other", "boot-2", "CPU", 4, 10**12)
 
 
-class NoKeepers(PoolPrograms):
-    """The training node's keeper is a process that never dials."""
+class NoNodeAgents(PoolPrograms):
+    """The training node's agent is a process that never dials."""
 
-    def keeper(self, node: NodeId, ticket: int, devices: Sequence[DeviceName]) -> ProcessLaunch:
-        return ProcessLaunch(command=("sleep", "600"), environment={}, log=self._directory / "keeper.log")
+    def node_agent(self, node: NodeId, ticket: int, devices: Sequence[DeviceName]) -> ProcessLaunch:
+        return ProcessLaunch(command=("sleep", "600"), environment={}, log=self._directory / "node_agent.log")
 
 
 @contextlib.asynccontextmanager
@@ -42,7 +42,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[PoolControl]:
     pool = {"directory": str(tmp_path), "devices": "cpu", "train": nodes, "rollout": {**nodes, "kind": "joined"}}
     config = PoolConfig.model_validate({"pool": pool})
     directory = save_pool(config)
-    serving = asyncio.create_task(serve_pool(config, directory, PoolWiring(programs=NoKeepers)))
+    serving = asyncio.create_task(serve_pool(config, directory, PoolWiring(programs=NoNodeAgents)))
     control = PoolControl(directory, 10.0)
     try:
         async with asyncio.timeout(40):
@@ -57,16 +57,16 @@ async def serving(tmp_path: Path) -> AsyncIterator[PoolControl]:
         await serving
 
 
-def hello(ticket: NodeTicket, machine: w.NodeMachine | None = MACHINE, **changes: object) -> w.KeeperHello:
+def hello(ticket: NodeTicket, machine: w.NodeMachine | None = MACHINE, **changes: object) -> w.NodeAgentHello:
     version = w.POOL_PROTOCOL_VERSION
-    said = w.KeeperHello(version, ticket.node, ticket.token, 1, devices=("cpu:0",), machine=machine)
+    said = w.NodeAgentHello(version, ticket.node, ticket.token, 1, devices=("cpu:0",), machine=machine)
     return msgspec.structs.replace(said, **changes)
 
 
 async def say(
     ticket: NodeTicket, said: msgspec.Struct, within_s: float = 5.0
-) -> tuple[PoolLink[w.ToKeeper], w.KeeperWelcome]:
-    return await dial(Endpoint(ticket.join), POOL, TO_KEEPER, Greeting(lambda: said, w.KeeperWelcome), within_s)
+) -> tuple[PoolLink[w.ToNodeAgent], w.NodeAgentWelcome]:
+    return await dial(Endpoint(ticket.join), POOL, TO_NODE_AGENT, Greeting(lambda: said, w.NodeAgentWelcome), within_s)
 
 
 async def rollout_nodes(control: PoolControl) -> list[NodeStanding]:
@@ -76,7 +76,7 @@ async def rollout_nodes(control: PoolControl) -> list[NodeStanding]:
 async def test_a_second_process_as_the_same_node_waits_until_the_first_is_gone(tmp_path: Path) -> None:
     async with serving(tmp_path / "pool") as control:
         ticket, sessions = await control.ticket("", 600), asyncio.Queue[str]()
-        known = KeeperTicket(
+        known = NodeAgentTicket(
             endpoint=Endpoint(ticket.join),
             pool=ticket.pool,
             node=ticket.node,
@@ -85,7 +85,7 @@ async def test_a_second_process_as_the_same_node_waits_until_the_first_is_gone(t
             devices=("cpu:0",),
             machine=MACHINE,
         )
-        first = asyncio.create_task(Keeper(known, let_in=sessions.put_nowait).run())
+        first = asyncio.create_task(NodeAgent(known, let_in=sessions.put_nowait).run())
         session = await sessions.get()
         again = hello(ticket, token=session, machine=OTHER)
         for second in (again, msgspec.structs.replace(again, machine=MACHINE)):
@@ -94,7 +94,7 @@ async def test_a_second_process_as_the_same_node_waits_until_the_first_is_gone(t
             assert refused.value.retry
         (node,) = await rollout_nodes(control)
         assert node.machine is not None
-        assert (node.keeper.up, node.machine.host) == (True, "one")
+        assert (node.node_agent.up, node.machine.host) == (True, "one")
 
         waiting = asyncio.create_task(say(ticket, again, within_s=20.0))
         first.cancel()
@@ -102,7 +102,7 @@ async def test_a_second_process_as_the_same_node_waits_until_the_first_is_gone(t
         assert welcome.session == session
         (node,) = await rollout_nodes(control)
         assert node.machine is not None
-        assert (node.name, node.keeper.up, node.machine.host) == ("rollout-1", True, "other")
+        assert (node.name, node.node_agent.up, node.machine.host) == ("rollout-1", True, "other")
         await link.aclose()
 
 
@@ -130,7 +130,12 @@ async def test_frames_that_are_wrong_let_nobody_in_and_leave_the_ticket_good(tmp
             with pytest.raises(SessionRefused, match=refused):
                 await say(ticket, said)
         host, _, port = ticket.join.rpartition(":")
-        for raw in (framed(b"\xc1"), framed(b"\x91\xabKeeperHello"), (2**31).to_bytes(4, "big"), b"GET / HTTP/1.1\r\n"):
+        for raw in (
+            framed(b"\xc1"),
+            framed(b"\x91\xabNodeAgentHello"),
+            (2**31).to_bytes(4, "big"),
+            b"GET / HTTP/1.1\r\n",
+        ):
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(raw)
             assert await reader.read(), "it is told why"
@@ -151,7 +156,7 @@ async def test_frames_that_are_wrong_let_nobody_in_and_leave_the_ticket_good(tmp
             link.send(lie)
         link.send(w.AskPhase(PhaseKind.TRAIN))  # As a job would.
         (node,) = await rollout_nodes(control)
-        assert node.keeper.up
+        assert node.node_agent.up
         link.abort()
         with pytest.raises(ConnectionLost):
             await link.receive()

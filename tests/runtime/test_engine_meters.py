@@ -12,7 +12,7 @@ from elastic.protocol import metrics
 from elastic.protocol.front_messages import EngineFigures
 from elastic.runtime.engine_meters import EngineMeters
 from elastic.runtime.journal import SqliteJournal
-from elastic.runtime.scribe import Scribe
+from elastic.runtime.recorder import JournalRecorder
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
 
@@ -20,13 +20,13 @@ TURN = "0/0/0/0"
 
 
 class Metered:
-    """A scribe with meters, of a core that has two workers and the trainer's."""
+    """A recorder with meters, of a core that has two workers and the trainer's."""
 
     def __init__(self, journal: SqliteJournal, groups: int = 1) -> None:
         settings = WorldSettings(plan=Plan(steps=1, groups=groups, group_size=2))
         self.scheduler = Scheduler(settings.plan, SMALL_LIMITS, policies(settings), 0)
-        self.scribe = Scribe(self.scheduler, journal)
-        self.meters = self.scribe.meters = EngineMeters(self.scheduler)
+        self.recorder = JournalRecorder(self.scheduler, journal)
+        self.meters = self.recorder.meters = EngineMeters(self.scheduler)
         fleet = self.scheduler.fleet
         roles = {"spot-1": WorkerRole.ELASTIC, "spot-2": WorkerRole.ELASTIC, "trainer-1": WorkerRole.TRAINER}
         for name, role in roles.items():
@@ -35,7 +35,7 @@ class Metered:
             fleet.move(worker, WorkerState.READY, 0, "test")
 
     def told(self, at_s: float, event: e.Event, *commands: c.Command) -> None:
-        self.scribe.record(round(at_s * NS_PER_S), event, None, commands)
+        self.recorder.record(round(at_s * NS_PER_S), event, None, commands)
 
     def of(self, worker: str) -> EngineFigures:
         return next(one for one in self.meters.figures() if one.engine == worker)

@@ -1,4 +1,4 @@
-"""Machines that join a run by tickets: gateway, waiting room and provider, over TLS."""
+"""Machines that join a run by tickets: gateway, pending workers and provider, over TLS."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +17,7 @@ from elastic.worker.connection import OrchestratorLink, Ticket, dial
 from providers.base import LeaseRequest, ProviderContext, ProviderUnavailable, WorkerTicket
 from providers.joined import JoinedProvider
 from providers.markets import JoinedSettings
-from providers.waiting_room import WaitingRoom
+from providers.pending_workers import PendingWorkers
 from tests.runtime.test_gateway import READY, WELCOME, Ear
 
 PATIENCE_S = 10.0
@@ -29,11 +29,11 @@ class House:
 
     def __init__(self, run_dir: Path) -> None:
         self.book = TicketBook(run_dir)
-        self.room = WaitingRoom(self.book)
+        self.room = PendingWorkers(self.book)
         self.certificate = tls.run_certificate(run_dir, ["localhost"])
         self.ear, self.recorder, self.gateway = Ear(), ProviderRecorder(), Gateway()
         self.door = self.gateway.open("run", self.ear, WELCOME, cuts_silent=True)
-        self.door.waiting_room = self.room
+        self.door.pending_workers = self.room
         self.notes: dict[str, str] = {}
         self._run_dir = run_dir
         self._tasks: list[Joining] = []
@@ -50,7 +50,7 @@ class House:
             note=self.notes.__setitem__,
             acquire_timeout_s=PATIENCE_S,
             release_timeout_s=PATIENCE_S,
-            waiting_room=self.room,
+            pending_workers=self.room,
         )
         settings = JoinedSettings.model_validate({"usd_per_gpu_hour": 2.0})
         self.provider = JoinedProvider("joined", settings, context)

@@ -20,7 +20,7 @@ from elastic.core.types import SamplingParameters
 from elastic.environments import answers, frozenlake
 from elastic.environments.base import StepResult
 from elastic.protocol import wire
-from elastic.runtime import rollout, scribe
+from elastic.runtime import recorder, rollout
 from elastic.runtime.episodes import RolloutLimits
 from elastic.runtime.loop_watch import LoopWatch, holder_of
 from elastic.runtime.rollout import Rollouts
@@ -137,7 +137,7 @@ def test_who_holds_the_loop_is_named_and_its_trajectory_fails_once_the_loop_is_b
         ([EXECUTION, "/home/me/game.py"], "environment called_1 (/home/me/game.py:1)"),
         ([frozenlake.__file__], f"environment called_0 ({frozenlake.__file__}:1)"),
         ([answers.__file__, wire.__file__], ""),
-        ([scribe.__file__, sqlite3.__file__], ""),
+        ([recorder.__file__, sqlite3.__file__], ""),
         ([wire.__file__], ""),
         ([structlog.stdlib.__file__], ""),
         ([], ""),

@@ -89,7 +89,7 @@ def lived(policy: str, seeds: tuple[int, ...], nodes: int, plan: PhasePlan) -> C
 
 
 def tokens(run: SimulatedRun) -> int:
-    return sum(count.tokens for count in run.scribe.counts.values())
+    return sum(count.tokens for count in run.recorder.counts.values())
 
 
 GENEROUS = PhasePlan(rollout_ns=60 * S, train_ns=30 * S)

@@ -1,4 +1,4 @@
-"""A job's resident on a rollout node: a keeper at the other end of its socket, real engine, gateway and relay."""
+"""A job's resident on a rollout node: a node agent at the other end of its socket, real engine, gateway and relay."""
 
 import asyncio
 import random
@@ -20,7 +20,7 @@ from elastic.weights.versions import discard_all
 from elastic.worker.agent import AgentExit
 from elastic.worker.rollout_resident import RolloutResident
 from tests.worker.conftest import MODEL, PATIENCE_S, MessageT, Orchestra, generate, policy
-from tests.worker.keeper import Keeper
+from tests.worker.node_agent import NodeAgent
 
 ENGINE = {"kind": "torch", "device": "cpu", "max_context_tokens": 64, "kv_blocks": 16, "max_batch": 4}
 FOLLOW_S = 0.01
@@ -34,7 +34,7 @@ class Job:
         self.place = str(directory)
         self.new_trainer()
         self.engine = dict(ENGINE)
-        self.keeper = Keeper()
+        self.node_agent = NodeAgent()
         self.orchestra = self._orchestra()
         self.leave = asyncio.Event()
         self.slices = 0
@@ -55,7 +55,7 @@ class Job:
 
     async def begin(self, version: int | None = None) -> str:
         """Resume, lend a worker, wait until it is ready, with weights of the version; returns its name."""
-        await self.keeper.give()
+        await self.node_agent.give()
         worker = await self.lend()
         if version is not None:
             await self.load(worker, version)
@@ -65,7 +65,7 @@ class Job:
         self.slices += 1
         worker = f"w{self.slices}"
         self.orchestra.expect(worker)
-        self.keeper.lend(worker, self.orchestra.address, f"token of {worker}")
+        self.node_agent.lend(worker, self.orchestra.address, f"token of {worker}")
         await self.orchestra.until(lambda: self.of(worker, wire.Ready))
         return worker
 
@@ -81,9 +81,9 @@ class Job:
         return report
 
     async def park(self, worker: str) -> None:
-        self.keeper.call_back(worker)
-        await self.keeper.hear(Left)
-        await self.keeper.take()
+        self.node_agent.call_back(worker)
+        await self.node_agent.hear(Left)
+        await self.node_agent.take()
 
     async def say(self, worker: str, turn: str, seed: int = 7) -> list[int]:
         self.orchestra.send(generate(turn, seed=seed, most=12), worker=worker)
@@ -100,10 +100,10 @@ class Job:
 @pytest.fixture
 async def job(tmp_path: Path) -> AsyncIterator[Job]:
     job = Job(tmp_path / "relay")
-    async with job.keeper, job.orchestra:
-        work = job.resident.run(job.keeper.resident, job.leave)
+    async with job.node_agent, job.orchestra:
+        work = job.resident.run(job.node_agent.resident, job.leave)
         job.orchestra.agents.append(asyncio.create_task(work))
-        await job.keeper.hear(Warm)
+        await job.node_agent.hear(Warm)
         yield job
 
 
@@ -111,12 +111,12 @@ async def fresh(tmp_path: Path, version: int, seed: int = 7) -> list[int]:
     """What a resident says that has just begun."""
     job = Job(tmp_path / "fresh")
     job.publish(version)
-    async with job.keeper, job.orchestra:
-        resident = asyncio.create_task(job.resident.run(job.keeper.resident))
-        await job.keeper.hear(Warm)
+    async with job.node_agent, job.orchestra:
+        resident = asyncio.create_task(job.resident.run(job.node_agent.resident))
+        await job.node_agent.hear(Warm)
         worker = await job.begin(version)
         said = await job.say(worker, "t", seed)
-        job.keeper.link.abort()
+        job.node_agent.link.abort()
         await resident
         return said
 
@@ -133,10 +133,10 @@ async def test_slice_after_slice_it_works_with_the_engine_that_it_keeps(job: Job
         said.append(await job.say(worker, f"t{number}"))
         beat = job.of(worker, wire.Heartbeat)[-1]
         assert beat.decoded_tokens <= 12 + 1, "it counts from nothing"
-        job.keeper.call_back(worker)
-        assert (await job.keeper.hear(Left)) == Left(worker)
+        job.node_agent.call_back(worker)
+        assert (await job.node_agent.hear(Left)) == Left(worker)
         assert job.of(worker, wire.Goodbye)
-        parked = await job.keeper.take()
+        parked = await job.node_agent.take()
         assert parked.state_bytes > 0
         assert parked.rest_bytes < parked.state_bytes
     assert said == [await fresh(tmp_path, 1)] * 4
@@ -145,7 +145,7 @@ async def test_slice_after_slice_it_works_with_the_engine_that_it_keeps(job: Job
 async def test_parked_it_follows_the_versions_and_the_slice_begins_with_the_newest(job: Job, tmp_path: Path) -> None:
     job.publish(1)
     worker = await job.begin(1)
-    await job.keeper.take(working=worker)
+    await job.node_agent.take(working=worker)
     for version in (2, 3):
         job.publish(version)
         await job.has(version)
@@ -178,7 +178,7 @@ async def test_a_device_that_is_taken_in_a_turn_keeps_every_token(job: Job) -> N
     whole = await job.say(worker, "whole")
     job.orchestra.send(generate("cut", seed=7, most=12), worker=worker)
     await job.orchestra.until(lambda: job.orchestra.chunks("cut"))
-    await job.keeper.take(working=worker)
+    await job.node_agent.take(working=worker)
     had = [token for chunk in job.orchestra.chunks("cut") for token in chunk.token_ids]
     assert job.orchestra.chunks("cut")[-1].finish is not None
     worker = await job.begin(1)
@@ -208,21 +208,21 @@ async def test_two_workers_in_one_slice(job: Job) -> None:
     job.publish(1)
     first = await job.begin()
     await job.load(first, 1)
-    job.keeper.call_back(first)
-    assert (await job.keeper.hear(Left)).worker == first
+    job.node_agent.call_back(first)
+    assert (await job.node_agent.hear(Left)).worker == first
     second = await job.lend()
     await job.load(second, 1)
     assert await job.say(second, "t")
 
 
 async def test_a_worker_that_is_not_let_in_is_told_of_and_the_resident_stays(job: Job) -> None:
-    await job.keeper.give()
-    job.keeper.lend("stranger", job.orchestra.address, "wrong token")
-    left = await job.keeper.hear(Left)
+    await job.node_agent.give()
+    job.node_agent.lend("stranger", job.orchestra.address, "wrong token")
+    left = await job.node_agent.hear(Left)
     assert left.worker == "stranger"
     assert left.cause
-    job.keeper.lend("nowhere", "no address", "token")
-    assert (await job.keeper.hear(Left)).cause
+    job.node_agent.lend("nowhere", "no address", "token")
+    assert (await job.node_agent.hear(Left)).cause
     job.publish(1)
     worker = await job.lend()
     await job.load(worker, 1)
@@ -242,14 +242,14 @@ async def test_another_engine_is_built_where_another_is_asked_for(job: Job, tmp_
     assert await job.say(worker, "t") == await fresh(tmp_path, 1)
 
 
-async def test_it_ends_with_its_keeper(job: Job) -> None:
+async def test_it_ends_with_its_node_agent(job: Job) -> None:
     job.publish(1)
     await job.begin()
-    job.keeper.link.abort()
+    job.node_agent.link.abort()
     end = await job.orchestra.agents[-1]
     assert isinstance(end, AgentExit)
     assert end.code == 1
-    assert "keeper" in end.reason
+    assert "node_agent" in end.reason
 
 
 async def test_at_random_times(job: Job, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ async def test_at_random_times(job: Job, tmp_path: Path) -> None:
         if rng.random() < 0.8:
             said = await job.say(worker, f"t{number}")
             assert said == expected.setdefault(version, said)
-        await job.keeper.take(working=worker)
+        await job.node_agent.take(working=worker)
         if rng.random() < 0.7:
             version += 1
             job.publish(version)
@@ -279,10 +279,10 @@ async def test_told_to_leave_it_drains_its_worker(job: Job) -> None:
     assert job.of(worker, wire.Goodbye)
 
 
-async def test_without_a_keeper_there_is_no_resident() -> None:
+async def test_without_a_node_agent_there_is_no_resident() -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "elastic.cli", "pool-resident"), stderr=asyncio.subprocess.PIPE
     )
     _, said = await process.communicate()
     assert process.returncode == 2
-    assert b"ELASTIC_KEEPER_FD not set" in said
+    assert b"ELASTIC_NODE_AGENT_FD not set" in said

@@ -28,7 +28,7 @@ def test_a_source_is_what_the_welcome_the_order_and_the_host_say(monkeypatch: py
     )
 
 
-def test_a_keeper_s_file_names_the_relay_of_the_site_from_pull_to_pull(
+def test_a_node_agent_s_file_names_the_relay_of_the_site_from_pull_to_pull(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for variable in ("ELASTIC_SITE", "ELASTIC_SITE_TOKEN"):

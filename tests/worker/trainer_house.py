@@ -1,4 +1,4 @@
-"""A run whose trainer is the real one, on a tiny model, with a device of its own or by a keeper's permit."""
+"""A run whose trainer is the real one, on a tiny model, with a device of its own or by a node agent's permit."""
 
 import asyncio
 from pathlib import Path

@@ -48,7 +48,7 @@ class Cluster:
         self.timers = Timers()
         self._out: list[c.ClusterCommand] = []
         self._left: dict[GroupName, None] = {}
-        """Groups that members have just left: turns may have come."""
+        """Groups that members have just left: time slices may have come."""
         self.books = Books(self.state, spec, policies.charging)
         self._rotation = Rotation(self.state, self.books, self.timers, limits, policies.tail, self._out.append)
         for phase, count in ((_ROLLOUT, spec.rollout_nodes), (_TRAIN, spec.train_nodes)):
@@ -85,7 +85,7 @@ class Cluster:
             "queue": lambda job: self._reject(self.jobs[job], f"{NO_ROOM} {limits.queue_ns / 3.6e12:.6g} h"),
             "start": lambda job: self._fail(self.jobs[job], "it did not start in time"),
             "stop": self._stop_overdue,
-            "turn": self._rotation.pass_over,
+            "time slice": self._rotation.pass_over,
             "permit": self._rotation.recall,
             "yield": self._rotation.kill,
             "regroup": lambda _: self._regroup(),
@@ -572,7 +572,7 @@ class Cluster:
     def _vacate(self, record: JobRecord) -> None:
         """Free everything that the job holds, including a reserved place."""
         job = record.request.id
-        for what in ("stop", "start", "turn"):
+        for what in ("stop", "start", "time slice"):
             self.timers.clear(what, job)
         record.stopping = False
         seats = [seat for seat in (record.seat, record.reserved) if seat is not None]

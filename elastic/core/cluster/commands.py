@@ -75,7 +75,7 @@ class KillResident(_ClusterCommand, frozen=True):
 
 
 class StartResident(_ClusterCommand, frozen=True):
-    """Start the job's process on this node anew. It has no device before its job's turn."""
+    """Start the job's process on this node anew. It has no device before its job's time slice."""
 
     job: JobId
     node: NodeId

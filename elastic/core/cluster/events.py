@@ -117,7 +117,7 @@ class JobStopped(_ClusterEvent, frozen=True):
 class PhaseAsked(_ClusterEvent, frozen=True):
     """The job can begin this phase now. `placement` is the number of the job's start, if known.
 
-    With `both` the job needs the nodes of both pools at once, and takes a turn of training whatever `phase` says.
+    With `both` the job needs the nodes of both pools at once, and takes a time slice of training whatever `phase` says.
     """
 
     job: JobId

@@ -112,7 +112,7 @@ def _seats(cluster: Cluster) -> Iterator[str]:
 
 
 def _waits(cluster: Cluster) -> Iterator[str]:
-    """Every wait has a name and a bound. A job waits for a turn only behind jobs whose time is bounded."""
+    """Every wait has a name and a bound. A job waits for a time slice only behind jobs whose time is bounded."""
     over = {job for job, record in cluster.state.jobs.items() if record.over}
     if over != cluster.state.over.keys():
         yield f"jobs over are {sorted(over)}; noted as over are {sorted(cluster.state.over)}"
@@ -133,12 +133,14 @@ def _waits(cluster: Cluster) -> Iterator[str]:
         there = [
             (job, record)
             for job in group.members
-            if (record := cluster.state.jobs[job]).turns and record.seat is not None and record.seat.group == group.name
+            if (record := cluster.state.jobs[job]).slices
+            and record.seat is not None
+            and record.seat.group == group.name
         ]
         asking = [job for job, record in there if record.asked is not None]
-        moving = any(record.permit is not None or cluster.timers.waiting("turn", job) for job, record in there)
+        moving = any(record.permit is not None or cluster.timers.waiting("time slice", job) for job, record in there)
         if asking and not moving:
-            yield f"{', '.join(asking)} in {group.name} wait for a turn that nobody has"
+            yield f"{', '.join(asking)} in {group.name} wait for a time slice that nobody has"
 
 
 def _is_true(cluster: Cluster, wait: Wait) -> bool:
@@ -149,8 +151,8 @@ def _is_true(cluster: Cluster, wait: Wait) -> bool:
         permit = cluster.state.permits.get(int(wait.key))
         return permit is not None and permit.recalled == (wait.what == "yield")
     record = cluster.state.jobs[wait.key]
-    if wait.what == "turn":
-        return bool(record.turns) and record.permit is None and record.asked is None
+    if wait.what == "time slice":
+        return bool(record.slices) and record.permit is None and record.asked is None
     if wait.what == "stop":
         return record.stopping
     return record.state is NAMED_WAITS[wait.what]

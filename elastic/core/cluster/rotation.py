@@ -1,14 +1,16 @@
-"""Turns of jobs within a group: permits in a fixed cyclic order.
+"""Time slices of jobs within a group: permits in a fixed cyclic order.
 
 - A phase may begin once its job has asked, all of its nodes are free, and every job before it in the order has had its
-  turn of this cycle on those nodes. Turns are counted by job and phase; a job has a turn or lets it pass.
+  time slice of this cycle on those nodes. Time slices are counted by job and phase; a job has a time slice or lets it
+  pass.
 - Other jobs wait for a late job until a named deadline, and then skip it once; they skip it at once while a lost
   resident of it starts anew. A job whose resident was lost asks again.
-- A turn in which residents start cold may take as long as a restart of the job besides.
-- A phase that overruns its plan is told to give way, and killed if it does not. Its rest goes on in the next turn.
-- A phase that needs both pools takes a turn of training that closes the cycle's rollouts: it begins with all of its
-  nodes at once, after every job has rolled out on the shared nodes and before any begins its next rollout there. Turns
-  follow one another, so no two jobs wait for each other.
+- A time slice in which residents start cold may take as long as a restart of the job besides.
+- A phase that overruns its plan is told to give way, and killed if it does not. Its rest goes on in the next time
+  slice.
+- A phase that needs both pools takes a time slice of training that closes the cycle's rollouts: it begins with all of
+  its nodes at once, after every job has rolled out on the shared nodes and before any begins its next rollout there.
+  Time slices follow one another, so no two jobs wait for each other.
 - A rollout's tail may stay on some of its nodes. The next job begins on the other nodes and gets the rest when the tail
   ends.
 
@@ -58,9 +60,9 @@ class Rotation:
     def join(self, record: JobRecord) -> None:
         """Add the job to the present cycle, at the end of the order."""
         group = self._group(record)
-        others = [self._state.jobs[other].turns for other in group.members if self._takes_part(other, group)]
-        had = min((min(turns.values()) for turns in others), default=0)
-        record.turns = {_ROLLOUT: had, _TRAIN: had}
+        others = [self._state.jobs[other].slices for other in group.members if self._takes_part(other, group)]
+        had = min((min(slices.values()) for slices in others), default=0)
+        record.slices = {_ROLLOUT: had, _TRAIN: had}
         record.cold, record.down = [_ROLLOUT, _TRAIN], []
         record.asked, record.asked_both = None, False
 
@@ -68,12 +70,12 @@ class Rotation:
         """Free everything that the job holds, and stop waiting for it."""
         if record.permit is not None:
             self._end(self._state.permits[record.permit])
-        record.turns, record.asked, record.asked_both, record.cold, record.down = {}, None, False, [], []
+        record.slices, record.asked, record.asked_both, record.cold, record.down = {}, None, False, [], []
 
     def chill(self, record: JobRecord, phase: PhaseKind) -> None:
-        """Note that a resident of this phase has to start anew. A turn of this phase that the job waits for is
+        """Note that a resident of this phase has to start anew. A time slice of this phase that the job waits for is
         forgotten, so that other jobs go on; the job asks again."""
-        if not record.turns:
+        if not record.slices:
             return
         if phase not in record.cold:
             record.cold.append(phase)
@@ -86,16 +88,16 @@ class Rotation:
     def ask(self, record: JobRecord, phase: PhaseKind, *, both: bool = False) -> None:
         """Queue the job's phase. A job that trains twice in a row skips its rollout, and vice versa: a cycle has one
         of each."""
-        if not record.turns or record.permit is not None:
+        if not record.slices or record.permit is not None:
             return
         record.asked, record.asked_both = _TRAIN if both else phase, both
         record.down = [lost for lost in record.down if not both and lost is not phase]
-        turns = record.turns
+        slices = record.slices
         if record.asked is _ROLLOUT:
-            turns[_TRAIN] = max(turns[_TRAIN], turns[_ROLLOUT])
-        elif turns[_ROLLOUT] <= turns[_TRAIN]:
-            turns[_ROLLOUT] = turns[_TRAIN] + 1
-        self._timers.clear("turn", record.request.id)
+            slices[_TRAIN] = max(slices[_TRAIN], slices[_ROLLOUT])
+        elif slices[_ROLLOUT] <= slices[_TRAIN]:
+            slices[_ROLLOUT] = slices[_TRAIN] + 1
+        self._timers.clear("time slice", record.request.id)
         self.grant(self._group(record))
 
     def yielded(self, permit: Permit, switch_ns: Nanoseconds) -> Nanoseconds:
@@ -107,7 +109,7 @@ class Rotation:
             self._books.charge_instead(node, DeviceAccount.SWITCHING, min(switch_ns, length_ns))
         self._end(permit)
         record = self._state.jobs[permit.job]
-        record.turns[permit.phase] += 1
+        record.slices[permit.phase] += 1
         self.grant(self._group(record))
         return length_ns
 
@@ -128,7 +130,7 @@ class Rotation:
             self._books.charge_instead(node, DeviceAccount.DOWN, self._limits.notice_ns)
         self._end(permit)
         record = self._state.jobs[permit.job]
-        record.turns[permit.phase] += 1
+        record.slices[permit.phase] += 1
         for phase in PhaseKind if permit.both else (permit.phase,):
             self.chill(record, phase)
         for node_id in permit.nodes:
@@ -136,14 +138,14 @@ class Rotation:
         self.grant(self._group(record))
 
     def pass_over(self, job: JobId) -> None:
-        """Skip one due turn of a job for which others have waited long enough."""
+        """Skip one due time slice of a job for which others have waited long enough."""
         record = self._state.jobs[job]
-        turns = record.turns
-        if turns[_ROLLOUT] > turns[_TRAIN]:
-            turns[_TRAIN] += 1
+        slices = record.slices
+        if slices[_ROLLOUT] > slices[_TRAIN]:
+            slices[_TRAIN] += 1
         else:
-            turns[_ROLLOUT] += 1
-            turns[_TRAIN] += 1
+            slices[_ROLLOUT] += 1
+            slices[_TRAIN] += 1
         self.grant(self._group(record))
 
     def progressed(self, event: e.RolloutProgressed) -> None:
@@ -178,7 +180,7 @@ class Rotation:
         self.grant(self._group(self._state.jobs[permit.job]))
 
     def grant(self, group: JobGroup) -> None:
-        """Begin every turn that is due. Set a deadline for a job that others wait for and that has not asked."""
+        """Begin every time slice that is due. Set a deadline for a job that others wait for and that has not asked."""
         for job, member in group.members.items():
             record = self._state.jobs[job]
             if record.asked is None or not self._takes_part(job, group):
@@ -195,9 +197,9 @@ class Rotation:
         self._widen(group)
 
     def _before(self, group: JobGroup, job: JobId, phase: PhaseKind, nodes: Iterable[NodeId]) -> list[JobId]:
-        """Return the members whose turn on one of these nodes comes before the job's. A tail counts as over."""
+        """Return the members whose time slice on one of these nodes comes before the job's. A tail counts as over."""
         mine, found, passed = self._state.jobs[job], list[JobId](), False
-        own, rolled_out, wanted = mine.turns[phase], mine.turns[_ROLLOUT], set(nodes)
+        own, rolled_out, wanted = mine.slices[phase], mine.slices[_ROLLOUT], set(nodes)
         for other, member in group.members.items():
             if other == job:
                 passed = True
@@ -206,12 +208,12 @@ class Rotation:
             shares = not wanted.isdisjoint(member.nodes)
             if not self._takes_part(other, group) or (phase is _ROLLOUT and not shares):
                 continue
-            had = record.turns[phase]
+            had = record.slices[phase]
             if record.permit is not None:
                 permit = self._state.permits[record.permit]
                 had += int(bool(permit.tail_nodes) and permit.nodes == permit.tail_nodes and permit.phase is phase)
-            rolls_out_first = mine.asked_both and shares and record.turns[_ROLLOUT] < rolled_out
-            closes_rollouts = phase is _ROLLOUT and record.asked_both and record.turns[_TRAIN] < own
+            rolls_out_first = mine.asked_both and shares and record.slices[_ROLLOUT] < rolled_out
+            closes_rollouts = phase is _ROLLOUT and record.asked_both and record.slices[_TRAIN] < own
             if had < own or (had == own and not passed) or rolls_out_first or closes_rollouts:
                 found.append(other)
         return found
@@ -219,11 +221,11 @@ class Rotation:
     def _wait_for(self, group: JobGroup, before: Iterable[JobId]) -> None:
         for job in before:
             record = self._state.jobs[job]
-            if record.asked is None and record.permit is None and not self._timers.waiting("turn", job):
-                member, turns = group.members[job], record.turns
-                due = _TRAIN if turns[_ROLLOUT] > turns[_TRAIN] else _ROLLOUT
+            if record.asked is None and record.permit is None and not self._timers.waiting("time slice", job):
+                member, slices = group.members[job], record.slices
+                due = _TRAIN if slices[_ROLLOUT] > slices[_TRAIN] else _ROLLOUT
                 late_ns = 0 if due in record.down else member.sync_ns + int(self._limits.late_share * member.solo_ns)
-                self._timers.set("turn", job, self._state.now_ns, late_ns)
+                self._timers.set("time slice", job, self._state.now_ns, late_ns)
 
     def _only_tails(self, nodes: Iterable[NodeId]) -> bool:
         held = [permit for node in nodes if (permit := self._state.nodes[node].permit) is not None]
@@ -302,13 +304,13 @@ class Rotation:
     def _takes_part(self, job: JobId, group: JobGroup) -> bool:
         """Return whether the job runs in this group, not only has a reserved place there."""
         record = self._state.jobs[job]
-        return bool(record.turns) and record.seat is not None and record.seat.group == group.name
+        return bool(record.slices) and record.seat is not None and record.seat.group == group.name
 
     def _group(self, record: JobRecord) -> JobGroup:
         assert record.seat is not None
         return self._state.groups[record.seat.group]
 
     def resume(self, name: GroupName) -> None:
-        """Grant turns that may have become due after a change of the group."""
+        """Grant time slices that may have become due after a change of the group."""
         if name in self._state.groups:
             self.grant(self._state.groups[name])

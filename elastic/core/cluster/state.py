@@ -51,10 +51,11 @@ class JobRecord(msgspec.Struct, kw_only=True):
     - `arrival`: how many jobs had come by then, itself included. It never changes, and no other job has it.
     - `reserved`: the place that the job moves to once it has stopped. `placement`: the number of its last start.
     - `accepted_ns`, `accepted_steps`: the time from which its SLO counts, and the steps done by then.
-    - `turns`: the turns of each phase that it has had or skipped; empty while it is not part of a cycle.
-    - `asked`: the phase for which it waits. `asked_both`: it needs the nodes of both pools, in a turn of training.
-    - `cold`: phases whose residents have started since their last turn. `down`: phases for which it has not asked since
-      a resident of theirs was lost.
+    - `slices`: the time slices of each phase that it has had or skipped; empty while it is not part of a cycle.
+    - `asked`: the phase for which it waits. `asked_both`: it needs the nodes of both pools, in a time slice of
+      training.
+    - `cold`: phases whose residents have started since their last time slice. `down`: phases for which it has not
+      asked since a resident of theirs was lost.
     - `measured_ns`: the latest durations of its phases, without switching.
     - `billed`: what it owes, in nano-dollars times nanoseconds per hour.
     """
@@ -74,7 +75,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     how: str = ""
     moves: int = 0
     resubmissions: int = 0
-    turns: dict[PhaseKind, int] = {}
+    slices: dict[PhaseKind, int] = {}
     asked: PhaseKind | None = None
     asked_both: bool = False
     permit: int | None = None

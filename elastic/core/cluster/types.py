@@ -211,7 +211,7 @@ class Permit(msgspec.Struct, frozen=True, kw_only=True):
 
     `number` only grows within a cluster; messages under an older number are ignored. At `deadline_ns` the cluster
     recalls the permit; for the job, whose clock is another one, it is when its residents are killed. With `both` the
-    permit is a turn of training that includes the job's rollout nodes.
+    permit is a time slice of training that includes the job's rollout nodes.
     """
 
     number: int

@@ -171,7 +171,7 @@ def should_yield() -> bool:
 
 
 def give_way() -> None:
-    """Take the states off the device, let other jobs have their turn, and return once this phase may go on.
+    """Take the states off the device, let other jobs have their time slice, and return once this phase may go on.
 
     Does nothing outside of a phase. Anything else that the script has on the device stays there, so call this where
     little is left.

@@ -1,7 +1,7 @@
-"""The turns of a script from its pool: a thread on which the job's connection lives.
+"""The time slices of a script from its pool: a thread on which the job's connection lives.
 
-The script's own thread waits here for a turn only. While the pool's process is away, a phase goes on; the pool hears of
-the phase's end once its process is back.
+The script's own thread waits here for a time slice only. While the pool's process is away, a phase goes on; the pool
+hears of the phase's end once its process is back.
 """
 
 import asyncio
@@ -51,12 +51,13 @@ class PhaseClient:
 
     @property
     def recalled(self) -> bool:
-        """Whether the script should end its turn: the pool has recalled the permit, or has taken it."""
+        """Whether the script should end its time slice: the pool has recalled the permit, or has taken it."""
         held = self._client.part.permits.get(self._permit)
         return held is None or held.recalled
 
     def ask(self, phase: PhaseKind, *, both: bool = False) -> Permit:
-        """Wait for a turn. Raises `PhaseError` if the pool gives none. An interrupted call withdraws the request."""
+        """Wait for a time slice. Raises `PhaseError` if the pool gives none. An interrupted call withdraws the
+        request."""
         try:
             return self._there(self._ask(phase, both))
         except PhaseError:
@@ -65,8 +66,8 @@ class PhaseClient:
             self._there(self._yield(finished=False, switch_s=0.0))
             raise
 
-    def yield_turn(self, *, finished: bool, switch_s: float) -> None:
-        """Give the turn's nodes back. The script's states must be off the device."""
+    def yield_permit(self, *, finished: bool, switch_s: float) -> None:
+        """Give the time slice's nodes back. The script's states must be off the device."""
         self._there(self._yield(finished=finished, switch_s=switch_s))
 
     def progress(self, done: int, of: int) -> None:
@@ -152,14 +153,14 @@ class PhaseClient:
             case _:
                 pass
 
-    def _granted(self, turn: Permit) -> None:
-        """Take the turn that is waited for. One of an earlier wish that was on its way is given back."""
-        waits = self._waiter is not None and not self._waiter.done() and self._wanted == (turn.phase, turn.both)
+    def _granted(self, permit: Permit) -> None:
+        """Take the time slice that is waited for. One of an earlier wish that was on its way is given back."""
+        waits = self._waiter is not None and not self._waiter.done() and self._wanted == (permit.phase, permit.both)
         if not waits or self._waiter is None:
-            self._client.part.leave(turn.number, finished=True)
+            self._client.part.leave(permit.number, finished=True)
             return
-        self._permit = turn.number
-        self._waiter.set_result(turn)
+        self._permit = permit.number
+        self._waiter.set_result(permit)
 
     def _call(self, callback: Consolidate, permit: int, nodes: tuple[str, ...]) -> None:
         try:
@@ -182,11 +183,11 @@ class PhaseClient:
             self._count_down()
 
     def _count_down(self) -> None:
-        """Limit the wait for a turn to what the pool has promised."""
+        """Limit the wait for a time slice to what the pool has promised."""
         self._stop_counting()
         if self._wanted is not None and self._client.is_there:
             within_s = self._client.welcome.grant_within_s
-            late = PhaseError(f"no turn for phase {self._wanted[0].value!r} came within {within_s:g} s")
+            late = PhaseError(f"no time slice for phase {self._wanted[0].value!r} came within {within_s:g} s")
             self._deadline = self._loop.call_later(within_s, self._refuse, late)
 
     def _stop_counting(self) -> None:

@@ -1,4 +1,4 @@
-"""The turns of a script: which phase is under way, the order of phases, and the states that move with them."""
+"""The time slices of a script: which phase is under way, the order of phases, and the states that move with them."""
 
 import logging
 import os
@@ -22,13 +22,13 @@ _log = logging.getLogger("elastic.pool.phases")
 class PhaseSession:
     """The phases of one process. Any thread may enter and leave phases, one at a time."""
 
-    def __init__(self, turns: PhaseClient) -> None:
-        self._turns = turns
+    def __init__(self, client: PhaseClient) -> None:
+        self._client = client
         self._arena = StateArena()
         self._lock = threading.Lock()
         self._current: ScriptPhase | None = None
         self._lingers = False
-        self._turn: Permit | None = None
+        self._permit: Permit | None = None
         self._resume_s = 0.0
         self._rolled_out = False
         self._steps: int | None = 0
@@ -54,7 +54,7 @@ class PhaseSession:
 
     @property
     def recalled(self) -> bool:
-        return self._turn is not None and self._turns.recalled
+        return self._permit is not None and self._client.recalled
 
     def begin(self, phase: ScriptPhase, *, lingers: bool = False) -> bool:
         """Enter the phase; returns once it has its nodes and its states are on the device. Raises `PhaseError`.
@@ -75,7 +75,7 @@ class PhaseSession:
                 raise PhaseError(f"{phase} comes before any phase 'rollout': a step begins with its rollouts")
             self._arena.learn(states, str(phase))
             if phase.kind != "sync" or phase.both:
-                self._take_turn(phase, states)
+                self._take_device(phase, states)
             self._current, self._lingers = phase, lingers
             return True
 
@@ -88,34 +88,34 @@ class PhaseSession:
     def give_way(self) -> None:
         with self._lock:
             phase = self._current
-            if phase is None or self._turn is None:
+            if phase is None or self._permit is None:
                 return
             self._leave(finished=False)
-            self._take_turn(phase, phase.states())
+            self._take_device(phase, phase.states())
 
     def progress(self, done: int, of: int) -> None:
         if not 0 <= done <= of:
             raise PhaseError(f"progress: found {done} of {of}; allowed: from 0 to as many as there are")
-        self._turns.progress(done, of)
+        self._client.progress(done, of)
 
     def steps_done(self, steps: int) -> None:
         if steps < 0:
             raise PhaseError(f"steps_done: found {steps}; allowed: at least 0")
         self._steps = None
-        self._turns.steps_done(steps)
+        self._client.steps_done(steps)
 
     def on_consolidate(self, callback: Consolidate) -> None:
-        self._turns.on_consolidate(callback)
+        self._client.on_consolidate(callback)
 
     def close(self) -> None:
         """End the session at the script's end, with a lingering phase. Does not wait for a phase of another thread."""
         if self._lock.acquire(blocking=False):
             try:
-                if self._current is not None and self._turn is not None:
+                if self._current is not None and self._permit is not None:
                     self._leave(finished=True)
             finally:
                 self._lock.release()
-        self._turns.close()
+        self._client.close()
 
     def _is_part(self, phase: ScriptPhase, *, lingers: bool) -> bool:
         """Return whether the phase continues the phase under way: it lingers under the same kind, or may be a part
@@ -124,15 +124,15 @@ class PhaseSession:
         same = self._current.kind == phase.kind and self._current.both >= phase.both
         return same and (phase.inner or (lingers and self._lingers))
 
-    def _take_turn(self, phase: ScriptPhase, states: list[Any]) -> None:
-        """Take all of the script's states off the device, wait for a turn, and bring this phase's states to the
+    def _take_device(self, phase: ScriptPhase, states: list[Any]) -> None:
+        """Take all of the script's states off the device, wait for a time slice, and bring this phase's states to the
         device."""
         self._arena.park()
         kind = PhaseKind.ROLLOUT if phase.kind == "rollout" and not phase.both else PhaseKind.TRAIN
         asked_s = time.monotonic()
-        self._turn = self._turns.ask(kind, both=phase.both)
+        self._permit = self._client.ask(kind, both=phase.both)
         started_s = time.monotonic()
-        _log.info("%s begins under permit %d after %.3f s", phase, self._turn.number, started_s - asked_s)
+        _log.info("%s begins under permit %d after %.3f s", phase, self._permit.number, started_s - asked_s)
         try:
             self._arena.resume(states)
         except BaseException:
@@ -143,19 +143,19 @@ class PhaseSession:
     def _end(self, *, finished: bool) -> None:
         phase = self._current
         assert phase is not None
-        if self._turn is not None:
+        if self._permit is not None:
             self._leave(finished=finished)
         self._current, self._lingers = None, False
         if phase.both or phase.kind == "rollout":
             self._rolled_out = True
         if phase.kind == "train" and finished and self._steps is not None:
             self._steps += 1
-            self._turns.steps_done(self._steps)
+            self._client.steps_done(self._steps)
 
     def _leave(self, *, finished: bool) -> None:
         started_s = time.monotonic()
         self._arena.park()
-        self._turn = None
+        self._permit = None
         switch_s = self._resume_s + time.monotonic() - started_s
-        self._turns.yield_turn(finished=finished, switch_s=switch_s)
+        self._client.yield_permit(finished=finished, switch_s=switch_s)
         self._resume_s = 0.0

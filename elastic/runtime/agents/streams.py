@@ -171,12 +171,12 @@ class FrontStreams:
                 self._take(front, message.request, turns, joined=joined)
             case m.CutTurn():
                 if (turn := front.streams.get(message.stream)) is not None:
-                    self._keeper(turn).cut(turn, message.kept)
+                    self._node_agent(turn).cut(turn, message.kept)
             case m.SettleTurn():
                 self._settle(front, message)
             case m.AnswerDelivered():
                 if (turn := self._detach(front, message.stream, gone=False)) is not None:
-                    self._keeper(turn).deliver(turn)
+                    self._node_agent(turn).deliver(turn)
             case m.ClientGone():
                 self._detach(front, message.stream, gone=True)
             case m.BeginTrajectory():
@@ -354,7 +354,7 @@ class FrontStreams:
         if turn is None:
             return
         try:
-            self._keeper(turn).settle(turn, message.kept, message.answer, message.history, message.behind)
+            self._node_agent(turn).settle(turn, message.kept, message.answer, message.history, message.behind)
         except CallRefused as refused:
             front.connection.send(failed(message.stream, refused))
             return
@@ -394,7 +394,7 @@ class FrontStreams:
 
     def _repeat(self, front: _Front, stream: int, turn: AgentTurn) -> None:
         """Say what the turn has come to so far."""
-        runs, (token_ids, logprobs) = turn.generated.runs, self._keeper(turn).said(turn)
+        runs, (token_ids, logprobs) = turn.generated.runs, self._node_agent(turn).said(turn)
         if token_ids:
             front.connection.send(
                 m.StreamTokens(
@@ -416,7 +416,7 @@ class FrontStreams:
         if waiting:
             self._waiting[turn.id] = waiting
         elif gone:
-            self._keeper(turn).alone(turn, cut_off=cut_off)
+            self._node_agent(turn).alone(turn, cut_off=cut_off)
         return turn
 
     def _asked(self, caller: m.AgentCaller) -> AgentRollouts | Chats:
@@ -427,7 +427,7 @@ class FrontStreams:
             raise CallRefused(403, "no_chats", "the run answers no chats: front.chats_max is 0", retry=False)
         return self._chats
 
-    def _keeper(self, turn: AgentTurn) -> AgentRollouts | Chats:
+    def _node_agent(self, turn: AgentTurn) -> AgentRollouts | Chats:
         """Who has opened the turn."""
         if self._chats is not None and parse_turn(turn.id)[0] == CHATS:
             return self._chats

@@ -19,8 +19,8 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, WeightMode, WorkerId, WorkerRole
 from elastic.runtime.journal import JournalWriter
 from elastic.runtime.ports import OneIncarnation, Ports, UnsharedDevice, WorkerOrder
+from elastic.runtime.recorder import JournalRecorder
 from elastic.runtime.run import Run
-from elastic.runtime.scribe import Scribe
 from elastic.simulation.loop import EventLoop, VirtualClock
 from elastic.simulation.performance.engine import Job
 from elastic.simulation.performance.environments import Environments, EnvironmentSettings, ModelledTurn, Trajectory
@@ -107,7 +107,7 @@ class SimulatedRun(OneIncarnation):
         self.flush_ns = settings.flush_ns
         self.weight_mode = settings.weight_mode
         self.message_ns = round(profile.message_s * NS_PER_S)
-        self.scribe = Scribe(scheduler, journal)
+        self.recorder = JournalRecorder(scheduler, journal)
         self.acts = Acts()
         self._settings = settings
         self._profile = profile
@@ -149,7 +149,7 @@ class SimulatedRun(OneIncarnation):
         )
         return Ports(
             clock=VirtualClock(self.loop),
-            journal=self.scribe,
+            journal=self.recorder,
             workers=self,
             leases=self,
             trajectories=self.environments,
@@ -220,14 +220,14 @@ class SimulatedRun(OneIncarnation):
             self._busy_until_ns = until_ns
 
     def _called(self, call: Call) -> None:
-        self.scribe.called(self.loop.now_ns, call)
+        self.recorder.called(self.loop.now_ns, call)
         self._bill_functions()
 
     def _bill_functions(self) -> None:
         if self.scheduler.controls.budget_usd is not None and self._settings.environments.reward_usd:
             self.feed(
                 e.FunctionsBilled(
-                    nano_usd=math.ceil(self.scribe.function_usd * NANO_USD_PER_USD),
+                    nano_usd=math.ceil(self.recorder.function_usd * NANO_USD_PER_USD),
                     call_nano_usd=math.ceil(self._settings.environments.reward_usd * NANO_USD_PER_USD),
                 )
             )
@@ -251,7 +251,7 @@ class SimulatedRun(OneIncarnation):
     @property
     def events(self) -> int:
         """The number of events fed to the core."""
-        return self.scribe.events
+        return self.recorder.events
 
     # What the run sees: its workers, its leases, its owner
 

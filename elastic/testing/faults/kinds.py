@@ -1,4 +1,4 @@
-"""The vocabulary of faults of all worlds: what befalls whom, when, for how long and how badly."""
+"""The vocabulary of faults of all worlds: its kind, its target, its time, how long it lasts and how bad it is."""
 
 from enum import StrEnum
 from random import Random
@@ -91,16 +91,16 @@ class FaultKind(StrEnum):
     """An env worker does not run for a while or for ever, so that it says nothing."""
 
     KILL_POOL = "kill_pool"
-    KILL_KEEPER = "kill_keeper"
+    KILL_NODE_AGENT = "kill_node_agent"
     KILL_RESIDENT = "kill_resident"
     """A resident or trainer is killed, in a slice or parked."""
     HOLD_POOL = "hold_pool"
     """The pool's process does not run for a while, so that its timers are late."""
-    HOLD_KEEPER = "hold_keeper"
+    HOLD_NODE_AGENT = "hold_node_agent"
     HOLD_RESIDENT = "hold_resident"
     """A resident or trainer does not run for a while, so that it does not park in time."""
     CUT_POOL = "cut_pool"
-    """A keeper's or an orchestrator's connection to the pool's process breaks."""
+    """A node agent's or an orchestrator's connection to the pool's process breaks."""
     STALL_POOL = "stall_pool"
     """No byte passes the connections of the pool's process for a while; then all of them arrive late."""
     REPEAT_POOL = "repeat_pool"
@@ -123,16 +123,16 @@ class FaultKind(StrEnum):
 
 KINDS_OF_POOLS = (
     FaultKind.KILL_POOL,
-    FaultKind.KILL_KEEPER,
+    FaultKind.KILL_NODE_AGENT,
     FaultKind.KILL_RESIDENT,
     FaultKind.HOLD_POOL,
-    FaultKind.HOLD_KEEPER,
+    FaultKind.HOLD_NODE_AGENT,
     FaultKind.HOLD_RESIDENT,
     FaultKind.CUT_POOL,
     FaultKind.STALL_POOL,
     FaultKind.REPEAT_POOL,
 )
-"""What befalls a pool's own processes, and not a run's."""
+"""Faults of a pool's own processes, and not of a run's."""
 KINDS_OF_THE_CORE = (
     FaultKind.KILL_WORKER,
     FaultKind.TAKE,
@@ -149,15 +149,15 @@ KINDS_OF_THE_CORE = (
     FaultKind.BLACKOUT,
     FaultKind.SILENT_PROVIDER,
 )
-"""What befalls the surroundings of a core among models."""
+"""Faults of what surrounds a core among models."""
 CRASHES = (FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_BOTH, FaultKind.LOSE_JOURNAL)
-"""What befalls the core itself there."""
+"""Faults of the core itself there."""
 KINDS_OF_RUNS = tuple(FaultKind)[: tuple(FaultKind).index(FaultKind.KILL_POOL)]
-"""What befalls a run of the production shell."""
+"""Faults of a run of the production shell."""
 OF_RANKS = (FaultKind.KILL_RANK, FaultKind.HANG_RANK)
-"""What befalls trainers of several ranks alone."""
+"""Faults of trainers of several ranks alone."""
 OF_HOSTS = (FaultKind.KILL_ENVIRONMENT, FaultKind.HANG_ENVIRONMENT)
-"""What befalls runs alone whose environment is in env workers."""
+"""Faults of runs alone whose environment is in env workers."""
 LASTING = (FaultKind.HOLD, FaultKind.TRICKLE, FaultKind.BADSTART, FaultKind.SPAM, FaultKind.FLAP)
 """Lies that a worker tells for as long as it lives, in frames of which each is valid."""
 

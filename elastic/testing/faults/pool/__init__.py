@@ -1,1 +1,1 @@
-"""The shell of a pool among models of keepers, residents and jobs, under seeded faults."""
+"""The shell of a pool among models of node agents, residents and jobs, under seeded faults."""

@@ -1,4 +1,5 @@
-"""What surrounds a pool's shell in a world of faults, without processes: keepers with residents, jobs, connections."""
+"""What surrounds a pool's shell in a world of faults, without processes: node agents with residents, jobs,
+connections."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -9,11 +10,11 @@ from elastic.core.cluster import JobRequest, PhasePlan
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.client import JobPart, News
-from elastic.pool.keeper_state import (
+from elastic.pool.node_agent_state import (
     BeginResident,
-    KeeperCommand,
-    KeeperEvent,
-    KeeperState,
+    NodeAgentCommand,
+    NodeAgentEvent,
+    NodeAgentState,
     PermitRefused,
     ResidentEnded,
     ResidentSaid,
@@ -74,8 +75,8 @@ class ModelResident:
         self.alive = True
 
 
-class ModelKeeper:
-    """A keeper's process: the production's decisions, and modelled residents."""
+class ModelNodeAgent:
+    """A node agent's process: the production's decisions, and modelled residents."""
 
     def __init__(self, world: "PoolWorld", node: NodeId, phase: PhaseKind, devices: Sequence[DeviceName]) -> None:
         self.world, self.node, self.phase, self.devices = world, node, phase, tuple(devices)
@@ -84,7 +85,7 @@ class ModelKeeper:
         self.residents: dict[JobId, ModelResident] = {}
         self.silent = False
         self.cut_ns = 0
-        self._state = KeeperState()
+        self._state = NodeAgentState()
         self._due_s: float | None = None
 
     def dial(self) -> None:
@@ -95,7 +96,7 @@ class ModelKeeper:
             self.world.loop.after(2 * S, self.dial)
             return
         self.wire = ModelWire(self.world)
-        refused = self.world.within(lambda: shell.keeper_joined(self._state.hello(self.node, "", 1, self.devices)))
+        refused = self.world.within(lambda: shell.node_agent_joined(self._state.hello(self.node, "", 1, self.devices)))
         if refused:
             self.die()
 
@@ -103,7 +104,7 @@ class ModelKeeper:
         self.cut_ns = self.world.loop.now_ns
         if self.wire is not None:
             self.wire.open, self.wire = False, None
-            self.world.to_shell(lambda shell: shell.keeper_left(self.node))
+            self.world.to_shell(lambda shell: shell.node_agent_left(self.node))
             self.world.soon(5 * S, self.dial)
 
     def die(self) -> None:
@@ -118,8 +119,8 @@ class ModelKeeper:
                 if one.script:
                     self.world.jobs[one.job].end()
 
-    def hear(self, event: KeeperEvent) -> None:
-        """Tell the keeper of what has happened: the pool's messages come here, too."""
+    def hear(self, event: NodeAgentEvent) -> None:
+        """Tell the node agent of what has happened: the pool's messages come here, too."""
         if not self.alive:
             return
         for command in self._state.handle(event, self.world.loop.now_ns / S):
@@ -134,16 +135,18 @@ class ModelKeeper:
             self._due_s = None
             self.hear(WakeupDue())
 
-    def _carry_out(self, command: KeeperCommand) -> None:
+    def _carry_out(self, command: NodeAgentCommand) -> None:
         match command:
             case TellPool(message=message):
                 wire = self.wire
                 if wire is not None and wire.open:
-                    wire.carry(True, lambda: self.world.to_shell(lambda shell: shell.keeper_heard(self.node, message)))
+                    wire.carry(
+                        True, lambda: self.world.to_shell(lambda shell: shell.node_agent_heard(self.node, message))
+                    )
             case BeginResident(order=order):
                 self._launch(order)
             case TellResident(job=job, message=message):
-                self._hear_keeper(self.residents[job], message)
+                self._hear_node_agent(self.residents[job], message)
             case Signal(job=job, cause=cause, kill=kill):
                 one = self.residents[job]
                 if kill:
@@ -202,7 +205,7 @@ class ModelKeeper:
             self.hear(ScriptStarted(one.job))
             self.world.jobs[one.job].start(one.placement, 0, self)
 
-    def _hear_keeper(self, one: ModelResident, message: w.ToResident) -> None:
+    def _hear_node_agent(self, one: ModelResident, message: w.ToResident) -> None:
         """A resident is told something."""
         match message:
             case w.Resume(permit=permit):
@@ -266,7 +269,7 @@ class ModelJob:
 
     def __init__(self, world: "PoolWorld", shape: JobDraw) -> None:
         self.world, self.shape, self.request = world, shape, shape.request
-        self.keeper: ModelKeeper | None = None
+        self.node_agent: ModelNodeAgent | None = None
         self.part = JobPart(shape.request.id, self._say)
         self.computes_on: tuple[NodeId, ...] = ()
         """Of a script."""
@@ -298,8 +301,8 @@ class ModelJob:
 
     # Its process.
 
-    def start(self, placement: int, restarts: int, keeper: ModelKeeper | None = None) -> None:
-        self.keeper = keeper
+    def start(self, placement: int, restarts: int, node_agent: ModelNodeAgent | None = None) -> None:
+        self.node_agent = node_agent
         if self.alive:
             self.world.fail(f"{self.request.id} was started while a process of it lived")
         self.life += 1
@@ -325,8 +328,8 @@ class ModelJob:
         if not self.alive:
             return
         self.end(died=how == "died")
-        if self.keeper is not None:
-            self.keeper.gone(self.request.id, cause, 0 if how == "finished" else 1)
+        if self.node_agent is not None:
+            self.node_agent.gone(self.request.id, cause, 0 if how == "finished" else 1)
             return
         ending, placement = JobEnding(how, cause), self.placement  # type: ignore[arg-type]
         self.world.job_over(self.request.id, placement, ending)
@@ -482,13 +485,15 @@ class ModelJob:
 
     def _computes(self) -> bool:
         """A rollout computes on any of its nodes, training on that of its trainer."""
-        keepers, job, part = self.world.keepers, self.request.id, self.part
+        node_agents, job, part = self.world.node_agents, self.request.id, self.part
         if self.shape.script:
             return bool(self.computes_on)
         if self.phase is _ROLLOUT:
-            return any(keepers[one.node].computes(job, one.permit, one.worker) for one in part.working(self.granted))
+            return any(
+                node_agents[one.node].computes(job, one.permit, one.worker) for one in part.working(self.granted)
+            )
         trainer = "" if part.trainer is None else part.trainer.worker
-        return any(keepers[node].computes(job, self.granted, trainer) for node in part.permits[self.granted].nodes)
+        return any(node_agents[node].computes(job, self.granted, trainer) for node in part.permits[self.granted].nodes)
 
     def _work_on(self) -> None:
         """See to it that it has what it needs: a permit, and workers where its residents compute."""

@@ -1,7 +1,7 @@
 """Worlds of faults for a pool's shell on virtual time: the production shell and the real cluster, with modelled
-keepers, residents and jobs.
+node agents, residents and jobs.
 
-Messages travel in order on a connection and are lost with it. Connections break; keepers, residents, jobs and the
+Messages travel in order on a connection and are lost with it. Connections break; node agents, residents, jobs and the
 pool's own process die at any point: that one also right before and after an event became durable, and in the middle of
 what follows from it. Phases hang, residents do not park, everything may be said twice. In some worlds rollout nodes are
 spot instances, which come and go by a recorded trace; in some people let nodes go. Some jobs are scripts, which compute
@@ -40,7 +40,7 @@ from elastic.system.isolation import ItemAttempt
 from elastic.system.plain_values import told
 from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.outcome import Lived, WorldFailed
-from elastic.testing.faults.pool.pool_processes import JobDraw, ModelJob, ModelKeeper
+from elastic.testing.faults.pool.pool_processes import JobDraw, ModelJob, ModelNodeAgent
 from policies.clusters import CLUSTER_POLICIES
 from providers.markets import SpotMarket, SpotSettings
 from traces.spot import read_spot_trace
@@ -53,13 +53,13 @@ TAILS_SHARE = 1 / 12
 STRIKES = (
     FaultKind.KILL_RESIDENT,
     FaultKind.KILL_RESIDENT,
-    FaultKind.KILL_KEEPER,
+    FaultKind.KILL_NODE_AGENT,
     FaultKind.KILL_ORCHESTRATOR,
     FaultKind.CUT_POOL,
     FaultKind.CUT_POOL,
     FaultKind.KILL_POOL,
     FaultKind.HOLD_RESIDENT,
-    FaultKind.HOLD_KEEPER,
+    FaultKind.HOLD_NODE_AGENT,
     FaultKind.MEMORY,
     FaultKind.CANCEL,
 )
@@ -237,7 +237,7 @@ class PoolWorld:
         self.entries: dict[JobId, JobEntry] = {}
         self.forgotten: dict[JobId, JobRecord] = {}
         """Jobs that have left the cluster."""
-        self.keepers: dict[NodeId, ModelKeeper] = {}
+        self.node_agents: dict[NodeId, ModelNodeAgent] = {}
         self._set_aside: dict[DeviceName, str] = {}
         self.jobs = {shape.request.id: ModelJob(self, shape) for shape in plan.jobs}
         self.ended: list[tuple[JobId, int, JobEnding]] = []
@@ -259,7 +259,7 @@ class PoolWorld:
         self._startable_ns: Nanoseconds = 0
         """From when on the job can be started that could not be."""
         self._state_before = ""
-        self._times = PoolTimes(silence_ns=10 * S, park_ns=10 * S, keeper_start_ns=60 * S)
+        self._times = PoolTimes(silence_ns=10 * S, park_ns=10 * S, node_agent_start_ns=60 * S)
         self._market: SpotMarket | None = None
         for job in self.jobs.values():
             self.loop.after(job.shape.at_ns, partial(self._submit, job.shape))
@@ -293,7 +293,9 @@ class PoolWorld:
         self.loop.after(60 * S, partial(self._submit, shape))
 
     def _drain(self) -> None:
-        nodes = [name for name, keeper in self.keepers.items() if keeper.phase is _ROLLOUT and keeper.alive]
+        nodes = [
+            name for name, node_agent in self.node_agents.items() if node_agent.phase is _ROLLOUT and node_agent.alive
+        ]
         if self.shell is not None and nodes:
             self.faults_seen[FaultKind.DRAIN_NODE] += 1
             name = self._drains.choice(nodes)
@@ -311,20 +313,20 @@ class PoolWorld:
         self.returned_ns = self.loop.now_ns
         self._market = None if self.plan.spot is None else SpotMarket("rollout", self.plan.spot)
         entries = [entry for job, entry in self.entries.items() if job not in self.forgotten]
-        spec, living = cluster.spec, {name: one.devices for name, one in self.keepers.items() if one.alive}
+        spec, living = cluster.spec, {name: one.devices for name, one in self.node_agents.items() if one.alive}
         needed = spec.rollout_nodes * spec.rollout.gpus + spec.train_nodes * spec.train.gpus
         devices = DeviceAllotment([f"cpu:{number}" for number in range(needed)], self._set_aside)
         over_kept = self.plan.seed % 3
         shell = PoolShell(cluster, self, self._times, entries, self._check, self._market, over_kept, devices)
         self.shell = shell
-        keepers = {name: keeper.alive for name, keeper in self.keepers.items()}
+        node_agents = {name: node_agent.alive for name, node_agent in self.node_agents.items()}
         jobs = {
             name: (job.placement, job.restarts) for name, job in self.jobs.items() if job.alive and not job.shape.script
         }
         ended, self.ended = self.ended, []
         for name, placement, _ in ended:
             jobs.setdefault(name, (placement, self.jobs[name].restarts))
-        self.within(lambda: shell.begin(keepers, jobs, anew=self.incarnations == 1, devices=living))
+        self.within(lambda: shell.begin(node_agents, jobs, anew=self.incarnations == 1, devices=living))
         for number, (name, placement, ending) in enumerate(ended):
             if self.shell is not shell:
                 self.ended += ended[number:]
@@ -337,7 +339,7 @@ class PoolWorld:
             return
         self.faults_seen[FaultKind.KILL_POOL] += 1
         self.shell = None
-        for peer in (*self.keepers.values(), *self.jobs.values()):
+        for peer in (*self.node_agents.values(), *self.jobs.values()):
             peer.cut()
         self.loop.after(self.rng.randrange(S, 20 * S), self._return)
 
@@ -411,8 +413,10 @@ class PoolWorld:
     def see_alone(self, job: JobId, nodes: tuple[NodeId, ...]) -> None:
         """Who begins to compute is alone on these nodes."""
         for node in nodes:
-            keeper = self.keepers[node]
-            there = [one.job for one in keeper.residents.values() if one.permit and not one.script and keeper.alive]
+            node_agent = self.node_agents[node]
+            there = [
+                one.job for one in node_agent.residents.values() if one.permit and not one.script and node_agent.alive
+            ]
             there += [other.request.id for other in self.jobs.values() if node in other.computes_on]
             if others := [one for one in there if one != job]:
                 self.fail(f"{job} computes on {node} while {', '.join(others)} does")
@@ -461,29 +465,29 @@ class PoolWorld:
     def settled(self) -> None:
         pass
 
-    def start_keeper(self, node: NodeId, phase: PhaseKind, devices: Sequence[DeviceName]) -> None:
+    def start_node_agent(self, node: NodeId, phase: PhaseKind, devices: Sequence[DeviceName]) -> None:
         self._acts()
-        for other in self.keepers.values():
+        for other in self.node_agents.values():
             if other.alive and set(other.devices) & set(devices):
                 self.fail(f"{node} gets a device that is {other.node}'s: {', '.join(devices)}")
-        former = self.keepers.get(node)
+        former = self.node_agents.get(node)
         if former is not None and former.alive:
-            self.fail(f"a second keeper for {node}")
-        keeper = self.keepers[node] = ModelKeeper(self, node, phase, devices)
-        self.soon(5 * S, keeper.dial)
+            self.fail(f"a second node agent for {node}")
+        node_agent = self.node_agents[node] = ModelNodeAgent(self, node, phase, devices)
+        self.soon(5 * S, node_agent.dial)
 
     def note_set_aside(self, devices: Mapping[DeviceName, str]) -> None:
         self._set_aside = dict(devices)
 
-    def end_keeper(self, node: NodeId) -> None:
-        if node in self.keepers:
-            self.keepers[node].die()
+    def end_node_agent(self, node: NodeId) -> None:
+        if node in self.node_agents:
+            self.node_agents[node].die()
 
-    def tell_keeper(self, node: NodeId, message: w.ToKeeper) -> None:
+    def tell_node_agent(self, node: NodeId, message: w.ToNodeAgent) -> None:
         self._acts()
-        keeper = self.keepers.get(node)
-        if keeper is not None and keeper.wire is not None and keeper.wire.open:
-            keeper.wire.carry(False, lambda: keeper.hear(message))
+        node_agent = self.node_agents.get(node)
+        if node_agent is not None and node_agent.wire is not None and node_agent.wire.open:
+            node_agent.wire.carry(False, lambda: node_agent.hear(message))
 
     def tell_job(self, job: JobId, message: w.ToJob) -> None:
         self._acts()
@@ -570,44 +574,44 @@ class PoolWorld:
 
     def _strike(self) -> None:
         rng, kind = self.rng, self.rng.choice(STRIKES)
-        keepers = [keeper for keeper in self.keepers.values() if keeper.alive]
+        node_agents = [node_agent for node_agent in self.node_agents.values() if node_agent.alive]
         jobs = [job for job in self.jobs.values() if job.alive]
-        residents = [(keeper, one) for keeper in keepers for one in keeper.residents.values()]
+        residents = [(node_agent, one) for node_agent in node_agents for one in node_agent.residents.values()]
         self.faults_seen[kind] += 1
         match kind:
             case FaultKind.KILL_POOL:
                 self.kill_pool()
-            case FaultKind.KILL_KEEPER if keepers:
-                for keeper in keepers if rng.random() < 0.05 else [rng.choice(keepers)]:
-                    self.kill_keeper(keeper)
-            case FaultKind.HOLD_KEEPER if keepers:
-                keeper = rng.choice(keepers)
-                keeper.silent = True
-                keeper.cut()
-            case FaultKind.CUT_POOL if keepers or jobs:
-                rng.choice([*keepers, *jobs]).cut()
+            case FaultKind.KILL_NODE_AGENT if node_agents:
+                for node_agent in node_agents if rng.random() < 0.05 else [rng.choice(node_agents)]:
+                    self.kill_node_agent(node_agent)
+            case FaultKind.HOLD_NODE_AGENT if node_agents:
+                node_agent = rng.choice(node_agents)
+                node_agent.silent = True
+                node_agent.cut()
+            case FaultKind.CUT_POOL if node_agents or jobs:
+                rng.choice([*node_agents, *jobs]).cut()
             case FaultKind.KILL_ORCHESTRATOR if jobs:
                 rng.choice(jobs).die("died")
             case FaultKind.CANCEL if rng.random() < 0.1:
                 self.cancel(rng.choice(list(self.jobs)))
             case FaultKind.KILL_RESIDENT | FaultKind.HOLD_RESIDENT | FaultKind.MEMORY if residents:
-                keeper, one = rng.choice(residents)
+                node_agent, one = rng.choice(residents)
                 if kind is FaultKind.KILL_RESIDENT:
-                    keeper.kill(one.job)
+                    node_agent.kill(one.job)
                 elif kind is FaultKind.MEMORY:
-                    keeper.swell(one)
+                    node_agent.swell(one)
                 else:
                     one.stuck = True
             case _:
                 pass
 
-    def kill_keeper(self, keeper: ModelKeeper) -> None:
-        keeper.die()
-        self.soon(2 * S, lambda: self.to_shell(lambda shell: self._tell_gone(shell, keeper)))
+    def kill_node_agent(self, node_agent: ModelNodeAgent) -> None:
+        node_agent.die()
+        self.soon(2 * S, lambda: self.to_shell(lambda shell: self._tell_gone(shell, node_agent)))
 
-    def _tell_gone(self, shell: PoolShell, keeper: ModelKeeper) -> None:
-        if self.keepers[keeper.node] is keeper:
-            shell.keeper_gone(keeper.node)
+    def _tell_gone(self, shell: PoolShell, node_agent: ModelNodeAgent) -> None:
+        if self.node_agents[node_agent.node] is node_agent:
+            shell.node_agent_gone(node_agent.node)
 
     # The world's life.
 
@@ -643,7 +647,7 @@ class PoolWorld:
         records = self.records()
         if shell is None or len(records) < len(self.jobs) or not all(record.over for record in records.values()):
             return False
-        residents = any(keeper.residents for keeper in self.keepers.values() if keeper.alive)
+        residents = any(node_agent.residents for node_agent in self.node_agents.values() if node_agent.alive)
         return not residents and not any(job.alive for job in self.jobs.values())
 
     def records(self) -> dict[JobId, JobRecord]:
@@ -656,7 +660,9 @@ class PoolWorld:
             cluster = None if shell is None else shell.cluster
             states = {job: record.state.value for job, record in self.records().items()}
             alive = [job.request.id for job in self.jobs.values() if job.alive]
-            held = {name: list(keeper.residents) for name, keeper in self.keepers.items() if keeper.alive}
+            held = {
+                name: list(node_agent.residents) for name, node_agent in self.node_agents.items() if node_agent.alive
+            }
             waits = [] if cluster is None else [*cluster.waits][:5]
             self.fail(f"not over: {states}; processes {alive}, residents {held}, waits {waits}")
             return
@@ -665,8 +671,8 @@ class PoolWorld:
         for job, record in self.records().items():
             if record.state is JobState.FINISHED and self.jobs[job].steps < record.request.steps:
                 self.fail(f"{job} is finished after {self.jobs[job].steps} of its steps")
-            befallen = self.jobs[job].deaths or self._was_unstartable(record) or record.reason.startswith(NO_ROOM)
-            if record.state is JobState.FAILED and not befallen:
+            excused = self.jobs[job].deaths or self._was_unstartable(record) or record.reason.startswith(NO_ROOM)
+            if record.state is JobState.FAILED and not excused:
                 self.fail(f"{job} has failed, and nothing has happened to it: {record.reason}")
             if record.state is JobState.CANCELLED and job not in self.cancelled:
                 self.fail(f"{job} is cancelled, and nobody wanted that")

@@ -35,7 +35,7 @@ how many turns others have finished since."""
 def judge(world: World) -> None:
     """Raise `AssertionError` with everything that is wrong."""
     plan, forgot = world.plan, world.disk.forgot
-    if world.witness.impostors and (world.result or "").endswith(DISBELIEVED):
+    if world.oracle.impostors and (world.result or "").endswith(DISBELIEVED):
         return
     require(world.result == "", f"the run failed: {world.result}")
     may_forget = plan.durable_against == "process" or plan.lying_disk
@@ -136,7 +136,7 @@ def _whose_tokens(world: World) -> tuple[set[TrajectoryId], dict[TrajectoryId, l
         accepted = (command for command in commands if isinstance(command, c.AcceptTokens))
         for turn, place in (pair for command in accepted for pair in zip(command.turns, command.chunks, strict=True)):
             trajectory = turn.rpartition("/")[0]
-            if world.witness.has_lied(event.worker):
+            if world.oracle.has_lied(event.worker):
                 touched.add(trajectory)
             parts = origins.setdefault(trajectory, [])
             count = chunks[place].count + (parts.pop()[1] if parts and parts[-1][0] == event.worker else 0)
@@ -154,7 +154,7 @@ def _check_lasting(world: World) -> None:
     alone = all(fault.kind in LASTING or fault.kind is FaultKind.WEATHER for fault in world.plan.faults)
     with history_of(world.run) as history:
         named = {refused.worker for refused in refused_of(history) if refused.what != "report"}
-    for worker, liar in world.witness.lasting.items():
+    for worker, liar in world.oracle.lasting.items():
         lied_s = (world.clock.now_ns - liar.since_ns) / NS_PER_S
         events_max = EVENTS_MAX + EVENTS_PER_INTERVAL * lied_s / scheduler.heartbeat_interval_s
         require(liar.events <= events_max, f"{liar.events} events of {worker}, which lies and lies")
@@ -168,8 +168,8 @@ def _check_impostors(world: World, core: Scheduler) -> None:
     """Check that whoever generated with other weights than it named was found, and nobody else, and that from then on
     none of its tokens was trained on."""
     found = {mismatch.worker: mismatch for mismatch in core.agreement.mismatches}
-    suspects = {worker for worker in found if not world.witness.has_lied(worker)}
-    require(suspects <= world.witness.impostors.keys(), f"found wrong without a cause: {sorted(suspects)}")
+    suspects = {worker for worker in found if not world.oracle.has_lied(worker)}
+    require(suspects <= world.oracle.impostors.keys(), f"found wrong without a cause: {sorted(suspects)}")
     bound = world.config.trainer.mismatch_max
     learnt = {group for _, group, _ in world.weights.learnt}
     seen: dict[tuple[WorkerId, int], list[LogprobCheck]] = {}

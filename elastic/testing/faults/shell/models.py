@@ -542,7 +542,7 @@ class NoSettings(BaseModel):
     pass
 
 
-class Mishap(Enum):
+class ModelFailure(Enum):
     """What can go wrong with an environment or a function."""
 
     RAISES = "raises"
@@ -557,9 +557,9 @@ def scored(token_ids: Sequence[int]) -> float:
 class ModelPool:
     """`functions.base.FunctionPool` whose calls take a moment. A repeated call gets the same answer."""
 
-    def __init__(self, meter: Meter, mishap: Callable[[], Mishap | None]) -> None:
+    def __init__(self, meter: Meter, failure: Callable[[], ModelFailure | None]) -> None:
         self._meter = meter
-        self._mishap = mishap
+        self._failure = failure
         self._answers: dict[str, float] = {}
 
     async def start(self) -> None:
@@ -576,10 +576,10 @@ class ModelPool:
 
     async def _called(self, key: str, payload: Any, timeout_s: float) -> float:
         await asyncio.sleep(0.01 + drawn(key) % 50 / 1000)
-        match self._mishap():
-            case Mishap.RAISES:
+        match self._failure():
+            case ModelFailure.RAISES:
                 raise FunctionRaised(f"{key}: it is out of order")
-            case Mishap.HANGS:
+            case ModelFailure.HANGS:
                 await asyncio.sleep(timeout_s)
                 raise FunctionTimedOut(f"{key}: no answer within {timeout_s:g} s")
             case None:
@@ -599,25 +599,25 @@ class ModelEnvironment:
     vocabulary: ClassVar[tuple[str, ...]] = tuple(str(number) for number in range(VOCABULARY))
     stop_token_ids: ClassVar[tuple[int, ...]] = (STOP,)
 
-    def __init__(self, settings: BaseModel, mishap: "Callable[[], Mishap | None]" = lambda: None) -> None:
+    def __init__(self, settings: BaseModel, failure: "Callable[[], ModelFailure | None]" = lambda: None) -> None:
         self._told: list[int] = []
-        self._mishap = mishap
+        self._failure = failure
 
     async def reset(self, seed: int) -> list[int]:
         await asyncio.sleep(0.01)
-        await self._befall()
+        await self._fail_or_hang()
         return self.begin(seed)
 
     async def step(self, token_ids: list[int]) -> StepResult:
         await asyncio.sleep(0.005 + drawn(self._seed, len(self._told)) % 20 / 1000)
-        await self._befall()
+        await self._fail_or_hang()
         return self.answer(token_ids)
 
-    async def _befall(self) -> None:
-        match self._mishap():
-            case Mishap.RAISES:
+    async def _fail_or_hang(self) -> None:
+        match self._failure():
+            case ModelFailure.RAISES:
                 raise RuntimeError("the environment is out of order")
-            case Mishap.HANGS:
+            case ModelFailure.HANGS:
                 await asyncio.get_running_loop().create_future()
             case None:
                 pass
@@ -637,5 +637,5 @@ class ModelEnvironment:
         return 0.0
 
     async def aclose(self) -> None:
-        if self._mishap() is Mishap.RAISES:
+        if self._failure() is ModelFailure.RAISES:
             raise RuntimeError("the environment is out of order")

@@ -27,7 +27,8 @@ RESET_S = 0.001
 ACCEPT_RETRY_S = 1.0
 """Time after which a loop that could not accept a connection tries again, as asyncio's loops do."""
 ONCE = frozenset(
-    {"Hello", "Ready", "Goodbye", "Welcome", "Refused"} | {"KeeperHello", "JobHello", "KeeperWelcome", "JobWelcome"}
+    {"Hello", "Ready", "Goodbye", "Welcome", "Refused"}
+    | {"NodeAgentHello", "JobHello", "NodeAgentWelcome", "JobWelcome"}
 )
 """Frames that begin or end an epoch. A connection that repeated them would violate the protocol; so would one that
 repeated the end of an attempt, whose slot is taken back."""
@@ -95,8 +96,8 @@ class Network:
     def reach(self, host: str, port: int) -> "_Server":
         """Return the listener of an address. Raises `ConnectionRefusedError` if there is none."""
         server = self._listening.get((host, port))
-        befallen = self.chance.random() < self.weather.refused
-        if server is None or not server.open or not server.loop.alive or befallen:
+        refused = self.chance.random() < self.weather.refused
+        if server is None or not server.open or not server.loop.alive or refused:
             raise ConnectionRefusedError(111, "Connection refused")
         return server
 
@@ -114,7 +115,7 @@ class NetworkLoop(ProcessLoop):
         self.repeats_until_ns: Nanoseconds = 0
         self.transports: dict[WorldTransport, None] = {}
         self.pipes: dict[WorldTransport, None] = {}
-        """Connections inside the machine, which no network's fault befalls."""
+        """Connections inside the machine, which no fault of a network touches."""
         self.launch: Callable[..., Any] | None = None
         """Starts a child process of this one: `subprocess_exec`, where there is one."""
         self.signal_handlers: dict[int, Callable[[], object]] = {}

@@ -77,7 +77,7 @@ class Stage:
         process.loop.kill(noticed)
         self.alive.remove(process)
 
-    def befalls(self, fault: Fault, done: bool) -> None:
+    def injected(self, fault: Fault, done: bool) -> None:
         """Record that a fault has come, and whether it was `done` to a target."""
         self.struck += done
         if done:
@@ -155,7 +155,7 @@ def live_on_stage(name: str, world: "DrivenWorld", drawn: tuple[Fault, ...]) -> 
         try:
             world.begin()
             for fault in plan.faults:
-                stage.after(fault.at_s, partial(_befall, world, fault))
+                stage.after(fault.at_s, partial(_inject, world, fault))
             _go_on(world)
             world.judge()
             return world.outcome()
@@ -164,8 +164,8 @@ def live_on_stage(name: str, world: "DrivenWorld", drawn: tuple[Fault, ...]) -> 
             raise WorldFailed(name, plan.seed, found, options_of(plan.only, plan.faults, drawn)) from error
 
 
-def _befall(world: "DrivenWorld", fault: Fault) -> None:
-    world.stage.befalls(fault, world.strike(fault))
+def _inject(world: "DrivenWorld", fault: Fault) -> None:
+    world.stage.injected(fault, world.strike(fault))
 
 
 def _go_on(world: "DrivenWorld") -> None:

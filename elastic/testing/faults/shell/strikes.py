@@ -15,10 +15,10 @@ from elastic.testing.faults.kinds import OF_RANKS, Fault, FaultKind
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import Impostor
 from elastic.testing.faults.shell.network import Weather
+from elastic.testing.faults.shell.oracle import ALL, CLOCKS, CONNECTIONS, WEIGHTS
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.relay import OF_THE_BYTES, OF_THE_LINK, SILENCE_S, RelayTrouble
 from elastic.testing.faults.shell.strangers import flood
-from elastic.testing.faults.shell.witness import ALL, CLOCKS, CONNECTIONS, WEIGHTS
 from elastic.testing.faults.shell.world import ELASTIC, ORCHESTRATOR_TIMEOUT_S, STOPPED, World
 
 CALLBACKS_MAX = 60
@@ -62,9 +62,9 @@ def strike(world: World, fault: Fault) -> bool:
     picked = _picked(world, fault)
     if picked is None:
         return False
-    world.witness.ails(picked.name, fault.duration_s)
+    world.oracle.ails(picked.name, fault.duration_s)
     if _trains(picked):
-        world.witness.ails(WEIGHTS, fault.duration_s)
+        world.oracle.ails(WEIGHTS, fault.duration_s)
     return _strike_one(world, picked, fault, until_ns)
 
 
@@ -114,10 +114,10 @@ def _strike_one(world: World, worker: Process, fault: Fault, until_ns: Nanosecon
             device.hangs_until_ns = until_ns
         case FaultKind.SLOW:
             device.slow_until_ns, device.slowness = until_ns, 1 + fault.chance * SLOWNESS_MAX
-            world.witness.ails(worker.name, fault.duration_s + device.slowness * world.plan.token_s)
+            world.oracle.ails(worker.name, fault.duration_s + device.slowness * world.plan.token_s)
         case FaultKind.FAIL:
             device.fails, device.fails_after_s = RuntimeError if mild else TimeoutError, fault.duration_s
-            world.witness.ails(worker.name, FOR_EVER_S)
+            world.oracle.ails(worker.name, FOR_EVER_S)
         case FaultKind.ROT:
             device.rots = True
         case FaultKind.TERMINATE:
@@ -131,7 +131,7 @@ def _strike_one(world: World, worker: Process, fault: Fault, until_ns: Nanosecon
             return _lie(world, worker)
         case FaultKind.IMPOSTOR:
             device.serves = list(Impostor)[int(fault.chance * len(Impostor))]
-            world.witness.impostor(worker.name)
+            world.oracle.impostor(worker.name)
         case _:
             return _last(world, worker, fault)
     return True
@@ -142,12 +142,12 @@ def _callbacks(share: float) -> int:
 
 
 def _end(world: World, worker: Process, *, noticed: bool) -> None:
-    world.witness.doomed(worker.name)
+    world.oracle.doomed(worker.name)
     if _trains(worker):
-        world.witness.ails(WEIGHTS)
+        world.oracle.ails(WEIGHTS)
     world.kill(worker, noticed=noticed)
     if _trains(worker) and (halves := world.half_checkpoints()):
-        world.witness.found.append(AssertionError(f"half checkpoints: {halves}"))
+        world.oracle.found.append(AssertionError(f"half checkpoints: {halves}"))
 
 
 def _strike_rank(world: World, worker: Process, fault: Fault, until_ns: Nanoseconds) -> bool:
@@ -158,8 +158,8 @@ def _strike_rank(world: World, worker: Process, fault: Fault, until_ns: Nanoseco
         return False
     end = partial(_end, world, worker, noticed=True)
     if fault.kind is FaultKind.KILL_RANK:
-        world.witness.ails(worker.name, ENDS_WITHIN_S)
-        world.witness.ails(WEIGHTS, ENDS_WITHIN_S)
+        world.oracle.ails(worker.name, ENDS_WITHIN_S)
+        world.oracle.ails(WEIGHTS, ENDS_WITHIN_S)
         ranks.stop(1 + int(fault.target * (ranks.size - 1)), world.until_ns(FOR_EVER_S))
         world.after(fault.chance * ENDS_WITHIN_S, end)
         return True
@@ -172,9 +172,9 @@ def _strike_rank(world: World, worker: Process, fault: Fault, until_ns: Nanoseco
 
     timeout_s = world.config.trainer.step_timeout_s
     if fault.chance < 1 / 3:
-        world.witness.doomed(worker.name)
+        world.oracle.doomed(worker.name)
         until_ns = world.until_ns(FOR_EVER_S)
-    world.witness.ails(WEIGHTS, timeout_s)
+    world.oracle.ails(WEIGHTS, timeout_s)
     ranks.stop(int(fault.target * ranks.size), until_ns)
     look()
     return True
@@ -193,10 +193,10 @@ def _take(world: World, worker: Process, fault: Fault) -> bool:
 
 def _lie(world: World, worker: Process) -> bool:
     """Let the worker send frames that no truthful worker sends, between its own."""
-    core = world.witness.core
+    core = world.oracle.core
     if core is None or not worker.loop.transports:
         return False
-    world.witness.lies(worker.name)
+    world.oracle.lies(worker.name)
     liar = Liar(world.chance, lambda: [*core.turns.live, worker.name, "group", "x"])
     for transport in list(worker.loop.transports):
         for _ in range(world.chance.randint(1, LIES)):
@@ -208,7 +208,7 @@ def _lie(world: World, worker: Process) -> bool:
 def _last(world: World, worker: Process, fault: Fault) -> bool:
     """Let the worker lie from now on, beside one that does not."""
     others = [other for other in world.workers() if other is not worker and not _trains(other)]
-    if world.witness.lasting or not others:
+    if world.oracle.lasting or not others:
         return False
     match fault.kind:
         case FaultKind.HOLD:
@@ -222,7 +222,7 @@ def _last(world: World, worker: Process, fault: Fault) -> bool:
             worker.loop.call_soon(_again_and_again, worker, _spam, SPAM_S)
         case _:
             worker.loop.call_soon(_again_and_again, worker, Process.cut, FLAP_S)
-    world.witness.lies_on(worker.name)
+    world.oracle.lies_on(worker.name)
     return True
 
 
@@ -250,16 +250,16 @@ def _strike_run(world: World, orchestrator: Process, fault: Fault, until_ns: Nan
             if world.address:
                 world.network.take(world.address)
                 for worker in world.workers():
-                    world.witness.doomed(worker.name)
+                    world.oracle.doomed(worker.name)
             crash()
-            world.witness.ails(ALL, fault.duration_s + world.config.resume_timeout_s + ORCHESTRATOR_TIMEOUT_S)
+            world.oracle.ails(ALL, fault.duration_s + world.config.resume_timeout_s + ORCHESTRATOR_TIMEOUT_S)
         case FaultKind.POWER:
             if fault.chance < 1 / 3:
                 _end_trainers(world)
             crash()
             world.disk.lose_power()
             world.machine.reboot()
-            world.witness.held.clear()
+            world.oracle.held.clear()
         case FaultKind.STOP:
             return _stop(world, fault)
         case FaultKind.COMMAND:
@@ -272,9 +272,9 @@ def _strike_run(world: World, orchestrator: Process, fault: Fault, until_ns: Nan
             orchestrator.end_after(_callbacks(fault.duration_s), crash)
         case FaultKind.HOLD_UP:
             # This excuses no fence, since no worker was silent; it may excuse lost connections.
-            world.witness.ails(CONNECTIONS, fault.duration_s)
-            world.witness.ails(WEIGHTS, fault.duration_s)
-            world.witness.ails(CLOCKS, 2 * fault.duration_s)
+            world.oracle.ails(CONNECTIONS, fault.duration_s)
+            world.oracle.ails(WEIGHTS, fault.duration_s)
+            world.oracle.ails(CLOCKS, 2 * fault.duration_s)
             orchestrator.freeze(until_ns)
         case _:
             _suspend(world, fault)
@@ -292,7 +292,7 @@ def _stop(world: World, fault: Fault) -> bool:
         return _stop_now(world, fault)
     now = msgspec.structs.replace(fault, target=1.0)
     delay_s = fault.target / AT_A_STEP * STEP_S
-    world.witness.at_steps.append(lambda: world.after(delay_s, lambda: world.stage.befalls(now, strike(world, now))))
+    world.oracle.at_steps.append(lambda: world.after(delay_s, lambda: world.stage.injected(now, strike(world, now))))
     return False
 
 
@@ -317,13 +317,13 @@ def _command(world: World, fault: Fault) -> bool:
 def _suspend(world: World, fault: Fault) -> None:
     """Suspend the orchestrator's machine. As with `HOLD_UP`; only workers elsewhere may give it up."""
     duration_s = fault.duration_s + (LONG_SUSPENSION_S if fault.chance < 1 / 4 else 0.0)
-    world.witness.ails(CONNECTIONS, duration_s)
-    world.witness.ails(WEIGHTS, duration_s)
+    world.oracle.ails(CONNECTIONS, duration_s)
+    world.oracle.ails(WEIGHTS, duration_s)
     machines = [world.machine]
     if not world.plan.far:
         machines += [worker.loop.machine for worker in world.workers()]
     elif duration_s >= ORCHESTRATOR_TIMEOUT_S:
-        world.witness.ails(ALL, duration_s)
+        world.oracle.ails(ALL, duration_s)
     for machine in machines:
         machine.suspend(round(duration_s * NS_PER_S))
 
@@ -337,17 +337,17 @@ def _strike_all(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
             _flood(world, fault)
         case FaultKind.DESCRIPTORS:
             # The orchestrator's machine has none, or some workers'.
-            world.witness.ails(ALL, fault.duration_s)
+            world.oracle.ails(ALL, fault.duration_s)
             machines = [worker.loop.machine for worker in world.workers() if world.chance.random() < fault.chance]
             for machine in machines if fault.target < 1 / 2 else [world.machine]:
                 machine.no_descriptors_until_ns = until_ns
         case FaultKind.RELAY:
             trouble = OF_THE_LINK[int(fault.chance * len(OF_THE_LINK))]
             # A request at the end of a silence waits for its answer that long.
-            world.witness.ails(ALL, fault.duration_s + (SILENCE_S if trouble is RelayTrouble.SILENT else 0.0))
+            world.oracle.ails(ALL, fault.duration_s + (SILENCE_S if trouble is RelayTrouble.SILENT else 0.0))
             world.relay.ails(trouble, fault.duration_s)
         case FaultKind.TAMPER:
-            world.witness.ails(ALL, fault.duration_s)
+            world.oracle.ails(ALL, fault.duration_s)
             world.relay.ails(OF_THE_BYTES[int(fault.chance * len(OF_THE_BYTES))], fault.duration_s)
         case FaultKind.STILLBORN:
             _stillborn(world, fault)
@@ -387,7 +387,7 @@ def _change_weather(world: World, fault: Fault) -> None:
     world.network.weather = Weather(split=split, slow=bad / 50, slow_s=slow_s, refused=bad / 4)
     if was_bad or world.network.weather.bad:
         following = [f.at_s for f in world.plan.faults if f.kind is FaultKind.WEATHER and f.at_s > fault.at_s]
-        world.witness.ails(ALL, min(following, default=fault.at_s + FOR_EVER_S) - fault.at_s)
+        world.oracle.ails(ALL, min(following, default=fault.at_s + FOR_EVER_S) - fault.at_s)
 
 
 def _flood(world: World, fault: Fault) -> None:
@@ -406,6 +406,6 @@ def _stillborn(world: World, fault: Fault) -> None:
     until_ns = world.until_ns(STILLBORN_S + fault.duration_s)
     cloud.stillborn = lambda: world.clock.now_ns < until_ns
     if cloud.role is WorkerRole.TRAINER:
-        world.witness.ails(WEIGHTS, STILLBORN_S + fault.duration_s)
+        world.oracle.ails(WEIGHTS, STILLBORN_S + fault.duration_s)
     for lease in [*cloud.leases][:1]:
         cloud.end(lease, EndCause.PREEMPTED)

@@ -42,10 +42,10 @@ from elastic.testing.faults.shell.models import (
     STOP,
     VOCABULARY,
     LoadWatch,
-    Mishap,
     ModelDevice,
     ModelEngine,
     ModelEnvironment,
+    ModelFailure,
     ModelPool,
     ModelTrainer,
     NoSettings,
@@ -53,13 +53,13 @@ from elastic.testing.faults.shell.models import (
     Weights,
 )
 from elastic.testing.faults.shell.network import NetworkLoop
+from elastic.testing.faults.shell.oracle import ALL, CANNOT_START, Oracle
 from elastic.testing.faults.shell.plan import WorldPlan
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.ranks import TrainerRanks, whole
 from elastic.testing.faults.shell.relay import RelayStore
 from elastic.testing.faults.shell.stage import Stage
 from elastic.testing.faults.shell.threads import loop_here
-from elastic.testing.faults.shell.witness import ALL, CANNOT_START, Witness
 from elastic.weights.rights import RelayRights
 from elastic.weights.source import RelaySource
 from elastic.worker.accounts import DeviceAccounts
@@ -72,8 +72,8 @@ from functions.base import Meter
 from providers.base import Provider, ProviderContext, WorkerTicket
 from providers.joined import JoinedProvider
 from providers.markets import JoinedSettings
+from providers.pending_workers import PendingWorkers
 from providers.pool import JobContext
-from providers.waiting_room import WaitingRoom
 
 EngineT = TypeVar("EngineT", bound=ModelEngine)
 
@@ -193,7 +193,7 @@ class World:
         self.clock, self.network = stage.clock, stage.network
         self.after, self.until_ns, self.begin_process = stage.after, stage.until_ns, stage.begin_process
         self.chance = Random(f"{plan.seed}/world")
-        self.witness = Witness(lambda: self.clock.now_ns, Random(f"{plan.seed}/witness"), stage.found)
+        self.oracle = Oracle(lambda: self.clock.now_ns, Random(f"{plan.seed}/oracle"), stage.found)
         self.network.dialled = self._dialled
         self.disk = Disk(
             Random(f"{plan.seed}/disk"),
@@ -221,7 +221,7 @@ class World:
         """Pause between two looks that would take most of a world's time in runs of hours."""
         self.intervals = intervals(longest_turn_s)
         self.relay = RelayStore(Random(f"{plan.seed}/relay"), lambda: self.clock.now_ns)
-        self.relay.asked = lambda url: self.witness.asks(loop_here(), url)
+        self.relay.asked = lambda url: self.oracle.asks(loop_here(), url)
         self.network.serve_http = self.relay.transport
         self.down_until_ns: dict[FaultKind, Nanoseconds] = {}
         """Of environments and functions."""
@@ -295,7 +295,7 @@ class World:
 
     def _dialled(self, loop: NetworkLoop) -> None:
         if any(worker.loop is loop for worker in self.workers()):
-            self.witness.dialled(loop)
+            self.oracle.dialled(loop)
 
     def workers(self) -> list[Process]:
         """Return the run's workers, with the trainer's, and machines that are about to join."""
@@ -339,7 +339,7 @@ class World:
         self._begin_again(down_s)
 
     def _begin_again(self, down_s: float) -> None:
-        self.witness.ails(ALL, down_s)
+        self.oracle.ails(ALL, down_s)
         self.began_anew |= self.shell is not None and CANNOT_START in self.shell.scheduler.failed
         self.orchestrator = self.shell = None
         self.address = self.relay.url = ""
@@ -353,7 +353,7 @@ class World:
         resolved = resolve(self.config, self.providers, "chaos")
         config = resolved.config
         former = previous_incarnation(run, config) if self.incarnations > 1 else PreviousIncarnation()
-        waiting_room = WaitingRoom(self._tickets)
+        pending_workers = PendingWorkers(self._tickets)
         scheduler = Scheduler(run_plan(resolved), limits(config), policies(config), 0)
         secrets = RunSecrets(b"%32d" % plan.seed)
         notes = {
@@ -370,12 +370,12 @@ class World:
             pending_bytes=round(config.journal.pending_mb * 2**20),
             notes=notes,
         )
-        self.witness.follow(scheduler)
+        self.oracle.follow(scheduler)
         self._serve_relay(RelayRights(secrets.relay_owner()))
         async with self._pool() as pool:
             with journaled(journal, scheduler) as ending:
                 wiring = Wiring(
-                    make_providers=partial(self._make_providers, waiting_room, pool),
+                    make_providers=partial(self._make_providers, pending_workers, pool),
                     token_level=dict.fromkeys(resolved.token_level, None if plan.hosts else self.make_environment),
                     make_hosts=partial(WorldHosts, self, resolved.token_level[0]) if plan.hosts else None,
                     welcome=self._welcome(),
@@ -387,7 +387,7 @@ class World:
                     relays={TRAINER_PROVIDER: self.relay.url},
                     relay_rights=self.relay.rights,
                     resident=resolved.in_turns.keys(),
-                    waiting_room=waiting_room if plan.machines else None,
+                    pending_workers=pending_workers if plan.machines else None,
                     pool=pool,
                     agents=self._agents_wiring(resolved),
                     control_socket=False,
@@ -400,7 +400,7 @@ class World:
                     wiring,
                     former.taken_up(),
                     told=former.told,
-                    decided=partial(self.witness.hear, scheduler),
+                    decided=partial(self.oracle.hear, scheduler),
                     clock_ns=self.machine.boottime_ns,
                     suspended_ns=self.machine.suspended_ns,
                     busy_s=partial(busy_now_and_then, self.plan.busy_s),
@@ -413,7 +413,7 @@ class World:
         return failed or scheduler.stopped
 
     def make_environment(self) -> ModelEnvironment:
-        return ModelEnvironment(NoSettings(), partial(self._mishap, FaultKind.ENVIRONMENT))
+        return ModelEnvironment(NoSettings(), partial(self._failure, FaultKind.ENVIRONMENT))
 
     def _agents_wiring(self, plan: RunPlan) -> AgentsWiring | None:
         limits = agent_limits(plan)
@@ -423,22 +423,22 @@ class World:
         """Serve the relay at its last port, unless that port is taken."""
         elsewhere = self.incarnations > 1 and self.chance.random() < MOVES
         for trainer in self._building if elsewhere else ():
-            self.witness.doomed(trainer)
+            self.oracle.doomed(trainer)
         self._relay_port += elsewhere
         self.relay.url, self.relay.rights = f"http://{ADDRESS}:{self._relay_port}", rights
 
-    def _mishap(self, of: FaultKind) -> Mishap | None:
+    def _failure(self, of: FaultKind) -> ModelFailure | None:
         """Return what goes wrong with an environment, or a function, if anything does."""
         if self.clock.now_ns >= self.down_until_ns.get(of, 0) or self.chance.random() < 2 / 3:
             return None
-        return self.chance.choice((Mishap.RAISES, Mishap.HANGS))
+        return self.chance.choice((ModelFailure.RAISES, ModelFailure.HANGS))
 
     def _functions(self, meter: Meter) -> ModelPool:
-        return ModelPool(meter, partial(self._mishap, FaultKind.FUNCTIONS))
+        return ModelPool(meter, partial(self._failure, FaultKind.FUNCTIONS))
 
     def _make_providers(
         self,
-        waiting_room: WaitingRoom,
+        pending_workers: PendingWorkers,
         pool: PoolClient | None,
         endpoint: Endpoint,
         now_ns: Callable[[], Nanoseconds],
@@ -450,7 +450,7 @@ class World:
             run_dir=self.run.path,
             endpoint=endpoint,
             worker_command=(),
-            waiting_room=waiting_room,
+            pending_workers=pending_workers,
             now_ns=now_ns,
             acquire_timeout_s=self.config.scheduler.acquire_timeout_s,
             release_timeout_s=self.config.scheduler.release_timeout_s,
@@ -510,13 +510,13 @@ class World:
     def _spent(self, ticket: str, worker: WorkerId) -> None:
         process = self._machines[ticket]
         process.name, self._workers[worker] = worker, process
-        self.witness.ails(worker, SINCE_BEFORE_S)
-        if self.witness.has_lied(ticket):
-            self.witness.lies(worker)
-        if ticket in self.witness.lasting:
-            self.witness.lies_on(worker)
-        if ticket in self.witness.impostors:
-            self.witness.impostor(worker)
+        self.oracle.ails(worker, SINCE_BEFORE_S)
+        if self.oracle.has_lied(ticket):
+            self.oracle.lies(worker)
+        if ticket in self.oracle.lasting:
+            self.oracle.lies_on(worker)
+        if ticket in self.oracle.impostors:
+            self.oracle.impostor(worker)
 
     def _begin_worker(self, name: str, bought: Ticket, trains: bool) -> Process:
         """Start a worker of a provider. Its device is shared with the owner if the provider lends it."""
@@ -535,7 +535,7 @@ class World:
             return await run_agent(bought, host.build_engine, trainer=host, accounts=accounts, intervals=self.intervals)
 
         if self.network.is_taken(bought.endpoint.address):
-            self.witness.doomed(name)
+            self.oracle.doomed(name)
         process = self.begin_process(name, machine, work, device)
         return process
 
@@ -589,12 +589,12 @@ class World:
     def applied(self, source: RelaySource, bits: bytes) -> None:
         """Note that a worker serves with `bits` as the version that it was told to pull."""
         if bits != self._weights_of.get((source.publisher, source.version)):
-            self.witness.found.append(AssertionError(f"weights served that are not those of version {source.version}"))
+            self.oracle.found.append(AssertionError(f"weights served that are not those of version {source.version}"))
 
     def _end_worker(self, worker: WorkerId) -> None:
         process = self._workers.get(worker)
         if process is not None and process.alive:
-            self.witness.ails(worker)
+            self.oracle.ails(worker)
             self.stage.kill(process, noticed=True)
 
     def ended(self, process: Process) -> None:
@@ -602,9 +602,9 @@ class World:
         self.kill(process, noticed=True)
         if process.name in self._workers:
             end = process.main.result()
-            self.witness.left(process.name, end)
+            self.oracle.left(process.name, end)
             if OUT_OF_STEP in end.reason and not self.disk.forgot:
-                self.witness.found.append(AssertionError(f"{process.name} has left: {end.reason}"))
+                self.oracle.found.append(AssertionError(f"{process.name} has left: {end.reason}"))
             if not end.code and process.name in self._hosts:
                 self._kept(process.name, self._hosts[process.name])
         if process is self._agents or process.name in self.hosts:
@@ -617,7 +617,7 @@ class World:
         refused = self.disk.forgot and OUT_OF_STEP in result
         wants = isinstance(error, JournalError | OSError) or NO_DESCRIPTORS in result
         # A user mends what kept the trainer from starting, and resumes the run.
-        unable = CANNOT_START in result and self.witness.cannot_start(TRAINER_PROVIDER)
+        unable = CANNOT_START in result and self.oracle.cannot_start(TRAINER_PROVIDER)
         if wants or refused or unable or result == STOPPED:
             self._begin_again(BEGIN_AGAIN_S)
         else:
@@ -630,7 +630,7 @@ class World:
         stands = host.standing()
         kept = {int(path.stem) for path in saved(self.run.path / "checkpoints")}
         if stands.version and not stands.groups and not stands.slots and stands.version not in kept:
-            self.witness.left_behind(trainer, f"no checkpoint of version {stands.version}")
+            self.oracle.left_behind(trainer, f"no checkpoint of version {stands.version}")
 
     # The end
 
@@ -657,13 +657,13 @@ class WorkerWatch(LoadWatch):
         self._world.applied(source, bits)
 
     def pulls(self, source: RelaySource) -> contextlib.AbstractContextManager[None]:
-        return self._world.witness.pulls(self._process.loop, source.relay)
+        return self._world.oracle.pulls(self._process.loop, source.relay)
 
     def unsound(self) -> None:
-        self._world.witness.ails(self._process.name)
+        self._world.oracle.ails(self._process.name)
 
     def failed(self, began_ns: Nanoseconds) -> None:
-        self._world.witness.load_failed(self._process.name, began_ns)
+        self._world.oracle.load_failed(self._process.name, began_ns)
 
 
 class _Tickets(TicketBook):

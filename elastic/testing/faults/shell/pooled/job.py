@@ -17,12 +17,12 @@ from elastic.protocol.endpoint import Endpoint
 from elastic.testing.faults.shell.judge import require
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import ModelDevice
+from elastic.testing.faults.shell.oracle import ALL
 from elastic.testing.faults.shell.pooled.devices import OnDevice, SharingEngine, SharingTrainer
 from elastic.testing.faults.shell.pooled.plan import JobShape
 from elastic.testing.faults.shell.pooled.processes import KILLED, PairedSocket
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.stage import Stage
-from elastic.testing.faults.shell.witness import ALL
 from elastic.testing.faults.shell.world import RELAY_PORT, World, config_of
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import AgentExit, on_termination, run_agent
@@ -63,7 +63,7 @@ class JobWorld(World):
         self.clouds = {}
         self.providers = [POOL]
         self._relay_port = self.relays_from = RELAY_PORT + RELAYS_APART * number
-        self.witness.ails(ALL, FOR_EVER_S)
+        self.oracle.ails(ALL, FOR_EVER_S)
         save_run_config(self.run.path, self.config)
 
     def _configured(self) -> Config:
@@ -135,20 +135,20 @@ class JobWorld(World):
 
         async def work() -> AgentExit:
             await asyncio.sleep(random.uniform(*BOOT_S))
-            keeper = cast(Any, end())
+            node_agent = cast(Any, end())
             if not worker:
                 leave = asyncio.Event()
                 with on_termination(leave.set):
                     named = partial(self.named, process)
                     resident = RolloutResident(engine, intervals=self.intervals, works_as=named)
-                    return await resident.run(keeper, leave)
+                    return await resident.run(node_agent, leave)
             make = lambda *known: SharingTrainer(*known, place=place())  # noqa: E731
             host = self._trainer_host(worker, engine, make, shares_device=True)
             return await run_agent(
                 self._ticket(environment),
                 host.build_engine,
                 trainer=host,
-                permit=DevicePermit(keeper),
+                permit=DevicePermit(node_agent),
                 accounts=DeviceAccounts(machine.monotonic_ns()),
                 intervals=self.intervals,
             )

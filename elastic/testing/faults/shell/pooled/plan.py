@@ -24,7 +24,7 @@ OF_RUNS = (
     FaultKind.SLOW_DISK,
     FaultKind.ENVIRONMENT,
 )
-"""Kinds that befall one job."""
+"""Kinds of one job."""
 KINDS = (*KINDS_OF_POOLS, *OF_RUNS)
 SPAN_S = 40.0
 

@@ -1,5 +1,5 @@
 """Models of what the operating system does for a pool: processes that are started, watched and killed, and the socket
-between a keeper and its resident."""
+between a node agent and its resident."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 KILLED = -9
 PIPE_S = 0.0001
-"""How long a message between a keeper and its resident takes."""
+"""How long a message between a node agent and its resident takes."""
 FIRST_PID = 1000
 
 
@@ -59,10 +59,10 @@ class PairedSocket:
         return ours, theirs
 
     @classmethod
-    def inherited(cls, number: int, keeper: NetworkLoop, child: NetworkLoop) -> "PairedSocket":
-        """Return the end that a new child has inherited, connected to its keeper's."""
+    def inherited(cls, number: int, node_agent: NetworkLoop, child: NetworkLoop) -> "PairedSocket":
+        """Return the end that a new child has inherited, connected to its node agent's."""
         theirs = cls.open_ends.pop(number)
-        near, far = Pipe(keeper, None, address="keeper"), Pipe(child, None, address="resident")
+        near, far = Pipe(node_agent, None, address="node_agent"), Pipe(child, None, address="resident")
         near.peer, far.peer = far, near
         theirs.other.transport, theirs.transport = near, far
         return theirs
@@ -86,7 +86,7 @@ class PairedSocket:
 
 
 class ModelledChild(asyncio.SubprocessTransport):
-    """A keeper's view of a child process."""
+    """A node agent's view of a child process."""
 
     def __init__(self, host: "PooledWorld", loop: NetworkLoop, process: Process, pid: int) -> None:
         super().__init__()
@@ -121,7 +121,8 @@ class ModelledChild(asyncio.SubprocessTransport):
 
 
 class ModelledRecord(RecordedProcesses):
-    """The record of a keeper's residents, of which this machine knows nothing. `ends` ends what a keeper has left."""
+    """The record of a node agent's residents, of which this machine knows nothing. `ends` ends what a node agent has
+    left."""
 
     def __init__(
         self, directory: Path | None, pool: str, owner: str, name: str, ends: Callable[[], None] = lambda: None

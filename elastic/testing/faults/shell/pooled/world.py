@@ -21,12 +21,12 @@ from elastic.core.cluster import events as e
 from elastic.core.cluster.history import cluster_digest
 from elastic.core.cluster.invariants import check
 from elastic.core.cluster.types import JobState, PhaseKind
-from elastic.pool import keeper, live
+from elastic.pool import live, node_agent
 from elastic.pool import messages as w
 from elastic.pool.client import PoolMembership
 from elastic.pool.control_messages import PoolAcknowledged, StopPool, SubmitJob
 from elastic.pool.journal import PoolJournal
-from elastic.pool.keeper import Keeper, KeeperTicket
+from elastic.pool.node_agent import NodeAgent, NodeAgentTicket
 from elastic.pool.ports import JobEntry
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.run_control import ControlError, StopRun
@@ -87,7 +87,7 @@ class PooledWorld:
         self.cluster: Cluster | None = None
         """As the last process of the pool had it."""
         self.pool: Process | None = None
-        self.keepers: dict[str, Process] = {}
+        self.node_agents: dict[str, Process] = {}
         """By node."""
         self.over = self._stopping = False
         """Whether the pool has ended as it was told, and whether it is told to."""
@@ -138,11 +138,13 @@ class PooledWorld:
         self.pool = self.stage.begin_process(f"pool {self.incarnations}", Machine(self.clock), work)
 
     def start(self, owner: str, name: str, environment: Mapping[str, str]) -> Process:
-        """Start what the pool's process has asked for: a keeper, or a job's orchestrator."""
-        if owner == live.KEEPERS:
-            process = self.stage.begin_process(f"keeper {name}", Machine(self.clock), partial(self._keep, environment))
+        """Start what the pool's process has asked for: a node agent, or a job's orchestrator."""
+        if owner == live.NODE_AGENTS:
+            process = self.stage.begin_process(
+                f"node agent {name}", Machine(self.clock), partial(self._keep, environment)
+            )
             process.loop.launch = partial(self._launch, name, process)
-            self.keepers[name] = process
+            self.node_agents[name] = process
             return process
         job = self.jobs[JOBS.index(name)]
         membership = PoolMembership.of(environment)
@@ -150,31 +152,33 @@ class PooledWorld:
         return job.begin_as(membership)
 
     async def _keep(self, environment: Mapping[str, str]) -> str:
-        ticket = KeeperTicket(
+        ticket = NodeAgentTicket(
             endpoint=Endpoint(environment[composed.POOL_VARIABLE]),
             pool=environment[composed.NAME_VARIABLE],
             node=environment[composed.NODE_VARIABLE],
             token=environment[composed.TOKEN_VARIABLE],
         )
-        return (await Keeper(ticket, lambda _: 0, self.faults, ModelledRecord).run()).reason
+        return (await NodeAgent(ticket, lambda _: 0, self.faults, ModelledRecord).run()).reason
 
     def _launch(
         self,
         node: str,
-        keeper_process: Process,
+        node_agent_process: Process,
         factory: Callable[[], Any],
         command: Sequence[str],
         options: Mapping[str, Any],
     ) -> tuple[ModelledChild, Any]:
-        """Start a resident as a keeper's child."""
+        """Start a resident as a node agent's child."""
         environment = options["env"]
         ends: list[PairedSocket] = []
         job = self.jobs[JOBS.index(environment[composed.JOB_VARIABLE])]
         process = job.resident(node, environment, lambda: ends[0])
-        ends.append(PairedSocket.inherited(int(environment[w.KEEPER_VARIABLE]), keeper_process.loop, process.loop))
+        ends.append(
+            PairedSocket.inherited(int(environment[w.NODE_AGENT_VARIABLE]), node_agent_process.loop, process.loop)
+        )
         self._residents_of.setdefault(node, []).append(process)
         protocol = factory()
-        child = ModelledChild(self, keeper_process.loop, process, next(self._pids))
+        child = ModelledChild(self, node_agent_process.loop, process, next(self._pids))
         protocol.connection_made(child)
         return child, protocol
 
@@ -196,10 +200,10 @@ class PooledWorld:
         return ModelledProcesses(self, self._records, *arguments)
 
     def _recorded(self, directory: Path, pool: str, owner: str) -> list[ModelledRecord]:
-        """What a keeper has left."""
+        """What a node agent has left."""
 
         def end() -> None:
-            for process in self._residents_of.pop(owner.removeprefix(f"{keeper.RESIDENTS} "), []):
+            for process in self._residents_of.pop(owner.removeprefix(f"{node_agent.RESIDENTS} "), []):
                 self.end(process, KILLED)
 
         return [ModelledRecord(directory, pool, owner, "", end)]
@@ -316,12 +320,12 @@ class PooledWorld:
         if fault.kind not in KINDS_OF_POOLS:
             return strike(self.jobs[fault.job], fault)
         callbacks = int(fault.chance * CALLBACKS_MAX)
-        keepers = [process for process in self.keepers.values() if process.alive]
+        node_agents = [process for process in self.node_agents.values() if process.alive]
         residents = [process for job in self.jobs for process in job.workers()]
-        others = [*keepers, *(job.orchestrator for job in self.jobs if job.orchestrator is not None)]
+        others = [*node_agents, *(job.orchestrator for job in self.jobs if job.orchestrator is not None)]
         of = {
-            FaultKind.KILL_KEEPER: keepers,
-            FaultKind.HOLD_KEEPER: keepers,
+            FaultKind.KILL_NODE_AGENT: node_agents,
+            FaultKind.HOLD_NODE_AGENT: node_agents,
             FaultKind.KILL_RESIDENT: residents,
             FaultKind.HOLD_RESIDENT: residents,
             FaultKind.CUT_POOL: others,
@@ -332,9 +336,9 @@ class PooledWorld:
         match fault.kind:
             case FaultKind.KILL_POOL:
                 picked.end_after(callbacks, partial(self._kill_pool, picked, fault.duration_s))
-            case FaultKind.KILL_KEEPER | FaultKind.KILL_RESIDENT:
+            case FaultKind.KILL_NODE_AGENT | FaultKind.KILL_RESIDENT:
                 picked.end_after(callbacks, partial(self.end, picked, KILLED))
-            case FaultKind.HOLD_POOL | FaultKind.HOLD_KEEPER | FaultKind.HOLD_RESIDENT:
+            case FaultKind.HOLD_POOL | FaultKind.HOLD_NODE_AGENT | FaultKind.HOLD_RESIDENT:
                 picked.freeze(self.stage.until_ns(fault.duration_s))
             case FaultKind.CUT_POOL:
                 self._cut_from_pool(picked)

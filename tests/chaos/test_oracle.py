@@ -1,4 +1,4 @@
-"""What the witness of a run's world makes of a lease's time."""
+"""What the oracle of a run's world makes of a lease's time."""
 
 from random import Random
 
@@ -11,11 +11,11 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, EndCause, Offer, Plan, WorkerRole
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
-from elastic.testing.faults.shell.witness import CLOCKS, Witness
+from elastic.testing.faults.shell.oracle import CLOCKS, Oracle
 
 
 class Witnessed:
-    """A core whose time may be behind the world's, and its witness."""
+    """A core whose time may be behind the world's, and its oracle."""
 
     def __init__(self) -> None:
         settings = WorldSettings(plan=Plan(steps=1, groups=1, group_size=2))
@@ -23,17 +23,17 @@ class Witnessed:
         self.core = Scheduler(settings.plan, limits, policies(settings), 0)
         self.now_s = 0.0
         self.found: list[AssertionError] = []
-        self.witness = Witness(lambda: round(self.now_s * NS_PER_S), Random(0), self.found)
-        self.witness.follow(self.core)
+        self.oracle = Oracle(lambda: round(self.now_s * NS_PER_S), Random(0), self.found)
+        self.oracle.follow(self.core)
 
     def tell(self, event: e.Event, at_s: float, behind_s: float) -> list[c.Command]:
         self.now_s = at_s
         commands = self.core.handle(event, round((at_s - behind_s) * NS_PER_S))
-        self.witness.hear(self.core, event, commands)
+        self.oracle.hear(self.core, event, commands)
         return commands
 
     def hold_up(self, for_s: float) -> None:
-        self.witness.ails(CLOCKS, 2 * for_s)
+        self.oracle.ails(CLOCKS, 2 * for_s)
 
 
 @pytest.mark.parametrize(

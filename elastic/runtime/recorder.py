@@ -1,4 +1,4 @@
-"""A run's scribe: turns what happens into rows of the journal, and counts what the run's status shows."""
+"""A run's recorder: turns what happens into rows of the journal, and counts what the run's status shows."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ REMEMBERED = (
         "_paced",
     ),
 )
-"""Attributes of a scribe that the next incarnation's goes on with."""
+"""Attributes of a recorder that the next incarnation's goes on with."""
 
 
 class Ended(Protocol):
@@ -151,7 +151,7 @@ def at_once(_: "Future[None]", then: Callable[[], None]) -> None:
     then()
 
 
-class Scribe:
+class JournalRecorder:
     """The journal of a live or a simulated run (`elastic.runtime.ports.Journal`).
 
     `when` calls its second argument on the run's thread once its first is done, in order. `stored` reads the row of a

@@ -1,8 +1,9 @@
-"""A node's keeper: the processes, sockets and timers around `KeeperState`, which decides who has the node's device.
+"""A node's agent: the processes, sockets and timers around `NodeAgentState`, which decides who has the node's
+device.
 
-- A resident is one process of one job with everything that it starts. It dies with its keeper: its socket closes, and
-  the pool's process ends what is recorded.
-- The keeper outlives the pool's process, and dials it again. It ends after a long silence.
+- A resident is one process of one job with everything that it starts. It dies with its node agent: its socket closes,
+  and the pool's process ends what is recorded.
+- The node agent outlives the pool's process, and dials it again. It ends after a long silence.
 """
 
 import asyncio
@@ -18,12 +19,12 @@ import structlog
 
 from elastic.core.cluster.types import JobId, PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.connection import FROM_RESIDENT, POOL, TO_KEEPER, PoolLink
-from elastic.pool.keeper_state import (
+from elastic.pool.connection import FROM_RESIDENT, POOL, TO_NODE_AGENT, PoolLink
+from elastic.pool.node_agent_state import (
     BeginResident,
-    KeeperCommand,
-    KeeperEvent,
-    KeeperState,
+    NodeAgentCommand,
+    NodeAgentEvent,
+    NodeAgentState,
     PermitRefused,
     ResidentEnded,
     ResidentSaid,
@@ -49,8 +50,8 @@ RESIDENTS = "residents"
 """Prefix of the owner of a node's resident records; the node's name follows."""
 
 
-class KeeperTicket(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a keeper dials, and as whom. `records` is the directory of its process records. Its residents see its
+class NodeAgentTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a node agent dials, and as whom. `records` is the directory of its process records. Its residents see its
     `devices` alone, or all that there are if it has none of its own. On another machine than the pool's it says which
     one that is, and has a `directory` of its own. The token is never logged."""
 
@@ -65,9 +66,9 @@ class KeeperTicket(msgspec.Struct, frozen=True, kw_only=True):
     directory: Path = Path()
 
 
-class KeeperEnd(msgspec.Struct, frozen=True):
-    """Why a keeper has ended, and how: the pool was not heard, did not let it in (`refused`), had given it up with what
-    it has (`given_up`; it may come again without that), or has let it go (`dismissed`)."""
+class NodeAgentEnd(msgspec.Struct, frozen=True):
+    """Why a node agent has ended, and how: the pool was not heard, did not let it in (`refused`), had given it up with
+    what it has (`given_up`; it may come again without that), or has let it go (`dismissed`)."""
 
     reason: str
     how: Literal["unheard", "refused", "given_up", "dismissed"] = "unheard"
@@ -132,13 +133,14 @@ class _OwnResident:
         self.signal(self._told)
 
 
-class Keeper:
-    """The keeper of one node. `run` returns when the pool dismisses it or was silent for too long. `let_in` is called
-    with the token of its session whenever it has joined. On another machine than the pool's it is of a `site`."""
+class NodeAgent:
+    """The node agent of one node. `run` returns when the pool dismisses it or was silent for too long. `let_in` is
+    called with the token of its session whenever it has joined. On another machine than the pool's it is of a
+    `site`."""
 
     def __init__(
         self,
-        ticket: KeeperTicket,
+        ticket: NodeAgentTicket,
         memory: Callable[[Iterable[int]], int] | None = None,
         faults: LoopFaults | None = None,
         recorded: Callable[[Path | None, str, str, str], RecordedProcesses] = RecordedProcesses,
@@ -147,18 +149,18 @@ class Keeper:
     ) -> None:
         self._ticket = ticket
         self._let_in, self._site = let_in, site
-        self._isolated = IsolatedLoop("keeper", faults or LoopFaults(), clock=_now_s)
+        self._isolated = IsolatedLoop("node_agent", faults or LoopFaults(), clock=_now_s)
         self._memory = memory or held_bytes
         self._recorded = recorded
         self._token = ticket.token
-        self._state = KeeperState()
+        self._state = NodeAgentState()
         self._limits = SilenceLimits()
         self._residents: dict[JobId, _OwnResident] = {}
         self._wakeup: asyncio.TimerHandle | None = None
-        self._link: PoolLink[w.ToKeeper] | None = None
+        self._link: PoolLink[w.ToNodeAgent] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self) -> KeeperEnd:
+    async def run(self) -> NodeAgentEnd:
         """Work until the end, residents included; returns why it has ended."""
         try:
             return await self._serve()
@@ -175,16 +177,16 @@ class Keeper:
         if self._site is not None:
             await self._site.aclose()
 
-    async def _serve(self) -> KeeperEnd:
-        within_s, greeting = self._ticket.wait_s, Greeting(self._hello, w.KeeperWelcome)
+    async def _serve(self) -> NodeAgentEnd:
+        within_s, greeting = self._ticket.wait_s, Greeting(self._hello, w.NodeAgentWelcome)
         while True:
             try:
-                link, welcome = await dial(self._ticket.endpoint, POOL, TO_KEEPER, greeting, within_s)
+                link, welcome = await dial(self._ticket.endpoint, POOL, TO_NODE_AGENT, greeting, within_s)
             except SessionRefused as refusal:
                 how = "unheard" if refusal.retry else "refused" if self._state.idle else "given_up"
-                return KeeperEnd(str(refusal), how)
+                return NodeAgentEnd(str(refusal), how)
             except ConnectionLost as loss:
-                return KeeperEnd(str(loss))
+                return NodeAgentEnd(str(loss))
             log.info("joined the pool", pool=self._ticket.pool, node=self._ticket.node)
             self._let_in(welcome.session)
             self._link, self._token, within_s = link, welcome.session, welcome.orphan_s
@@ -196,7 +198,7 @@ class Keeper:
                     message = await link.receive()
                     if isinstance(message, w.RefusedFrame):
                         await self._end_all()  # Before the pool sees the end of the connection.
-                        return KeeperEnd(message.reason, "dismissed")
+                        return NodeAgentEnd(message.reason, "dismissed")
                     with self._isolated.attempt(type(message).__name__):
                         if isinstance(message, w.ServeSite | w.UseSite):
                             self._spawn(self._of_site(message, link))
@@ -209,7 +211,7 @@ class Keeper:
                 self._link = None
                 link.abort()
 
-    async def _of_site(self, order: w.ServeSite | w.UseSite, link: PoolLink[w.ToKeeper]) -> None:
+    async def _of_site(self, order: w.ServeSite | w.UseSite, link: PoolLink[w.ToNodeAgent]) -> None:
         if self._site is None:
             return
         with self._isolated.attempt("relay of the site"):
@@ -227,11 +229,11 @@ class Keeper:
         ticket = self._ticket
         return self._state.hello(ticket.node, self._token, here().pid(), ticket.devices, ticket.machine)
 
-    def _say(self, message: w.FromKeeper) -> None:
+    def _say(self, message: w.FromNodeAgent) -> None:
         if self._link is not None:
             self._link.send(message)
 
-    def _heed(self, event: KeeperEvent) -> None:
+    def _heed(self, event: NodeAgentEvent) -> None:
         """Tell the state what has happened, and do what follows from it."""
         for command in self._state.handle(event, _now_s()):
             self._carry_out(command)
@@ -240,7 +242,7 @@ class Keeper:
         due_s, loop = self._state.next_wakeup_s(), asyncio.get_running_loop()
         self._wakeup = None if due_s is None else loop.call_at(due_s, self._heed, WakeupDue())
 
-    def _carry_out(self, command: KeeperCommand) -> None:
+    def _carry_out(self, command: NodeAgentCommand) -> None:
         match command:
             case TellPool(message=message):
                 self._say(message)
@@ -305,7 +307,7 @@ class Keeper:
             with _appended(own / order.log) as output:
                 process = await asyncio.create_subprocess_exec(
                     *command,
-                    env=environment | {w.KEEPER_VARIABLE: str(theirs.fileno())},
+                    env=environment | {w.NODE_AGENT_VARIABLE: str(theirs.fileno())},
                     cwd=own / order.directory,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
@@ -326,7 +328,7 @@ class Keeper:
             self._heed(ScriptStarted(order.job))
 
     def _of_node(self, order: w.StartResidentFrame) -> dict[str, str]:
-        """What a resident has of the keeper's environment; of the node's site a worker alone is told."""
+        """What a resident has of the node agent's environment; of the node's site a worker alone is told."""
         if order.phase is not PhaseKind.ROLLOUT or order.script:
             return inherited()
         return inherited(*OF_SITE) | ({} if self._site is None else dict(self._site.variables))
@@ -351,7 +353,7 @@ class Keeper:
         if status is None and resident.hangs:
             return resident.silent, None
         if status is None:
-            return f"it does not speak with its keeper any more: {resident.silent}", None
+            return f"it does not speak with its node agent any more: {resident.silent}", None
         output = self._ticket.directory / resident.order.log
         where = "" if status < 0 else f"; its output is in {output}{self._on_machine}"
         how = "sees other devices than its node has" if status == w.UNFIT_STATUS else how_ended(status)

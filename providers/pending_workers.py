@@ -35,7 +35,7 @@ class Tickets(Protocol):
     def is_spent_on(self, worker: WorkerId) -> bool: ...
 
 
-class WaitingRoom:
+class PendingWorkers:
     """A run's applicants by their tickets. `on_change` hears who comes and goes; before that nobody is let in."""
 
     def __init__(self, tickets: Tickets) -> None:

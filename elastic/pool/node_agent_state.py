@@ -1,4 +1,4 @@
-"""What a node's keeper decides: who has the device, under which number and until when, and who is killed.
+"""What a node's agent decides: who has the device, under which number and until when, and who is killed.
 
 A pure state machine: it is told what has happened and the time, and answers what is to be done. A job has one resident
 at a time; one that is to follow another starts once that one is gone.
@@ -43,7 +43,7 @@ class WakeupDue(msgspec.Struct, frozen=True):
 class TellPool(msgspec.Struct, frozen=True):
     """Send this to the pool, if its process is there."""
 
-    message: w.FromKeeper
+    message: w.FromNodeAgent
 
 
 class TellResident(msgspec.Struct, frozen=True):
@@ -81,8 +81,8 @@ class Untaken(msgspec.Struct, frozen=True):
     former: int
 
 
-KeeperEvent: TypeAlias = w.ToKeeper | ResidentSaid | ScriptStarted | ResidentEnded | WakeupDue
-KeeperCommand: TypeAlias = TellPool | TellResident | BeginResident | Signal | PermitRefused | Untaken
+NodeAgentEvent: TypeAlias = w.ToNodeAgent | ResidentSaid | ScriptStarted | ResidentEnded | WakeupDue
+NodeAgentCommand: TypeAlias = TellPool | TellResident | BeginResident | Signal | PermitRefused | Untaken
 
 
 @dataclass(slots=True)
@@ -121,8 +121,8 @@ class _Device:
     taking: bool = False
 
 
-class KeeperState:
-    """The decisions of one node's keeper. Times are seconds of any clock that never goes back."""
+class NodeAgentState:
+    """The decisions of one node's agent. Times are seconds of any clock that never goes back."""
 
     def __init__(self) -> None:
         self.last_permit = 0
@@ -130,9 +130,9 @@ class KeeperState:
         self._device: _Device | None = None
         self._scripts_over: dict[JobId, w.ResidentGone] = {}
         self._now_s = 0.0
-        self._commands: list[KeeperCommand] = []
+        self._commands: list[NodeAgentCommand] = []
 
-    def handle(self, event: KeeperEvent, now_s: float) -> list[KeeperCommand]:
+    def handle(self, event: NodeAgentEvent, now_s: float) -> list[NodeAgentCommand]:
         """Take in what has happened; returns what is to be done, in this order."""
         self._now_s = now_s
         match event:
@@ -172,22 +172,22 @@ class KeeperState:
 
     def hello(
         self, node: NodeId, token: str, pid: int, devices: tuple[str, ...] = (), machine: w.NodeMachine | None = None
-    ) -> w.KeeperHello:
-        """Return what a keeper says as it dials: what there is on its node, and how scripts have ended, which nobody
-        else knows."""
+    ) -> w.NodeAgentHello:
+        """Return what a node agent says as it dials: what there is on its node, and how scripts have ended, which
+        nobody else knows."""
         residents = tuple(
             w.ResidentState(job, kept.order.placement, kept.worker, kept.permit, kept.up)
             for job, kept in self._kept.items()
         )
         version, over = w.POOL_PROTOCOL_VERSION, tuple(self._scripts_over.values())
         said = version, node, token, pid, self.last_permit, residents, over, *self.given(), devices, machine
-        return w.KeeperHello(*said)
+        return w.NodeAgentHello(*said)
 
     def given(self) -> tuple[int, JobId]:
         """Return the permit under which a job has the device, and the job; 0 if none has it."""
         return (0, "") if self._device is None else (self._device.permit, self._device.job)
 
-    def _say(self, message: w.FromKeeper) -> None:
+    def _say(self, message: w.FromNodeAgent) -> None:
         self._commands.append(TellPool(message))
 
     def _pass_time(self) -> None:

@@ -1,4 +1,4 @@
-"""A node's keeper with real residents: what their environment holds, and what becomes of them."""
+"""A node's agent with real residents: what their environment holds, and what becomes of them."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ import pytest
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.connection import FromDialler, PoolLink
-from elastic.pool.keeper import Keeper, KeeperTicket
+from elastic.pool.node_agent import NodeAgent, NodeAgentTicket
 from tests.pool.test_link import served
 
 TELL = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w')); sys.exit(int(sys.argv[2]))"
@@ -28,7 +28,8 @@ from elastic.pool.messages import Warm
 from elastic.protocol.connection import over_socket
 
 async def live():
-    link = await over_socket(socket.socket(fileno=int(os.environ["ELASTIC_KEEPER_FD"])), TO_RESIDENT, "the keeper")
+    own = socket.socket(fileno=int(os.environ["ELASTIC_NODE_AGENT_FD"]))
+    link = await over_socket(own, TO_RESIDENT, "the node agent")
     show_life(link)
     open(sys.argv[1], "w").write(str(os.getpid()))
     link.send(Warm())
@@ -39,7 +40,7 @@ asyncio.run(live())
 
 
 class KeptNode:
-    """The pool's side of one keeper."""
+    """The pool's side of one node agent."""
 
     def __init__(self, path: Path, link: PoolLink[FromDialler]) -> None:
         self.path, self.link = path, link
@@ -65,16 +66,16 @@ async def kept(
     path: Path, devices: tuple[str, ...] = (), silence: tuple[float, float] = (60.0, 0.0)
 ) -> AsyncIterator[KeptNode]:
     async with asyncio.timeout(60), served() as (endpoint, connected):
-        of_node = KeeperTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="t", records=path / "records")
+        of_node = NodeAgentTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="t", records=path / "records")
         ticket = msgspec.structs.replace(of_node, devices=devices)
         (path / "records").mkdir()
-        keeping = asyncio.create_task(Keeper(ticket).run())
+        keeping = asyncio.create_task(NodeAgent(ticket).run())
         try:
             link = await connected.get()
             hello = await link.receive()
-            assert isinstance(hello, w.KeeperHello)
+            assert isinstance(hello, w.NodeAgentHello)
             assert hello.devices == devices
-            link.send(w.KeeperWelcome("session", 60.0, 60.0, 60.0, *silence))
+            link.send(w.NodeAgentWelcome("session", 60.0, 60.0, 60.0, *silence))
             yield KeptNode(path, link)
             connected.put_nowait(link)
         finally:

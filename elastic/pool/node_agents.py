@@ -1,4 +1,4 @@
-"""Keepers of nodes as the pool's process knows them: started, expected back, given up for lost, replaced."""
+"""Node agents of nodes as the pool's process knows them: started, expected back, given up for lost, replaced."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class NodeMarket(Protocol):
         ...
 
 
-class NodeKeepers(PoolRoom):
+class NodeAgents(PoolRoom):
     """The nodes of a pool, and those on their way.
 
     With a `market` each rollout node is on an instance of it: the node is lost with its instance, and there are no
@@ -83,8 +83,8 @@ class NodeKeepers(PoolRoom):
         self._deaths = dict.fromkeys(PhaseKind, 0)
         self._within_ns: dict[NodeId, Nanoseconds] = {}
 
-    def held_by_other(self, hello: w.KeeperHello) -> str:
-        """Return which other keeper is connected as this node, or an empty string."""
+    def held_by_other(self, hello: w.NodeAgentHello) -> str:
+        """Return which other node agent is connected as this node, or an empty string."""
         node = self._nodes.get(hello.node)
         there = None if node is None or not node.connected or node.hello is None else node.hello
         if there is None or there.machine is None or hello.machine is None:
@@ -93,8 +93,8 @@ class NodeKeepers(PoolRoom):
             return ""
         return f"node {hello.node} is there already, as process {there.pid} on {there.machine.host}"
 
-    def refuses_machine(self, hello: w.KeeperHello) -> str:
-        """Return why a keeper on another machine is not taken in, or an empty string."""
+    def refuses_machine(self, hello: w.NodeAgentHello) -> str:
+        """Return why a node agent on another machine is not taken in, or an empty string."""
         name = hello.node
         if self._joins is None:
             return "the pool takes no machine that joins"
@@ -106,8 +106,8 @@ class NodeKeepers(PoolRoom):
             return f"{ill[0]} is set aside: {self._pool.devices.set_aside[ill[0]]}; `elastic pool put-back {ill[0]}`"
         return self._joins.refusal(hello, there)
 
-    def joined(self, hello: w.KeeperHello) -> str:
-        """Take in a keeper and what it reports to hold; returns why it is refused, or an empty string."""
+    def joined(self, hello: w.NodeAgentHello) -> str:
+        """Take in a node agent and what it reports to hold; returns why it is refused, or an empty string."""
         name = hello.node
         if hello.machine is not None:
             if refused := self.refuses_machine(hello):
@@ -122,7 +122,7 @@ class NodeKeepers(PoolRoom):
         node = self._nodes.get(name)
         if node is None:
             return "this node is not the pool's any more"
-        self._timers.clear("keeper", name)
+        self._timers.clear("node_agent", name)
         node.connected, node.pid, node.given = True, hello.pid, hello.last_permit
         node.hello = None if hello.machine is None else hello
         node.site = None if hello.machine is None else SiteNode(machine=hello.machine)
@@ -141,7 +141,7 @@ class NodeKeepers(PoolRoom):
             self._workers.compare(name, node, state, hello.given if hello.given_to == state.job else state.permit)
         gone = {one.job: one for one in hello.gone}
         for job, former in before.items():
-            told, cause, code = gone.get(job), "it ended while its keeper was not heard", None
+            told, cause, code = gone.get(job), "it ended while its node agent was not heard", None
             if told is not None and told.placement == former.placement:
                 cause, code = told.cause, told.code
             self._residents.gone(name, job, former, cause, code)
@@ -157,7 +157,7 @@ class NodeKeepers(PoolRoom):
             self._slices.take_device(name, hello.given_to, hello.given)
         for job, resident in node.residents.items():
             if resident.ending:
-                self._ports.tell_keeper(name, w.EndResident(job, "as it was told before"))
+                self._ports.tell_node_agent(name, w.EndResident(job, "as it was told before"))
         return ""
 
     def site_served(self, name: NodeId, served: w.SiteServed) -> None:
@@ -177,10 +177,10 @@ class NodeKeepers(PoolRoom):
                 sites[name].asked = order
             else:
                 sites[name].told = order
-            self._ports.tell_keeper(name, order)
+            self._ports.tell_node_agent(name, order)
 
     def _adopt_script(self, name: NodeId, job: JobId, gone: w.ResidentGone | None) -> None:
-        """Take over what a keeper says of a script, in a process of the pool that has come back."""
+        """Take over what a node agent says of a script, in a process of the pool that has come back."""
         record, resident = self._cluster.jobs[job], self._nodes[name].residents.get(job)
         placement = self._pool.jobs[job].process
         if resident is not None and resident.placement == placement:
@@ -193,38 +193,38 @@ class NodeKeepers(PoolRoom):
                 self._slices.take_back(self._cluster.permits[record.permit])
 
     def left(self, name: NodeId) -> None:
-        """Note that the keeper's connection is gone. It may come back."""
+        """Note that the node agent's connection is gone. It may come back."""
         node = self._nodes.get(name)
         if node is not None and node.connected:
             node.connected = False
             self.expect(name, self._times.silence_ns)
 
     def unheard(self, name: NodeId) -> None:
-        """Give up a keeper that has not come, or not come back."""
+        """Give up a node agent that has not come, or not come back."""
         self.gone(name, f"was not heard for {self._within_ns[name] / NS_PER_S:g} s")
 
     def gone(self, name: NodeId, how: str) -> None:
-        """Give up a keeper. `how` it is gone."""
+        """Give up a node agent. `how` it is gone."""
         if name in self._pool.joining:
             self._failed_to_join(name, how)
         elif name in self._nodes:
             follows = "its machine may come again" if self.by_itself(self._nodes[name].phase) else REPLACED
-            self.lose(name, f"its keeper {how}; {follows}")
+            self.lose(name, f"its node agent {how}; {follows}")
 
     def start_again(self, name: NodeId, phase: PhaseKind) -> None:
-        """Start the keeper of a node that the cluster has, on the devices that are there now."""
+        """Start the node agent of a node that the cluster has, on the devices that are there now."""
         if self._pool.devices.take(name, self._cluster.spec.kind(phase).gpus):
             self._start(name, phase)
         else:
             self.lose(name, "there is no device for it any more", renewed=False)
 
     def _start(self, name: NodeId, phase: PhaseKind) -> None:
-        self.expect(name, self._times.keeper_start_ns)
-        self._ports.start_keeper(name, phase, self._pool.devices.of(name))
+        self.expect(name, self._times.node_agent_start_ns)
+        self._ports.start_node_agent(name, phase, self._pool.devices.of(name))
 
     def expect(self, name: NodeId, within_ns: Nanoseconds) -> None:
         self._within_ns[name] = within_ns
-        self._pool.wait("keeper", name, within_ns)
+        self._pool.wait("node_agent", name, within_ns)
 
     def by_itself(self, phase: PhaseKind) -> bool:
         """Whether nodes for this phase come by themselves, on other machines."""
@@ -233,8 +233,8 @@ class NodeKeepers(PoolRoom):
     def released(self, name: NodeId) -> None:
         """Let a node go that the cluster has not got any more, and nobody uses."""
         if self._nodes.pop(name, None) is not None:
-            self._timers.clear("keeper", name)
-            self._ports.end_keeper(name)
+            self._timers.clear("node_agent", name)
+            self._ports.end_node_agent(name)
             self._give_back(name)
             self._tell_sites()
             if not self._pool.stopping:
@@ -245,8 +245,8 @@ class NodeKeepers(PoolRoom):
         node = self._nodes.pop(name)
         if what:
             self._ports.died(name, "", what)
-        self._timers.clear("keeper", name)
-        self._ports.end_keeper(name)
+        self._timers.clear("node_agent", name)
+        self._ports.end_node_agent(name)
         self._pool.feed(e.NodeLost(node=name))
         self._give_back(name)
         self._tell_sites()
@@ -263,15 +263,15 @@ class NodeKeepers(PoolRoom):
             self._renew(node.phase)
 
     def _failed_to_join(self, name: NodeId, how: str) -> None:
-        self._ports.died(name, "", f"its keeper {how} before it had joined; {REPLACED}")
+        self._ports.died(name, "", f"its node agent {how} before it had joined; {REPLACED}")
         phase = self._end_joining(name)
         if not self._pool.stopping:
             self._renew(phase)
 
     def _end_joining(self, name: NodeId) -> PhaseKind:
         phase = self._pool.joining.pop(name)
-        self._timers.clear("keeper", name)
-        self._ports.end_keeper(name)
+        self._timers.clear("node_agent", name)
+        self._ports.end_node_agent(name)
         self._give_back(name)
         return phase
 
@@ -283,7 +283,7 @@ class NodeKeepers(PoolRoom):
         self._deaths[phase] = deaths + 1
         delay_ns = self._times.retry_ns(deaths) if deaths else 0
         key = f"{phase.value}/{self._next_number(phase)}"
-        self._pool.wait("new keeper", key, delay_ns)
+        self._pool.wait("new node agent", key, delay_ns)
 
     def start_anew(self, key: str) -> None:
         kind, _, number = key.partition("/")
@@ -302,7 +302,7 @@ class NodeKeepers(PoolRoom):
             there = sum(node.phase is phase for node in self._nodes.values())
             there += sum(kind is phase for kind in self._pool.joining.values())
             there += sum(
-                wait.what == "new keeper" and wait.key.startswith(f"{phase}/") for wait in self._timers.waits()
+                wait.what == "new node agent" and wait.key.startswith(f"{phase}/") for wait in self._timers.waits()
             )
             for _ in range(count - there):
                 self.start_anew(phase.value)

@@ -103,7 +103,7 @@ class Held(NamedTuple):
     expires_at_ns: Nanoseconds | None
 
 
-class Witness:
+class Oracle:
     """Watches one `core` at a time. Violations are collected in `found`, even if the process that caused them dies."""
 
     def __init__(self, now_ns: Callable[[], Nanoseconds], chance: Random, found: list[AssertionError]) -> None:

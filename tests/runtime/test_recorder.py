@@ -11,7 +11,7 @@ from elastic.core.steps import CUT_OFF
 from elastic.core.types import Chunk, Chunks, EndCause, InfrastructureCause, Plan, WorkerId
 from elastic.runtime.agents import notes
 from elastic.runtime.journal import NOT_SCORED, GroupRow, JournalRecord, NullJournal, TrajectoryRow, TurnRow
-from elastic.runtime.scribe import Scribe
+from elastic.runtime.recorder import JournalRecorder
 from elastic.runtime.status import late_share
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
@@ -29,13 +29,13 @@ class Pages(NullJournal):
         self.records += records
 
 
-def recording(journal: NullJournal) -> Scribe:
+def recording(journal: NullJournal) -> JournalRecorder:
     settings = WorldSettings(plan=Plan(steps=1, groups=1, group_size=2))
-    return Scribe(Scheduler(settings.plan, SMALL_LIMITS, policies(settings), 0), journal)
+    return JournalRecorder(Scheduler(settings.plan, SMALL_LIMITS, policies(settings), 0), journal)
 
 
 @pytest.fixture
-def scribe() -> Scribe:
+def recorder() -> JournalRecorder:
     return recording(NullJournal())
 
 
@@ -54,20 +54,20 @@ def reported(worker: WorkerId, paced: int, late: int) -> e.WorkerReported:
     )
 
 
-def test_late_iterations_add_up_over_the_workers_that_come_and_go(scribe: Scribe) -> None:
-    assert late_share(scribe.counts.values()) is None
+def test_late_iterations_add_up_over_the_workers_that_come_and_go(recorder: JournalRecorder) -> None:
+    assert late_share(recorder.counts.values()) is None
     gone = e.LeaseEnded(lease="spot-1", cause=EndCause.PREEMPTED)
     told = [reported("spot-1.0", 10, 1), reported("spot-2.0", 4, 0), reported("spot-1.0", 30, 5), gone]
     for now_ns, event in enumerate([*told, reported("spot-2.0", 10, 0)]):
-        scribe.record(now_ns, event, None, [])
-    count = scribe.counts["spot"]
+        recorder.record(now_ns, event, None, [])
+    count = recorder.counts["spot"]
     assert (count.paced_iterations, count.late_iterations) == (40, 5)
-    assert late_share(scribe.counts.values()) == 5 / 40
+    assert late_share(recorder.counts.values()) == 5 / 40
 
 
 def test_a_dropped_group_has_the_lengths_of_as_many_members_as_it_was_launched_with() -> None:
     pages = Pages()
-    scribe = recording(pages)
+    recorder = recording(pages)
     cause = InfrastructureCause.CAPACITY
     for command in (
         c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0", "0/0/1")),
@@ -81,45 +81,45 @@ def test_a_dropped_group_has_the_lengths_of_as_many_members_as_it_was_launched_w
             reason="zero_variance",
         ),
     ):
-        scribe.record(0, e.Tick(), None, [command])
+        recorder.record(0, e.Tick(), None, [command])
     (row,) = (record for record in pages.records if isinstance(record, GroupRow))
     assert row.lengths == [0, 0]
 
 
-def sampled(scribe: Scribe, trajectory: str, turn: str, tokens: int, *commands: c.Command) -> None:
+def sampled(recorder: JournalRecorder, trajectory: str, turn: str, tokens: int, *commands: c.Command) -> None:
     """A turn of the trajectory gets so many tokens, and then the commands come."""
-    scribe.record(0, e.TurnRequested(turn=turn, trajectory=trajectory, prompt_tokens=1, max_new_tokens=64), None, [])
+    recorder.record(0, e.TurnRequested(turn=turn, trajectory=trajectory, prompt_tokens=1, max_new_tokens=64), None, [])
     chunks = Chunks.of([Chunk(slot=0, start=0, count=tokens, version=0)])
     accepted = c.AcceptTokens(chunks=(0,), turns=(turn,))
-    scribe.record(0, e.TokensReceived(worker="spot-1.0", epoch=1, chunks=chunks), None, [accepted, *commands])
+    recorder.record(0, e.TokensReceived(worker="spot-1.0", epoch=1, chunks=chunks), None, [accepted, *commands])
 
 
 def test_no_prompt_was_found_in_a_cache_more_often_than_it_was_sent() -> None:
     pages = Pages()
-    scribe = recording(pages)
-    scribe.record(0, e.Tick(), None, [c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0",))])
-    scribe.record(0, e.TurnRequested(turn="t", trajectory="0/0/0", prompt_tokens=10, max_new_tokens=64), None, [])
+    recorder = recording(pages)
+    recorder.record(0, e.Tick(), None, [c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0",))])
+    recorder.record(0, e.TurnRequested(turn="t", trajectory="0/0/0", prompt_tokens=10, max_new_tokens=64), None, [])
     start = c.StartTurn(worker="spot-1.0", epoch=1, turn="t", attempt=1, slot=0, start=0, recompute=False)
-    scribe.record(0, e.Tick(), None, [start])
+    recorder.record(0, e.Tick(), None, [start])
     lies = Chunks.of([Chunk(slot=0, start=0, count=0, version=-1, cached=2**31 - 1)] * 2)
     accepted = c.AcceptTokens(chunks=(0, 1), turns=("t", "t"))
-    scribe.record(0, e.TokensReceived(worker="spot-1.0", epoch=1, chunks=lies), None, [accepted])
-    scribe.record(0, e.Tick(), None, [c.FinishTurn(turn="t")])
+    recorder.record(0, e.TokensReceived(worker="spot-1.0", epoch=1, chunks=lies), None, [accepted])
+    recorder.record(0, e.Tick(), None, [c.FinishTurn(turn="t")])
     (row,) = (record for record in pages.records if isinstance(record, TurnRow))
     assert row.cached_tokens == 10
 
 
 def test_what_was_cut_off_has_not_failed_and_its_tokens_are_lost_once() -> None:
     pages = Pages()
-    scribe = recording(pages)
+    recorder = recording(pages)
     members = ("0/0/0", "0/0/1", "0/0/2")
     start = c.StartGroup(step=0, group="0/0", index=0, trajectories=members, environment="lake")
-    scribe.record(0, e.Tick(), None, [start])
-    sampled(scribe, "0/0/0", "0/0/0/0", 7)
+    recorder.record(0, e.Tick(), None, [start])
+    sampled(recorder, "0/0/0", "0/0/0/0", 7)
     again = e.AgentNoted(note=notes.encode_note(notes.BegunAgain("0/0/0", "its env worker has ended", 7)))
-    scribe.record(0, again, None, [])
-    sampled(scribe, "0/0/0", "0/0/0/1", 5)
-    sampled(scribe, "0/0/1", "0/0/1/0", 3, c.FinishTurn(turn="0/0/1/0"))
+    recorder.record(0, again, None, [])
+    sampled(recorder, "0/0/0", "0/0/0/1", 5)
+    sampled(recorder, "0/0/1", "0/0/1/0", 3, c.FinishTurn(turn="0/0/1/0"))
     waiting = SimpleNamespace(
         started_ns=0,
         turns=1,
@@ -131,13 +131,13 @@ def test_what_was_cut_off_has_not_failed_and_its_tokens_are_lost_once() -> None:
         task=b"",
         metrics={},
     )
-    scribe.record(0, e.RewardRequested(trajectory="0/0/1", tokens=3), waiting, [])
+    recorder.record(0, e.RewardRequested(trajectory="0/0/1", tokens=3), waiting, [])
     ends = [c.CancelTrajectory(trajectory=one, cause=CUT_OFF) for one in members[:2]]
-    scribe.record(9, e.Tick(), None, ends)
-    assert scribe.cut_tokens == {"lake": 8}
+    recorder.record(9, e.Tick(), None, ends)
+    assert recorder.cut_tokens == {"lake": 8}
     rows = [record for record in pages.records if isinstance(record, TrajectoryRow)]
     assert [(row.cause, row.is_cut_off) for row in rows] == [(NOT_SCORED, False), (CUT_OFF, True)]
     assert rows[-1].ended_ns == 9
-    scribe.record(9, e.Tick(), None, [c.TrainGroup(group="0/0", trajectories=members[:1], step=0, slot=0)])
+    recorder.record(9, e.Tick(), None, [c.TrainGroup(group="0/0", trajectories=members[:1], step=0, slot=0)])
     (group,) = (record for record in pages.records if isinstance(record, GroupRow))
     assert group.lengths == [5], "what a dead env worker had sampled is none of the group's"

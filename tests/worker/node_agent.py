@@ -1,4 +1,4 @@
-"""The keeper's end of a resident's socket."""
+"""The node agent's end of a resident's socket."""
 
 import asyncio
 import socket
@@ -23,7 +23,7 @@ from tests.worker.conftest import PATIENCE_S
 SaidT = TypeVar("SaidT", Warm, DeviceResumed, Parked, Left)
 
 
-class Keeper:
+class NodeAgent:
     """Of one resident. Gives the device and takes it away, and waits until that is done."""
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""What a keeper decides: its device is one job's at a time, under numbers that only grow, and not beyond its time."""
+"""What a node agent decides: its device is one job's at a time, under numbers that only grow, and not beyond its
+time."""
 
 from collections.abc import Iterable
 
@@ -8,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.keeper_state import (
+from elastic.pool.node_agent_state import (
     BeginResident,
-    KeeperEvent,
-    KeeperState,
+    NodeAgentEvent,
+    NodeAgentState,
     PermitRefused,
     ResidentEnded,
     ResidentSaid,
@@ -35,14 +36,14 @@ def ticket(worker: str) -> w.WorkerTicketFrame:
     return w.WorkerTicketFrame("run", worker, "token", "a:1")
 
 
-def warm(state: KeeperState, *jobs: str) -> None:
+def warm(state: NodeAgentState, *jobs: str) -> None:
     for job in jobs:
         state.handle(order(job), 0)
         state.handle(ResidentSaid(job, w.Warm()), 0)
 
 
 def test_the_next_job_has_the_device_once_the_one_before_has_parked():
-    state = KeeperState()
+    state = NodeAgentState()
     warm(state, "a", "b")
     assert state.handle(w.GiveDevice(1, "a", 10), 0) == [TellResident("a", w.Resume(1))]
     assert state.handle(w.TakeDevice(1, "a", 5), 1) == [TellResident("a", w.Park(1))]
@@ -56,7 +57,7 @@ def test_the_next_job_has_the_device_once_the_one_before_has_parked():
 
 def test_who_has_the_device_too_long_or_does_not_park_is_killed():
     for taken, cause in ((False, "it held the device too long"), (True, "it has not parked in time")):
-        state = KeeperState()
+        state = NodeAgentState()
         warm(state, "a")
         state.handle(w.GiveDevice(1, "a", 10), 0)
         if taken:
@@ -71,7 +72,7 @@ def test_who_has_the_device_too_long_or_does_not_park_is_killed():
 
 
 def test_a_device_that_was_not_taken_back_is_the_pool_s_fault_and_its_holder_is_killed_before_the_next_one_has_it():
-    state = KeeperState()
+    state = NodeAgentState()
     warm(state, "a", "b")
     state.handle(w.GiveDevice(1, "a", 10), 0)
     cause = "permit 1 counts no more, and it has not parked"
@@ -80,7 +81,7 @@ def test_a_device_that_was_not_taken_back_is_the_pool_s_fault_and_its_holder_is_
 
 
 def test_a_later_placement_follows_once_the_earlier_one_is_gone_and_has_its_permit_no_more():
-    state = KeeperState()
+    state = NodeAgentState()
     warm(state, "a")
     state.handle(w.GiveDevice(1, "a", 10), 0)
     (killed,) = state.handle(order("a", 2), 1)
@@ -92,7 +93,7 @@ def test_a_later_placement_follows_once_the_earlier_one_is_gone_and_has_its_perm
 
 
 def test_whoever_starts_beside_others_starts_quietly_unless_it_has_the_device():
-    state = KeeperState()
+    state = NodeAgentState()
     assert state.handle(order("a"), 0) == [BeginResident(order("a"), quietly=False)]
     assert state.handle(order("b"), 0) == [BeginResident(order("b"), quietly=True)]
     state.handle(w.GiveDevice(1, "c", 10), 0)
@@ -100,7 +101,7 @@ def test_whoever_starts_beside_others_starts_quietly_unless_it_has_the_device():
 
 
 def test_a_resident_is_asked_to_end_and_killed_when_its_grace_is_over():
-    state = KeeperState()
+    state = NodeAgentState()
     warm(state, "a")
     assert state.handle(w.EndResident("a", "enough", 3), 1) == [Signal("a", "enough", kill=False)]
     assert state.next_wakeup_s() == 4
@@ -108,7 +109,7 @@ def test_a_resident_is_asked_to_end_and_killed_when_its_grace_is_over():
 
 
 def test_a_script_s_device_is_free_at_once_and_its_end_is_told_at_every_dial():
-    state = KeeperState()
+    state = NodeAgentState()
     assert state.handle(order("a", script=True), 0)
     assert state.handle(ScriptStarted("a"), 0) == [TellPool(w.ResidentUp("a", 1))]
     state.handle(w.GiveDevice(1, "a", 10), 0)
@@ -121,7 +122,7 @@ def test_a_script_s_device_is_free_at_once_and_its_end_is_told_at_every_dial():
 
 
 def test_a_worker_is_lent_with_the_device_and_its_end_is_told():
-    state = KeeperState()
+    state = NodeAgentState()
     warm(state, "a")
     assert state.handle(w.GiveDevice(2, "a", 10, ticket("w")), 0) == [
         TellResident("a", w.Resume(2)),
@@ -141,12 +142,12 @@ def picked(jobs: Iterable[str], pick: int) -> str:
     return among[pick % len(among)]
 
 
-class AnyKeeper(RuleBasedStateMachine):
+class AnyNodeAgent(RuleBasedStateMachine):
     """A pool that says anything in any order, and residents that park, or do not, or die."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.state, self.now_s = KeeperState(), 0.0
+        self.state, self.now_s = NodeAgentState(), 0.0
         self.living: dict[str, w.StartResidentFrame] = {}
         self.computing: dict[str, int] = {}
         self.parking: dict[str, int] = {}
@@ -155,7 +156,7 @@ class AnyKeeper(RuleBasedStateMachine):
         self.until_s: dict[int, float] = {}
         self.unanswered: dict[int, str] = {}
 
-    def tell(self, event: KeeperEvent) -> None:
+    def tell(self, event: NodeAgentEvent) -> None:
         for command in self.state.handle(event, self.now_s):
             match command:
                 case BeginResident(order=launched):
@@ -268,5 +269,5 @@ class AnyKeeper(RuleBasedStateMachine):
         assert not self.unanswered, "a device that is taken becomes free"
 
 
-AnyKeeper.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestAnyKeeper = AnyKeeper.TestCase
+AnyNodeAgent.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyNodeAgent = AnyNodeAgent.TestCase
