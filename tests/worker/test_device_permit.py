@@ -138,7 +138,7 @@ async def test_it_ends_with_its_node_agent(shared: Shared, node_agent: NodeAgent
     node_agent.link.abort()
     end = await shared.agents[-1]
     assert end.code == 1
-    assert "node_agent" in end.reason
+    assert "node agent" in end.reason
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -249,7 +249,7 @@ async def test_it_ends_with_its_node_agent(job: Job) -> None:
     end = await job.orchestra.agents[-1]
     assert isinstance(end, AgentExit)
     assert end.code == 1
-    assert "node_agent" in end.reason
+    assert "node agent" in end.reason
 
 
 async def test_at_random_times(job: Job, tmp_path: Path) -> None:
