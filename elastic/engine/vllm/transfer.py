@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import torch
+from prometheus_client import Counter, Gauge
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -27,6 +28,12 @@ from elastic.weights.source import PullReport, RelaySource
 
 TOKEN_VARIABLE = "ELASTIC_RELAY_TOKEN"
 """The environment's, with the relay's token where that wants one."""
+VERSION = Gauge(
+    "elastic:weights_version", "Weights version in force; of several ranks the oldest.", multiprocess_mode="livemin"
+)
+PULLED_BYTES = Counter("elastic:weights_pulled_bytes", "Bytes of weights that were pulled from the relay.")
+REFUSED = Counter("elastic:weights_refused", "Versions that did not come, did not verify or did not fit.")
+"""Ranks are in processes of their own: vLLM's `/metrics` show these where `PROMETHEUS_MULTIPROC_DIR` is set."""
 
 
 @dataclass
@@ -103,8 +110,14 @@ class RelayTransfer(WeightTransferEngine[RelayInitInfo, VersionUpdateInfo]):
         if update_info.stage:
             return
         (_, staged), self._staging = self._staging, None
-        staged.result(self._timeout_s)
-        weights.put_in_force(wanted)
+        try:
+            report = staged.result(self._timeout_s)
+            weights.put_in_force(wanted)
+        except Exception:
+            REFUSED.inc()
+            raise
+        PULLED_BYTES.inc(report.size_bytes)
+        VERSION.set(wanted.version)
 
     def shutdown(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -21,10 +21,18 @@ def test_three_deltas_are_served_bit_for_bit_and_a_forged_one_is_refused(tmp_pat
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: elastic-plugin\nVersion: 1\n")
     (about / "entry_points.txt").write_text(PLUGIN)
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
     path = os.pathsep.join(map(str, (about.parent, Path(__file__).parent / "kernels", Path(__file__).parents[3])))
     served = subprocess.run(
         [sys.executable, "-m", "tests.engine.vllm.vllm_of_others", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path, "KERNELS": "torch", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "KERNELS": "torch",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "PROMETHEUS_MULTIPROC_DIR": str(metrics),
+        },
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,

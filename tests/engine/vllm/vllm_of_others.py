@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import vllm
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from elastic.engine.model.checkpoint import write_checkpoint
 from elastic.engine.model.config import Qwen3Config
@@ -39,6 +40,12 @@ def assert_serves(server: vllm.LLM, tensors: Mapping[str, torch.Tensor]) -> None
         assert torch.equal(tensor[: expected[name].shape[0]], expected[name]), name
 
 
+def metric(name: str) -> float:
+    """As vLLM's `/metrics` show it."""
+    [value] = [one.value for kind in get_prometheus_registry().collect() for one in kind.samples if one.name == name]
+    return value
+
+
 def main(directory: Path) -> None:
     server = started(directory)
     # After vLLM has looked for its kernels in all that is imported.
@@ -63,6 +70,7 @@ def main(directory: Path) -> None:
         server.finish_weight_update(str(version))
         assert_serves(server, tensors)
         assert server.get_weight_version() == str(version)
+        assert metric("elastic:weights_version") == version
     forger = Publisher(DirectoryRelay(relay), "run", MODEL.config, key=SigningKey())
     forger.publish(1 + DELTAS, MODEL.tensors(2))
     server.start_weight_update()
@@ -73,6 +81,9 @@ def main(directory: Path) -> None:
     else:
         raise AssertionError("a forged version was taken")
     assert_serves(server, tensors)
+    assert metric("elastic:weights_version") == DELTAS
+    assert metric("elastic:weights_refused_total") == 1
+    assert metric("elastic:weights_pulled_bytes_total") > 0
     publisher.close()
     forger.close()
 
