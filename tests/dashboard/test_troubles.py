@@ -200,3 +200,62 @@ def test_texts_of_answers_never_become_markup(tab: Any, served: Served, run: str
         assert faults == []
 
     hold()
+
+
+def test_labels_and_caps_stay_as_they_are_whatever_they_are_called(tab: Any, served: Served, run: str) -> None:
+    labels = {"note": "a, b=c\\", "team": "agents"}
+    with served.site.store.writing() as tx:
+        tx.execute(sa.update(runs).values(labels=labels, providers=["spot", "length"]))
+    sign_in(tab, served, at=f"/#/runs/{run}")
+    tab.click("button:text-is('Labels')")
+    tab.fill("dialog [name=labels]", tab.input_value("dialog [name=labels]") + ", more=1")
+    tab.click("dialog button[type=submit]")
+    tab.wait_for_selector("dialog", state="detached")
+    assert served.site.client().get(f"/v1/runs/{run}").json()["labels"] == {**labels, "more": "1"}
+    tab.click("button:text-is('Caps')")
+    tab.fill("dialog [name=length]", "3")
+    tab.click("dialog button[type=submit]")
+    tab.wait_for_selector("dialog", state="detached")
+    assert served.site.client().get(f"/v1/runs/{run}").json()["caps"] == {"length": 3}
+
+
+def test_a_dialog_ends_with_its_view_and_its_session(tab: Any, served: Served, run: str) -> None:
+    sign_in(tab, served)
+    tab.click(f"a[href='#/runs/{run}']")
+    tab.click("button:text-is('Stop')")
+    tab.go_back()
+    tab.wait_for_selector("#runs tr[data-key]")
+    tab.wait_for_selector("dialog", state="detached")
+    tab.go_forward()
+    tab.click("button:text-is('Stop')")
+    with served.site.store.writing() as tx:
+        tx.execute(sa.update(sessions).values(expires_us=1))
+    tab.wait_for_selector("text=Your session is over. Sign in again.")
+    tab.wait_for_selector("dialog", state="detached")
+
+
+def test_addresses_and_filters_of_nothing_say_so(tab: Any, served: Served, run: str) -> None:
+    sign_in(tab, served, at=f"/#/runs/{run}/trajectories")
+    tab.locator("#trajectories tbody tr").nth(19).wait_for()
+    tab.fill("#of-group", "<b>")
+    tab.press("#of-group", "Enter")
+    tab.wait_for_selector("text=This cannot be shown: query/group")
+    assert tab.locator("#trajectories tbody tr").count() == 0, "what was there is of another question"
+    tab.fill("#jump", "3/0/2")
+    tab.press("#jump", "Enter")
+    tab.wait_for_selector("h1 >> text=Trajectory 3/0/2")
+    for place in (f"/#/runs/{run}/trajectories/all", "/#/pools/..", "/#/nowhere"):
+        tab.goto(served.url + place)
+        tab.wait_for_selector("text=There is nothing at this address")
+    tab.goto(f"{served.url}/#/submit/run_0")
+    tab.wait_for_selector("text=This cannot be shown")
+
+
+def test_a_run_that_goes_back_is_drawn_as_it_is_now(tab: Any, served: Served, run: str) -> None:
+    sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{run}")
+    reward = tab.locator("figure", has_text="mean reward")
+    reward.get_by_text("at 29").wait_for()
+    shutil.rmtree(served.site.settings.run_dir(run))
+    write_run(served.site.settings.run_dir(run), steps=10)
+    seen(served, run, RunPhase.RUNNING, step=10)
+    reward.get_by_text("at 9").wait_for()

@@ -54,7 +54,8 @@ def test_whoever_comes_back_hears_what_changed_meanwhile(shared_site: Site, subm
 def test_runs_come_in_the_order_that_is_asked_for(site: Site, submission: Submission) -> None:
     client = site.client()
     made = [
-        client.post("/v1/runs", json=submission(labels={"n": str(n), "note": "50%"})).json()["id"] for n in range(5)
+        client.post("/v1/runs", json=submission(labels={"n": str(n), "note": '50% à la "é"'})).json()["id"]
+        for n in range(5)
     ]
     for n, run in enumerate(made):
         phase = RunPhase.FAILED if n == 2 else RunPhase.RUNNING
@@ -75,8 +76,8 @@ def test_runs_come_in_the_order_that_is_asked_for(site: Site, submission: Submis
     assert walked(order="reward") == [0, 2, 3, 4, 1], "those that have none are last"
     assert walked(phase=["failed", "running"], label="n=2") == [2]
     assert walked(phase="running", order="name") == [4, 3, 1, 0]
-    assert walked(label="n") == walked(search="50%") == [4, 3, 2, 1, 0]
-    assert walked(search="5_%") == walked(label="n=9") == walked(label="m") == []
+    assert walked(label="n") == walked(search="50%") == walked(search='à la "é"') == [4, 3, 2, 1, 0]
+    assert walked(search="5_%") == walked(label="n=9") == walked(label="m") == walked(search="\\") == []
     assert client.get(f"/v1/runs?order=usd&ending_before={made[0]}").json()["type"] == "/problems/invalid-cursor"
     assert client.get("/v1/runs", params={"label": 'a"b'}).status_code == 400
     assert client.get("/v1/runs?order=colour").status_code == 400

@@ -1,5 +1,6 @@
 """Hosted runs in the store: the requests for each run, and what its runner has seen of it."""
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -285,8 +286,9 @@ def labelled(label: str) -> sa.ColumnElement[bool]:
 
 def matching(text: str) -> sa.ColumnElement[bool]:
     """The condition of runs whose name, id or labels have a text in them."""
-    places = (runs.c.name, runs.c.id, sa.cast(runs.c.labels, sa.Text))
-    return sa.or_(*(place.icontains(text, autoescape=True) for place in places))
+    # Labels are kept as JSON, which has other letters than those of ASCII, quotes and backslashes by escapes.
+    in_labels = sa.cast(runs.c.labels, sa.Text).icontains(json.dumps(text)[1:-1], autoescape=True)
+    return sa.or_(*(place.icontains(text, autoescape=True) for place in (runs.c.name, runs.c.id)), in_labels)
 
 
 def as_run(record: HostedRunRow) -> HostedRun:

@@ -11,9 +11,8 @@ function controlOf(field) {
   return el("input", { ...told, type: field.type ?? "text", value: String(value), min: field.min, step: field.step ?? (field.type === "number" ? "any" : undefined), placeholder: field.hint, autocomplete: "off" });
 }
 
-function valuesOf(form, fields) {
-  return Object.fromEntries(fields.map((field) => {
-    const control = form.elements[field.name];
+function valuesOf(controls) {
+  return Object.fromEntries(controls.map(([field, control]) => {
     if (field.type === "checkbox") return [field.name, control.checked];
     const text = control.value.trim();
     return [field.name, field.type === "number" ? (text === "" ? null : Number(text)) : text];
@@ -23,12 +22,13 @@ function valuesOf(form, fields) {
 /**
  * A dialog that says what will be done, and does it. `says` are lines, `act` gets the fields' values and the idempotency
  * key, which stays the same however often one tries: what was carried out is not carried out again. Resolves with what
- * `act` gives, or null where it was given up.
+ * `act` gives, or null where it was given up; rejects where nobody is signed in any more.
  */
 export function action({ title, says = [], fields = [], verb, danger = false, act, shows }) {
-  return new Promise((resolve) => {
+  return new Promise((resolve, reject) => {
     const wrong = el("p", { className: "wrong", role: "alert", hidden: true });
     const form = el("form", { method: "dialog" });
+    const controls = fields.map((field) => [field, controlOf(field)]); // Names of providers are names of fields, and may be a form's own.
     const given = { key: newKey(), said: "" };
     const go = el("button", { type: "submit", className: danger ? "danger" : "first", textContent: verb });
     const dialog = el("dialog", { ariaLabel: title });
@@ -38,7 +38,7 @@ export function action({ title, says = [], fields = [], verb, danger = false, ac
       go.disabled = true;
       wrong.hidden = true;
       try {
-        const values = valuesOf(form, fields);
+        const values = valuesOf(controls);
         if (given.said && given.said !== JSON.stringify(values)) given.key = newKey(); // Another request than before.
         given.said = JSON.stringify(values);
         result = (await act(values, given.key)) ?? true;
@@ -46,6 +46,11 @@ export function action({ title, says = [], fields = [], verb, danger = false, ac
         dialog.close();
       } catch (error) {
         if (!(error instanceof Refused)) throw error;
+        if (error.type === "unauthenticated") {
+          reject(error);
+          dialog.close();
+          return;
+        }
         fill(wrong, error.lines.map((line) => el("span", { textContent: line })));
         wrong.hidden = false;
       } finally {
@@ -55,7 +60,7 @@ export function action({ title, says = [], fields = [], verb, danger = false, ac
     form.append(
       el("h2", { textContent: title }),
       el("ul", { className: "says" }, says.map((line) => el("li", { textContent: line }))),
-      ...fields.map((field) => labelled(field.label, controlOf(field))),
+      ...controls.map(([field, control]) => labelled(field.label, control)),
       wrong,
       el("p", { className: "buttons" }, go, button("Cancel", () => dialog.close())),
     );

@@ -87,7 +87,7 @@ export function showCompare(main, { signal, parts: [ids], wrong }) {
   }
 
   async function refresh() {
-    await Promise.all(runs.map(({ series }) => series.refresh(signal).catch((error) => {
+    await Promise.all(runs.map(({ run, series }) => series.refresh(signal, run.figures.step).catch((error) => {
       if (!(error instanceof Refused)) throw error;
     })));
     draw();

@@ -54,6 +54,7 @@ export class Pager {
     this.more = true;
     this.verb = "More";
     this.about = "";
+    this.unread = false; // Whether nothing of it can be read; `about` says why.
   }
 
   async next(signal) {
@@ -87,6 +88,7 @@ export class SearchPager extends Pager {
     this.searched += page.searched;
     this.textless += page.textless;
     this.last = page.searched_to || this.last;
+    this.unread = Boolean(page.no_text);
     if (page.no_text) this.about = `Nothing can be searched: ${page.no_text}`;
     else this.about = [`${this.more ? "The first" : "All"} ${this.searched.toLocaleString("en")} of these trajectories are searched${this.more ? " so far" : ""}.`, this.textless ? `${this.textless.toLocaleString("en")} of them have no text any more.` : ""].join(" ").trim();
   }

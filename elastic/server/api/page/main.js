@@ -21,12 +21,14 @@ const VIEWS = [
   [`/runs/(${RUN})(?:/(workers|trajectories|events|logs|configuration))?`, showRun, "Runs"],
   [`/compare/(${RUN}(?:,${RUN})*)`, showCompare, "Runs"],
   [`/submit(?:/(${RUN}))?`, showSubmit, "Submit"],
-  ["/pools/([A-Za-z0-9._-]+)", showPool, "Pools"],
+  ["/pools/([A-Za-z0-9][A-Za-z0-9._-]*)", showPool, "Pools"],
   ["/pools", showPools, "Pools"],
   ["/providers", showProviders, "Providers"],
   ["/projects", showProjects, "Projects"],
   ["/login/([0-9a-f]{64})/([A-Za-z0-9][A-Za-z0-9._-]{0,63})", showLogin, ""],
-  [".*", showRuns, "Runs"],
+  ["/", showRuns, "Runs"],
+  ["/refused/.*", showRuns, "Runs"],
+  [".*", showNowhere, ""],
 ].map(([pattern, show, tab]) => [new RegExp(`^${pattern}$`), show, tab]);
 const TABS = [["Runs", "#/", "runs:read"], ["Submit", "#/submit", "runs:write"], ["Pools", "#/pools", "runs:read"], ["Providers", "#/providers", "runs:read"], ["Projects", "#/projects", "projects:read"]];
 
@@ -62,8 +64,14 @@ function wrong(error) {
   else say(error.lines.join("\n"));
 }
 
-function signedOut(text = "") {
+/** The view that was there ends, and so does what was asked in a dialog of it. */
+function leave() {
   view.abort();
+  for (const one of document.querySelectorAll("dialog[open]")) one.close();
+}
+
+function signedOut(text = "") {
+  leave();
   signOut.hidden = true;
   tabs.hidden = true;
   project.hidden = true;
@@ -82,7 +90,7 @@ function signedIn() {
 }
 
 function route() {
-  view.abort();
+  leave();
   if (!session.me) return;
   view = new AbortController();
   const [place, asked] = (location.hash.slice(1) || "/").split("?");
@@ -94,7 +102,17 @@ function route() {
   const context = { signal: view.signal, parts: match.slice(1).map((one) => one ?? ""), query: new URLSearchParams(asked), wrong, go };
   main.setAttribute("aria-busy", "true");
   const { signal } = view;
-  Promise.resolve(show(main, context)).catch(wrong).finally(() => signal.aborted || main.removeAttribute("aria-busy"));
+  Promise.resolve(show(main, context)).catch(failed).finally(() => signal.aborted || main.removeAttribute("aria-busy"));
+}
+
+/** A view that has nothing to show says so: what went wrong stands above it. */
+function failed(error) {
+  wrong(error);
+  if (error instanceof Refused && session.me && !main.firstChild) fill(main, el("h1", { textContent: "This cannot be shown" }));
+}
+
+function showNowhere(main) {
+  fill(main, el("h1", { textContent: "There is nothing at this address" }), el("p", {}, el("a", { href: "#/", textContent: "All runs" })));
 }
 
 function go(place) {

@@ -79,7 +79,7 @@ function keys(project, { signal, wrong }) {
     fields: [{ name: "name", label: "Name", required: true }, { name: "role", label: "Role", options: ROLES, value: "runner" }, { name: "days", label: "Days until it expires; empty: never", type: "number", min: 1, step: 1, value: 90 }],
     verb: "Make",
     act: ({ days, ...values }, key) => ask("POST", "/v1/keys", { body: { ...values, ...(session.me.project === null ? { project } : {}), ...(days === null ? {} : { expires_in_s: days * DAY_S }) }, idempotencyKey: key }),
-    shows: (made) => [el("h2", { textContent: `The key ${made.name}` }), el("p", { textContent: made.secret ? "Copy it now: nobody can show it again." : "Its secret was shown before." }), el("p", {}, el("code", { id: "secret", textContent: made.secret ?? "" }))],
+    shows: (made) => [el("h2", { textContent: `The key ${made.name}` }), el("p", { textContent: made.secret ? "Copy it now: nobody can show it again." : "Its secret was told once, and is not told again. Where it did not reach you, revoke this key and make another." }), el("p", {}, el("code", { id: "secret", textContent: made.secret ?? "" }))],
   }));
   return [section("Keys", list.node, make), list];
 }

@@ -1,6 +1,7 @@
 // What one may do with a run, and what it will do, said before.
 import { action, edit } from "./actions.js";
 import { ask } from "./data.js";
+import { labelsAsText, labelsOf } from "./labels.js";
 import { ENDED, readyWorkers, usd } from "./units.js";
 
 const over = (run) => ENDED.has(run.phase);
@@ -62,12 +63,9 @@ async function labels({ place, run }, { show }) {
   await action({
     title: `Labels of ${run.name}`,
     says: ["Runs are found by their labels; they change nothing of how the run goes."],
-    fields: [{ name: "labels", label: "NAME=VALUE, with commas between them", value: Object.entries(run.labels).map((one) => one.join("=")).join(", ") }],
+    fields: [{ name: "labels", label: "NAME=VALUE, with commas between them", value: labelsAsText(run.labels) }],
     verb: "Set labels",
-    act: (values, idempotencyKey) => {
-      const given = values.labels.split(",").map((one) => one.trim()).filter(Boolean);
-      return edit(place, { labels: Object.fromEntries(given.map((one) => [one.split("=")[0].trim(), one.split("=").slice(1).join("=").trim()])) }, idempotencyKey);
-    },
+    act: (values, idempotencyKey) => edit(place, { labels: labelsOf(values.labels) }, idempotencyKey),
   }).then(told(show));
 }
 

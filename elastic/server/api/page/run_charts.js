@@ -87,7 +87,7 @@ export function showCharts(body, view) {
     show: (run) => providers.show(Object.entries(run.figures.providers)),
     refresh: () =>
       reading(problem, async () => {
-        const news = await series.refresh(signal);
+        const news = await series.refresh(signal, view.run.figures.step);
         problem.replaceChildren();
         if (news) draw(view.run);
       }),

@@ -31,11 +31,13 @@ export class Series {
     this.samples = [];
     this.evaluations = [];
     this.total = 0;
+    this.reached = 0;
   }
 
   /** Read what is new. Whole anew where it has become more than is drawn, and where the run has gone back. */
-  async refresh(signal) {
-    if (this.total > 2 * MOST) this.clear();
+  async refresh(signal, reached) {
+    if (this.total > 2 * MOST || reached < this.reached) this.clear();
+    this.reached = reached;
     const query = new URLSearchParams({ samples: String(MOST), steps: String(MOST) });
     const [step, sample] = [this.steps.at(-1), this.samples.at(-1)];
     if (step) query.set("after_step", String(step.step));

@@ -1,6 +1,7 @@
 // A run, or a job of a pool, is submitted: checked first, with what it would hold and cost; then for good.
 import { Refused, ask, get, newKey } from "./data.js";
 import { button, el, fill, labelled, section, soft } from "./dom.js";
+import { labelsAsText, labelsOf } from "./labels.js";
 import { asText } from "./run_configuration.js";
 import { table } from "./tables.js";
 import { tomlOf } from "./toml.js";
@@ -30,7 +31,6 @@ export function sectionsOf(differences) {
   return found;
 }
 
-const pairs = (text) => Object.fromEntries(text.split(",").map((one) => one.trim()).filter(Boolean).map((one) => [one.split("=")[0].trim(), one.split("=").slice(1).join("=").trim()]));
 const names = (text) => text.split(",").map((one) => one.trim()).filter(Boolean);
 
 /** What is written as the sections of a configuration: TOML as it stands, or JSON. */
@@ -86,7 +86,7 @@ export async function showSubmit(main, { signal, parts: [like], query, wrong, go
   const config = el("textarea", { id: "config", spellcheck: false, value: tomlOf(pooled && !sections.job ? { ...sections, job: JOB } : sections) });
   const where = el("select", { id: "where" }, [["", "as a run of its own"], ...pools.data.map(({ id }) => [id, `as a job of pool ${id}`])].map(([value, text]) => el("option", { value, textContent: text, selected: value === pooled })));
   const providers = el("input", { id: "providers", value: (former?.providers ?? ["spot"]).join(", ") });
-  const labels = el("input", { id: "labels", value: former ? Object.entries(former.labels).map((one) => one.join("=")).join(", ") : "", placeholder: "team=agents" });
+  const labels = el("input", { id: "labels", value: labelsAsText(former?.labels ?? {}), placeholder: "team=agents" });
   const budget = el("input", { id: "budget", type: "number", min: 0, step: "any", value: former?.budget_usd ?? "" });
   const ofRuns = [labelled("Labels", labels), labelled("Budget in dollars", budget)];
   const found = el("div", { id: "found", ariaLive: "polite" });
@@ -95,7 +95,7 @@ export async function showSubmit(main, { signal, parts: [like], query, wrong, go
   /** Where it is asked for, and with what. */
   function asked() {
     const own = where.value || budget.value === "" ? {} : { budget_usd: Number(budget.value) };
-    const body = { config: configOf(config.value), providers: names(providers.value), ...(where.value ? {} : { labels: pairs(labels.value) }), ...own };
+    const body = { config: configOf(config.value), providers: names(providers.value), ...(where.value ? {} : { labels: labelsOf(labels.value) }), ...own };
     return { pool: where.value, place: where.value ? `/v1/pools/${where.value}/jobs` : "/v1/runs", body };
   }
   const refused = (error) => {

@@ -15,7 +15,7 @@ export function table(columns, { label, empty = "Nothing yet.", id = "" }) {
   const body = el("tbody");
   const none = soft(empty);
   const node = el("div", { className: "scrolls", tabIndex: 0, role: "region", ariaLabel: label, id }, el("table", {}, headOf(columns), body));
-  none.hidden = true;
+  none.hidden = node.hidden = true; // Until something is known.
   const count = () => {
     none.hidden = body.children.length > 0;
     node.hidden = body.children.length === 0;
@@ -28,7 +28,12 @@ export function table(columns, { label, empty = "Nothing yet.", id = "" }) {
     body.append(...entries.map((entry) => rowOf(columns, entry)));
     count();
   };
-  return { node: el("div", {}, node, none), show, add, body };
+  /** Nothing, without a word about it. */
+  const clear = () => {
+    body.replaceChildren();
+    node.hidden = none.hidden = true;
+  };
+  return { node: el("div", {}, node, none), show, add, clear, body };
 }
 
 /** A list that is read by cursors, more of it on demand. `begin` gives a new pager, which may say `about` what it has read. */
@@ -45,7 +50,8 @@ export function paged(columns, begin, { signal, label, empty, id, most = 2000 })
     try {
       const entries = await mine.next(signal);
       if (mine !== pager) return;
-      if (anew) made.show(entries);
+      if (mine.unread) made.clear();
+      else if (anew) made.show(entries);
       else made.add(entries);
       wrong.hidden = true;
       fill(about, mine.about);
@@ -53,6 +59,7 @@ export function paged(columns, begin, { signal, label, empty, id, most = 2000 })
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
       if (mine !== pager) return;
+      if (anew && ["invalid-request", "invalid-cursor"].includes(error.type)) made.clear(); // What is there is of another question.
       wrong.textContent = `This cannot be shown: ${error.message}`;
       wrong.hidden = false;
     }

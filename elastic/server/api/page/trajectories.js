@@ -19,13 +19,13 @@ export function showTrajectories(body, view) {
   const [least, most] = [number("reward-min", "least"), number("reward-max", "most")];
   const box = (name) => el("input", { id: name, type: "checkbox" });
   const [truncated, failed, evaluation] = [box("truncated"), box("failed"), box("of-evaluations")];
-  const jump = el("input", { id: "jump", placeholder: "3/0/2", size: 8 });
+  const jump = el("input", { id: "jump", placeholder: "3/0/2", size: 8, pattern: "e?[0-9]+/[0-9]+/[0-9]+", title: "a trajectory, such as 3/0/2, or e10/0/2 of an evaluation" });
   const said = el("input", { id: "said", type: "search", maxLength: 200, placeholder: "what somebody says" });
   const chosen = new Set();
   const beside = button("Side by side", () => (location.hash = `#/runs/${id}/beside/${[...chosen].join(",")}`), { hidden: true, id: "beside" });
   const form = el("form", { className: "filters", role: "search" },
     labelled("Said", said), labelled("Order", order), labelled("Step", step), labelled("Group", group), named.length > 1 ? labelled("Environment", environment) : null,
-    labelled("Reward from", least), labelled("to", most), labelled("Truncated", truncated), labelled("Failed", failed), labelled("Evaluations", evaluation), labelled("Go to", jump), beside);
+    labelled("Reward from", least), labelled("to", most), labelled("Truncated", truncated), labelled("Failed", failed), labelled("Evaluations", evaluation), labelled("Go to", jump), el("button", { type: "submit", textContent: "Go" }), beside);
 
   const choose = (one) => el("input", { type: "checkbox", checked: chosen.has(one.id), ariaLabel: `Show ${one.id} beside another`, onchange: (event) => {
     if (event.target.checked) chosen.add(one.id);
