@@ -108,7 +108,8 @@ Usd = Annotated[Number, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Budget = Annotated[Usd, Field(gt=0)]
 Caps = Annotated[dict[Name, Gpus], Field(max_length=32, examples=[{"spot": 2}])]
 Labels = Annotated[
-    dict[Name, Annotated[str, Field(max_length=256)]], Field(max_length=32, examples=[{"team": "agents"}])
+    dict[Name, Annotated[str, Field(max_length=256, pattern=r"^[^\x00]*$")]],
+    Field(max_length=32, examples=[{"team": "agents"}]),
 ]
 UnixUser = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")]
 

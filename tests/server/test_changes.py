@@ -9,6 +9,8 @@ from elastic.protocol.api import AccessRole, RunFigures, RunPhase
 from elastic.server.store.tables import runs
 from tests.server.conftest import Site, Submission
 
+INVALID = "/problems/invalid-request"
+
 
 def events(site: Site, role: AccessRole = AccessRole.VIEWER, project: str = "ours", **query: str) -> list[Any]:
     answer = site.member(role, project).get("/v1/changes", params={"follow": "false", **query})
@@ -80,6 +82,8 @@ def test_runs_come_in_the_order_that_is_asked_for(site: Site, submission: Submis
     assert walked(search="5_%") == walked(label="n=9") == walked(label="m") == walked(search="\\") == []
     assert client.get(f"/v1/runs?order=usd&ending_before={made[0]}").json()["type"] == "/problems/invalid-cursor"
     assert client.get("/v1/runs", params={"label": 'a"b'}).status_code == 400
+    assert client.get("/v1/runs?search=%00").json()["type"] == client.get("/v1/runs/%00").json()["type"] == INVALID
+    assert client.post("/v1/runs", json=submission(labels={"note": "\0"})).json()["type"] == INVALID
     assert client.get("/v1/runs?order=colour").status_code == 400
 
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from elastic.server.api.auth import asking, judged
 from elastic.server.api.writes import WriteRequest, WriteResult
 from elastic.server.permissions import Action
+from elastic.server.problems import ApiProblem
 
 TRANSACTION = "tx"
 
@@ -40,6 +41,8 @@ class ModelRoute(APIRoute):
             return handle
 
         async def handle_known(request: Request) -> Response:
+            if "\0" in request.url.path or b"%00" in request.scope["query_string"]:
+                raise ApiProblem("invalid-request", "the address has the character NUL; allowed: any other")
             request.state.requester = await judged(request)
             return await handle(request)
 
