@@ -247,6 +247,11 @@ def test_addresses_and_filters_of_nothing_say_so(tab: Any, served: Served, run: 
     for place in (f"/#/runs/{run}/trajectories/all", "/#/pools/..", "/#/nowhere"):
         tab.goto(served.url + place)
         tab.wait_for_selector("text=There is nothing at this address")
+    tab.goto(f"{served.url}/#/submit")
+    tab.fill("#config", '[model]\ncheckpoint = "nowhere"')
+    tab.click("#check")
+    tab.locator("#found span", has_text="no base policy").wait_for()
+    assert tab.locator("#found span", has_text="no base policy").count() == 1, "a fault is told once"
     tab.goto(f"{served.url}/#/submit/run_0")
     tab.wait_for_selector("text=This cannot be shown")
 

@@ -12,7 +12,7 @@ export class Refused extends Error {
 
   /** All that was found, a line each. */
   get lines() {
-    return [this.message, ...(this.problem.errors ?? []).map((one) => `${one.pointer}: ${one.detail}`)];
+    return [...new Set([this.message, ...(this.problem.errors ?? []).map((one) => `${one.pointer}: ${one.detail}`)])];
   }
 }
 

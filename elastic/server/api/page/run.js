@@ -42,7 +42,7 @@ function tilesOf(run, budget) {
   const left = figures.step > 0 && !over ? duration((figures.elapsed_s / figures.step) * (figures.steps - figures.step)) : "";
   return [
     ["Step", `${figures.step}/${figures.steps}`, left && `about ${left} left`],
-    ["Mean reward", reward(figures.last_mean_reward ?? figures.mean_reward), "of the last step"],
+    ["Mean reward", reward(figures.last_mean_reward ?? figures.mean_reward), figures.last_mean_reward === null ? "so far" : "of the last step"],
     ["Success", percent(figures.last_success_rate ?? figures.success_rate), "rewards above 0"],
     ["Tokens/s", count(over ? 0 : figures.tokens_per_s), `${figures.trajectories_running} trajectories`],
     ["Workers", String(over ? 0 : readyWorkers(figures)), `${providers.reduce((sum, one) => sum + one.booting, 0)} booting`],

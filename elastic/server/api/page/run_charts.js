@@ -69,6 +69,7 @@ export function showCharts(body, view) {
 
   function draw(run) {
     none.hidden = series.steps.length > 0;
+    if (series.samples.length) fill(none, "No step has ended yet: these curves begin with the first.");
     drawSteps();
     const [times, names] = [series.times(), series.providers()];
     const colours = providerColours(names);
