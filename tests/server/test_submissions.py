@@ -229,6 +229,7 @@ def test_the_example_is_submitted_as_it_runs_on_disk(site: Site, tmp_path: Path)
     """Its base policy lies in `.cache`, which is what `elastic serve` has for models unless told otherwise."""
     base = tmp_path / ".cache" / "frozenlake-base"
     base.mkdir(parents=True)
+    (base / "config.json").touch()
     settings = replace(site.settings, models=(base.parent,))
 
     def checked(**model: str) -> Config:
@@ -239,7 +240,7 @@ def test_the_example_is_submitted_as_it_runs_on_disk(site: Site, tmp_path: Path)
 
     assert checked().model.checkpoint == checked().trainer.reference == base.resolve()
     for name in (".cache", ".cache/", ".cache/../server", "cache/frozenlake-base"):
-        with pytest.raises(ApiProblem, match="no base policy"):
+        with pytest.raises(ApiProblem, match=r"no base policy .* the server's models \(frozenlake-base\)"):
             checked(checkpoint=name)
 
 

@@ -35,6 +35,7 @@ _RUNNERS_OWN = ("budget_usd", "caps", "host", "advertise")
 """Keys of the section `run` that the runner sets as it starts a process."""
 _REFUSED_KEYS = frozenset({"address", "arguments", "endpoint_url", "urls"})
 """Keys of providers and engines that are refused: hosts to dial, or arbitrary engine arguments."""
+NAMES_TOLD = 20
 _PATH_LIKE = re.compile(r"[/\\\0]|^~|^\.\.?$")
 _LISTENING = "elastic serve --runs-listen HOST, and --runs-advertise HOST"
 _NO_PATHS_IN = ("simulation",)
@@ -181,8 +182,15 @@ def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -
             _put(raw, path, f"{found}{name}")
         elif (is_file and value not in traces.shipped()) or _PATH_LIKE.search(value):
             what = "no base policy" if is_checkpoint else "no file"
-            where = "the project's storage" + (" or the server's models" if is_checkpoint else "")
+            where = "the project's storage"
+            if is_checkpoint:
+                where += f" or the server's models ({', '.join(_names_of(settings.models)) or 'it has none'})"
             yield ConfigProblem(f"{what} {value!r} in {where}", path)
+
+
+def _names_of(models: Sequence[Path]) -> list[str]:
+    """Return the names of base policies that every project may start from, of very many the first."""
+    return sorted({config.parent.name for root in models for config in root.glob("*/config.json")})[:NAMES_TOLD]
 
 
 def _inside(name: str, roots: Sequence[Path]) -> Path | None:
