@@ -128,12 +128,12 @@ def _killing(run: DoorsRun, ended: threading.Event, seed: int) -> None:
     rng, rounds = random.Random(seed), itertools.count(1)
     while not ended.wait(KILL_EVERY_S):
         if workers := run.workers():
-            run.strike("worker", [rng.choice(workers)])
+            run.kill_processes("worker", [rng.choice(workers)])
         match next(rounds):
             case 1:
-                run.strike("front", run.fronts()[:1])
+                run.kill_processes("front", run.fronts()[:1])
             case 2:
-                run.strike("importer", run.importers()[:1])
+                run.kill_processes("importer", run.importers()[:1])
             case _:
                 pass
 

@@ -90,7 +90,7 @@ class CrashingRun(CommandRun):
             self.process.wait()
         self.kills[victim] += 1
 
-    def strike(self, what: str, pids: Iterable[int]) -> None:
+    def kill_processes(self, what: str, pids: Iterable[int]) -> None:
         """Kill these processes of it."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -119,7 +119,7 @@ class CrashingRun(CommandRun):
                 self.resume()
         self.wait()
 
-    def strike_in_turn(self, rng: random.Random, victims: Iterable[str]) -> None:
+    def kill_in_turn(self, rng: random.Random, victims: Iterable[str]) -> None:
         """Strike each once the run has gone on since the last strike, until it has ended; then wait. A victim is a
         pattern of env workers' records, or the orchestrator, which is taken up again."""
         for victim in victims:
@@ -131,7 +131,7 @@ class CrashingRun(CommandRun):
                 self.kill("orchestrator")
                 self.resume()
             else:
-                self.strike("env worker", self.recorded(victim)[:1])
+                self.kill_processes("env worker", self.recorded(victim)[:1])
         self.wait()
 
     def wait(self) -> None:

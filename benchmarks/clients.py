@@ -170,7 +170,7 @@ class ClientStage:
                     playing.append(player)
                 time.sleep(LOOK_S)
                 self.run.ended()
-                self._strike(playing, pace)
+                self._kill_some(playing, pace)
                 for player in [player for player in playing if player.over()]:
                     playing.remove(player)
                 for player in playing:
@@ -183,7 +183,7 @@ class ClientStage:
                 if player.process is not None:
                     player.process.kill()
 
-    def _strike(self, playing: Sequence[Player], pace: PlayPace) -> None:
+    def _kill_some(self, playing: Sequence[Player], pace: PlayPace) -> None:
         """Kill a worker that generates for clients of which no turn has moved yet."""
         if self.run.kills["worker"] >= pace.kills_in_all:
             return
@@ -194,7 +194,7 @@ class ClientStage:
                 continue
             turn = next((turn for turn in open_on if parse_turn(turn)[0] in mine), None)
             if turn is not None and player.struck not in open_on:
-                self.run.strike("worker", self.run.recorded(f"{lease_of(open_on[turn])}.json"))
+                self.run.kill_processes("worker", self.run.recorded(f"{lease_of(open_on[turn])}.json"))
                 player.strikes += 1
                 player.struck = turn
                 return

@@ -171,7 +171,7 @@ class Session:
             lambda now: all(_steps(now).get(job, 0) >= before.get(job, 0) + count for job, count in more.items()), what
         )
 
-    def strike(self, kind: str) -> None:
+    def inject(self, kind: str) -> None:
         """One stroke, and what it takes until the next may fall."""
         self._count += 1
         stroke = self._struck(kind)
@@ -336,7 +336,7 @@ def struck(directory: Path, beside: Beside, kinds: Sequence[str], kills: int, se
     with at_work(directory, beside, rng, own_nodes=own_nodes, trainers=trainers, quick=quick) as (session, runs):
         for kind in kinds:
             for _ in range(kills):
-                session.strike(kind)
+                session.inject(kind)
         pool = session.pool
     others = runs if kinds == ["pool"] else {OTHER: runs[OTHER]}
     return Told(session.strokes, moments(pool), others, left_over(directory))

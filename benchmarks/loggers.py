@@ -59,7 +59,7 @@ class TrackedCrashes(CrashingRun):
             return next((one["pid"] for one in record["processes"].values()), None)
         return None
 
-    def strike_either(self, kind: str) -> None:
+    def kill_either(self, kind: str) -> None:
         if kind != "run" and (pid := self.until("a tracker", lambda: self.tracker() or (self.ended() and -1))) > 0:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -103,7 +103,7 @@ def crash(directory: Path, loggers: Sequence[str], kills: int, steps: int, after
             run.until("the next kill", after(pause_s, run))
             if run.ended():
                 break
-            run.strike_either(KINDS[number % len(KINDS)])
+            run.kill_either(KINDS[number % len(KINDS)])
             struck += 1
         run.wait()
         leftovers = run.leftovers()

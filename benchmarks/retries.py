@@ -183,14 +183,14 @@ def installed_clients() -> tuple[dict[str, str], str]:
     return found or {"httpx": sys.executable}, why
 
 
-def strike(run: AgentsRun, connections: Cuttable, what: str, rng: random.Random) -> None:
+def inject(run: AgentsRun, connections: Cuttable, what: str, rng: random.Random) -> None:
     match what:
         case "connections":
             run.kills[what] += connections.cut()
         case "front":
-            run.strike(what, rng.sample(run.fronts(), 1) if run.fronts() else [])
+            run.kill_processes(what, rng.sample(run.fronts(), 1) if run.fronts() else [])
         case "worker":
-            run.strike(what, run.workers())
+            run.kill_processes(what, run.workers())
         case _:
             run.kill("orchestrator")
             run.resume()
@@ -212,12 +212,12 @@ def play(directory: Path, storm: Storm) -> dict[str, Any]:
                     time.sleep(rng.uniform(*storm.every_s))
                     what = next(kinds, "") if storm.kinds else rng.choices(list(KINDS), list(KINDS.values()))[0]
                     if what and not harnesses_over(playing):
-                        strike(run, connections, what, rng)
+                        inject(run, connections, what, rng)
             with harnesses.playing(1, turns=storm.equal + 1, equal=storm.equal) as playing:
                 while not harnesses_over(playing):
                     time.sleep(rng.uniform(*storm.every_s))
                     if not storm.kinds:
-                        strike(run, connections, "worker", rng)
+                        inject(run, connections, "worker", rng)
         run.wait()
         leftovers = run.leftovers()
     finally:

@@ -168,7 +168,7 @@ def test_a_front_and_a_worker_are_killed_under_streams(killable: LiveRun) -> Non
     messages = [*HELLO]
     answers: list[Any] = []
     breaks: list[int] = []
-    strikes = (lambda: run.strike("front", run.fronts()), lambda: run.strike("worker", run.workers()))
+    strikes = (lambda: run.kill_processes("front", run.fronts()), lambda: run.kill_processes("worker", run.workers()))
     with contextlib.closing(killable.begin()) as trajectory:
         for strike in strikes:
             answer, torn = streamed(trajectory, strike, messages)

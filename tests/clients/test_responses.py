@@ -128,8 +128,8 @@ def test_a_front_a_worker_and_the_orchestrator_are_killed_under_streams(killable
         run.resume()
 
     strikes = (
-        lambda: run.strike("front", run.fronts()),
-        lambda: run.strike("worker", run.workers()),
+        lambda: run.kill_processes("front", run.fronts()),
+        lambda: run.kill_processes("worker", run.workers()),
         orchestrator,
     )
     answers: list[Any] = []

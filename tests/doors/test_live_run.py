@@ -89,9 +89,9 @@ def test_three_updates_while_a_worker_and_the_importer_are_killed(run: Any, clie
     for version in (1, 2, 3):
         directory = _served.write_version(run, version)
         if version == 2:
-            run.strike("worker", run.workers())
+            run.kill_processes("worker", run.workers())
         if version == 3:
-            run.strike("importer", run.importers())
+            run.kill_processes("importer", run.importers())
         updated(client, directory)
         choice = completed(client, tokens=24)
         assert len(choice["token_ids"]) == 24
@@ -116,8 +116,8 @@ def test_answers_go_on_over_the_deaths_of_their_worker_front_and_orchestrator(ru
         run.resume()
 
     for kill in (
-        lambda: run.strike("worker", run.workers()),
-        lambda: run.strike("front", run.fronts()[:1]),
+        lambda: run.kill_processes("worker", run.workers()),
+        lambda: run.kill_processes("front", run.fronts()[:1]),
         resumed,
     ):
         choice = while_under_way(kill)

@@ -66,7 +66,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
 def test_every_trajectory_is_scored_once_whatever_is_killed(run: Any) -> None:
     run.url()
     worker = "agent_*.json"
-    run.strike_in_turn(random.Random(7), [worker, worker, "orchestrator", worker, worker, worker])
+    run.kill_in_turn(random.Random(7), [worker, worker, "orchestrator", worker, worker, worker])
     assert run.leftovers() == []
     assert run.kills["env worker"] > 0
     kept = RunDirectory(run.run_dir)

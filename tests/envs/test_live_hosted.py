@@ -108,7 +108,7 @@ def test_a_run_comes_to_the_same_whatever_is_killed(begin: Any) -> None:
     undisturbed, worker = begin("undisturbed"), "theirs_*.json"
     undisturbed.wait()
     run = begin("disturbed")
-    run.strike_in_turn(random.Random(7), [worker, worker, "orchestrator", worker, worker])
+    run.kill_in_turn(random.Random(7), [worker, worker, "orchestrator", worker, worker])
     assert run.leftovers() == []
     assert run.kills["env worker"] > 0
     rows, wanted = (_proof.trajectories(RunDirectory(one.run_dir)) for one in (run, undisturbed))

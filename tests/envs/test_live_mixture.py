@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 def test_each_environment_has_its_share_and_each_row_comes_once_a_pass(run: Any) -> None:
     run.url()
-    run.strike_in_turn(random.Random(7), ["rows_*.json", "orchestrator", "tasks_*.json"])
+    run.kill_in_turn(random.Random(7), ["rows_*.json", "orchestrator", "tasks_*.json"])
     assert run.leftovers() == []
     kept = RunDirectory(run.run_dir)
     trajectories = _proof.trajectories(kept)

@@ -108,11 +108,11 @@ async def test_fronts_a_worker_and_the_orchestrator_are_killed(run: Any) -> None
 
     async with playing(run) as agents:
         fronts = run.fronts()
-        answers = told = await asked(run, agents, lambda: run.strike("front", fronts))
+        answers = told = await asked(run, agents, lambda: run.kill_processes("front", fronts))
         assert all(isinstance(answer.torn[0], httpx.RemoteProtocolError | httpx.ReadError) for answer in told)
         assert set(run.fronts()).isdisjoint(fronts)
 
-        answers += await asked(run, agents, lambda: run.strike("worker", run.workers()))
+        answers += await asked(run, agents, lambda: run.kill_processes("worker", run.workers()))
         assert [answer.torn for answer in answers[2:]] == [[], []]
 
         fronts = run.fronts()
@@ -129,14 +129,14 @@ async def test_fronts_a_worker_and_the_orchestrator_are_killed(run: Any) -> None
 async def test_the_trainers_process_is_killed(run: Any, victim: str) -> None:
     """By itself, and together with the orchestrator."""
 
-    def strike() -> None:
+    def kill_processes() -> None:
         run.kill(victim)
         if victim == "both":
             run.resume()
 
     async with playing(run) as agents:
         answers = await asked(run, agents, strike)
-        answers += await asked(run, agents, lambda: run.strike("front", run.fronts()))
+        answers += await asked(run, agents, lambda: run.kill_processes("front", run.fronts()))
         await ended(run, agents)
     proven(run, answers, turns=4)
 
@@ -145,8 +145,8 @@ async def test_the_trainers_process_is_killed(run: Any, victim: str) -> None:
 async def test_a_supervised_run_goes_on_by_itself(tmp_path: Path) -> None:
     with agents_run(tmp_path, *SETTINGS, options=["--supervise"]) as run:
 
-        def strike() -> None:
-            run.strike("orchestrator", [child.pid for child in psutil.Process(run.process.pid).children()])
+        def kill_processes() -> None:
+            run.kill_processes("orchestrator", [child.pid for child in psutil.Process(run.process.pid).children()])
 
         async with playing(run) as agents:
             answers = await asked(run, agents, strike)

@@ -65,7 +65,7 @@ async def test_a_chat_outlives_its_worker_and_is_no_part_of_what_is_trained(run:
         viewer = Viewer(run, await asyncio.to_thread(run.url))
         chatting = asyncio.create_task(viewer.chat())
         await viewer.begun.wait()
-        run.strike("worker", run.workers())
+        run.kill_processes("worker", run.workers())
         says = (agent.say("What is it?", stream=streams) for agent, streams in zip(agents, (True, False), strict=True))
         answers = await asyncio.gather(*says)
         text, tokens = await chatting

@@ -90,7 +90,7 @@ def test_who_is_in_a_container_reaches_the_model_alone_and_leaves_no_key_in_logs
     run.url()
     run.until("a token, or the end", lambda: run.has_gone_on() or run.ended())
     with contextlib.suppress(IndexError):  # What starts the container: it ends with that.
-        run.strike("env worker", run.recorded("agent_*.json")[:1])
+        run.kill_processes("env worker", run.recorded("agent_*.json")[:1])
     run.wait()
     assert run.leftovers() == []
     summary = summarise(RunDirectory(run.run_dir))

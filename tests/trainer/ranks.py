@@ -158,11 +158,11 @@ class _Orders:
         """Send a rank a signal as soon as this function begins here: ranks do the same at the same time. When that was
         stands in a file then."""
 
-        def strike() -> None:
+        def kill() -> None:
             Path(path).write_text(str(time.time()))
             os.kill(self._trainer.pids[rank - 1], number)
 
-        _when(function, strike)
+        _when(function, kill)
 
     def fail_when(self, function: str) -> None:
         """Have this function fail here, and on no other rank."""

@@ -104,7 +104,7 @@ def train(directory: Path, checkpoint: Path, *settings: str, kills: bool) -> Tra
         try:
             for step, lease in ((1, "reserved"), (2, "trainer")) if kills else ():
                 run.until(f"version {step}", lambda s=step: versions(run.run_dir) >= s, TIMEOUT_S)
-                run.strike(lease, run.recorded(f"{lease}-*.json"))
+                run.kill_processes(lease, run.recorded(f"{lease}-*.json"))
             run.until("its end", run.ended, TIMEOUT_S)
         finally:
             sums.stop()

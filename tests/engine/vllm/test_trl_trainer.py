@@ -37,7 +37,7 @@ def test_four_steps_while_workers_are_killed(tmp_path: Path) -> None:
             try:
                 for version in range(1, STEPS + 1):
                     run.until(f"a turn of version {version}", under_way(trainer, client, version), TIMEOUT_S)
-                    run.strike("worker", run.workers()[:1])
+                    run.kill_processes("worker", run.workers()[:1])
                 run.until("the trainer's end", lambda: trainer.poll() is not None, TIMEOUT_S)
             finally:
                 trainer.kill()

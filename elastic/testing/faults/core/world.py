@@ -169,7 +169,7 @@ class SimulatedWorld:
         self.loop.after(0, self.run.begin)
         self._commander.begin()
         for fault in self.faults.faults:
-            self.loop.at(round(fault.at_s * NS_PER_S), lambda fault=fault: self._strike(fault))
+            self.loop.at(round(fault.at_s * NS_PER_S), lambda fault=fault: self._inject(fault))
         if self.faults.ending is not RunEnding.COMPLETE:
             self.loop.at(self.faults.ending_at_ns, self._end_early)
         self.loop.run(self.faults.end_ns + self.settings.liveness_ns)
@@ -277,7 +277,7 @@ class SimulatedWorld:
 
     # Faults
 
-    def _strike(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         """A fault counts if it did something."""
         self.injector.struck += self._struck(fault, round(fault.duration_s * NS_PER_S))
 
@@ -298,10 +298,10 @@ class SimulatedWorld:
             case FaultKind.KILL_TRAINER:
                 return self._kill_trainer(silently=fault.chance < 1 / 2)
             case _:
-                alive = [w for w in self.workers.values() if w.alive and self._may_strike(fault.kind, w)]
-                return bool(alive) and self._strike_worker(fault, alive[int(fault.target * len(alive))], duration_ns)
+                alive = [w for w in self.workers.values() if w.alive and self._may_inject(fault.kind, w)]
+                return bool(alive) and self._inject_worker(fault, alive[int(fault.target * len(alive))], duration_ns)
 
-    def _may_strike(self, kind: FaultKind, worker: SimulatedWorker) -> bool:
+    def _may_inject(self, kind: FaultKind, worker: SimulatedWorker) -> bool:
         """The trainer's device is the run's own: its connection may break, once it has one."""
         return worker.role is not WorkerRole.TRAINER or (kind is FaultKind.CUT and worker.epoch > 0)
 
@@ -316,7 +316,7 @@ class SimulatedWorld:
             self._provider_of(trainer).end(trainer.lease, EndCause.LOST)
         return True
 
-    def _strike_worker(self, fault: Fault, worker: SimulatedWorker, duration_ns: Nanoseconds) -> bool:
+    def _inject_worker(self, fault: Fault, worker: SimulatedWorker, duration_ns: Nanoseconds) -> bool:
         provider, mild = self._provider_of(worker), fault.chance < 1 / 2
         match fault.kind:
             case FaultKind.KILL_WORKER:

@@ -85,16 +85,16 @@ class _PoolDies(BaseException):
 
 
 class PoolFaults(msgspec.Struct, frozen=True, kw_only=True):
-    """How likely faults are: `strike` after an event, `dies` at each thing that the pool's process does, and `repeats`
+    """How likely faults are: `inject` after an event, `dies` at each thing that the pool's process does, and `repeats`
     of each message. No fault begins after `until_ns`."""
 
-    strike: float = 0.03
+    inject: float = 0.03
     dies: float = 0.002
     repeats: float = 0.03
     until_ns: Nanoseconds = 3600 * S
 
 
-FAULTS = PoolFaults(), PoolFaults(strike=0.1)
+FAULTS = PoolFaults(), PoolFaults(inject=0.1)
 """What worlds draw from: in half of them faults follow closely upon each other."""
 
 
@@ -452,8 +452,8 @@ class PoolWorld:
             self.forgotten.pop(entry.job, None)
         for job in forgotten:
             self.forgotten[job.record.request.id] = job.record
-        if self.faulty and self.rng.random() < self.faults.strike:
-            self.soon(30 * S, self._strike)
+        if self.faulty and self.rng.random() < self.faults.inject:
+            self.soon(30 * S, self._inject)
         self._perhaps_die()
 
     def replayed(self, policies: ClusterPolicies) -> Cluster:
@@ -572,7 +572,7 @@ class PoolWorld:
 
         self.loop.after(1, tell)
 
-    def _strike(self) -> None:
+    def _inject(self) -> None:
         rng, kind = self.rng, self.rng.choice(STRIKES)
         node_agents = [node_agent for node_agent in self.node_agents.values() if node_agent.alive]
         jobs = [job for job in self.jobs.values() if job.alive]

@@ -2,18 +2,18 @@
 
 from elastic.testing.faults.kinds import Fault
 from elastic.testing.faults.outcome import Lived
+from elastic.testing.faults.shell.injection import inject
 from elastic.testing.faults.shell.judge import judge
 from elastic.testing.faults.shell.plan import WorldPlan, draw_plan
 from elastic.testing.faults.shell.stage import Stage, Tell, live_on_stage
-from elastic.testing.faults.shell.strikes import strike
 from elastic.testing.faults.shell.world import World
 
 
 class RunWorld(World):
     """The world of one run, alone on its stage."""
 
-    def strike(self, fault: Fault) -> bool:
-        return strike(self, fault)
+    def inject(self, fault: Fault) -> bool:
+        return inject(self, fault)
 
     def judge(self) -> None:
         judge(self)

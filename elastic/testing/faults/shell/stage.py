@@ -165,7 +165,7 @@ def live_on_stage(name: str, world: "DrivenWorld", drawn: tuple[Fault, ...]) -> 
 
 
 def _inject(world: "DrivenWorld", fault: Fault) -> None:
-    world.stage.injected(fault, world.strike(fault))
+    world.stage.injected(fault, world.inject(fault))
 
 
 def _go_on(world: "DrivenWorld") -> None:

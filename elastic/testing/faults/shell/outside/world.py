@@ -17,6 +17,7 @@ from elastic.system.host import HOST
 from elastic.testing.faults.kinds import Fault, FaultKind
 from elastic.testing.faults.outcome import Lived
 from elastic.testing.faults.shell.answers import host_of
+from elastic.testing.faults.shell.injection import inject
 from elastic.testing.faults.shell.judge import require
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import ModelTrainer
@@ -26,7 +27,6 @@ from elastic.testing.faults.shell.outside.importer import WorldImporter, synced
 from elastic.testing.faults.shell.outside.plan import OutsidePlan, draw_outside
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.stage import Stage, Tell, live_on_stage
-from elastic.testing.faults.shell.strikes import strike
 from elastic.testing.faults.shell.world import BEGIN_AGAIN_S, World, settings_of
 from elastic.worker.agent import BuildEngine
 from elastic.worker.connection import Ticket
@@ -66,10 +66,10 @@ class OutsideWorld(World):
         super().begin()
         self._agents = self.begin_process("client", Machine(self.clock), self.client.live)
 
-    def strike(self, fault: Fault) -> bool:
+    def inject(self, fault: Fault) -> bool:
         if fault.kind is FaultKind.KILL_FRONT:
             return self.client.fronts.kill(fault.target, fault.duration_s)
-        return strike(self, fault)
+        return inject(self, fault)
 
     def _begin_worker(self, name: str, bought: Ticket, trains: bool) -> Process:
         process = super()._begin_worker(name, bought, trains)

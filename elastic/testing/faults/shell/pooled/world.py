@@ -33,6 +33,7 @@ from elastic.protocol.run_control import ControlError, StopRun
 from elastic.system.isolation import LoopFaults
 from elastic.testing.faults.kinds import KINDS_OF_POOLS, Fault, FaultKind
 from elastic.testing.faults.outcome import Lived
+from elastic.testing.faults.shell.injection import inject
 from elastic.testing.faults.shell.judge import judge, require
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.pooled.devices import NodeDevice
@@ -49,7 +50,6 @@ from elastic.testing.faults.shell.pooled.processes import (
 )
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.stage import Stage, Tell, live_on_stage
-from elastic.testing.faults.shell.strikes import strike
 from policies.clusters import CLUSTER_POLICIES
 
 STEPS_MAX = 4_000_000
@@ -316,9 +316,9 @@ class PooledWorld:
 
     # Faults.
 
-    def strike(self, fault: Fault) -> bool:
+    def inject(self, fault: Fault) -> bool:
         if fault.kind not in KINDS_OF_POOLS:
-            return strike(self.jobs[fault.job], fault)
+            return inject(self.jobs[fault.job], fault)
         callbacks = int(fault.chance * CALLBACKS_MAX)
         node_agents = [process for process in self.node_agents.values() if process.alive]
         residents = [process for job in self.jobs for process in job.workers()]

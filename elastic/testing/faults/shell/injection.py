@@ -50,22 +50,22 @@ FOR_EVER_S = 1e6
 """Duration of weather that no other weather ends, in worlds with only some of the drawn faults."""
 
 
-def strike(world: World, fault: Fault) -> bool:
+def inject(world: World, fault: Fault) -> bool:
     """Apply the fault to its target; returns whether there was a target."""
     until_ns = world.until_ns(fault.duration_s)
-    if _strike_all(world, fault, until_ns):
+    if _inject_all(world, fault, until_ns):
         return True
     if fault.kind in _OF_THE_RUN:
         if world.orchestrator is None or world.result is not None:
             return False
-        return _strike_run(world, world.orchestrator, fault, until_ns)
+        return _inject_run(world, world.orchestrator, fault, until_ns)
     picked = _picked(world, fault)
     if picked is None:
         return False
     world.oracle.ails(picked.name, fault.duration_s)
     if _trains(picked):
         world.oracle.ails(WEIGHTS, fault.duration_s)
-    return _strike_one(world, picked, fault, until_ns)
+    return _inject_one(world, picked, fault, until_ns)
 
 
 _OF_THE_RUN = frozenset(
@@ -90,14 +90,14 @@ def _trains(worker: Process) -> bool:
     return worker.name.startswith(TRAINER_PROVIDER)
 
 
-def _strike_one(world: World, worker: Process, fault: Fault, until_ns: Nanoseconds) -> bool:
+def _inject_one(world: World, worker: Process, fault: Fault, until_ns: Nanoseconds) -> bool:
     device, mild = worker.device, fault.chance < 1 / 2
     match fault.kind:
         case FaultKind.KILL_WORKER | FaultKind.KILL_TRAINER:
             noticed = mild or _trains(worker)
             worker.end_after(_callbacks(fault.duration_s), partial(_end, world, worker, noticed=noticed))
         case FaultKind.KILL_RANK | FaultKind.HANG_RANK:
-            return _strike_rank(world, worker, fault, until_ns)
+            return _inject_rank(world, worker, fault, until_ns)
         case FaultKind.FREEZE:
             worker.freeze(until_ns)
             if fault.chance < 1 / 3:
@@ -150,7 +150,7 @@ def _end(world: World, worker: Process, *, noticed: bool) -> None:
         world.oracle.found.append(AssertionError(f"half checkpoints: {halves}"))
 
 
-def _strike_rank(world: World, worker: Process, fault: Fault, until_ns: Nanoseconds) -> bool:
+def _inject_rank(world: World, worker: Process, fault: Fault, until_ns: Nanoseconds) -> bool:
     """Have a rank do nothing any more, or for a while. The first one's process notices when another one is gone, or
     when all take too long for an order of the run, and ends."""
     ranks = world.ranks_of(worker.name)
@@ -238,7 +238,7 @@ def _spam(worker: Process) -> None:
             transport.write(wire.encode(wire.Heartbeat(1, 0, 0, progress, {}, 0, 0.0, 0, 0)))
 
 
-def _strike_run(world: World, orchestrator: Process, fault: Fault, until_ns: Nanoseconds) -> bool:
+def _inject_run(world: World, orchestrator: Process, fault: Fault, until_ns: Nanoseconds) -> bool:
     crash = partial(world.crash_orchestrator, fault.duration_s)
     match fault.kind:
         case FaultKind.KILL_ORCHESTRATOR | FaultKind.KILL_BOTH:
@@ -292,7 +292,7 @@ def _stop(world: World, fault: Fault) -> bool:
         return _stop_now(world, fault)
     now = msgspec.structs.replace(fault, target=1.0)
     delay_s = fault.target / AT_A_STEP * STEP_S
-    world.oracle.at_steps.append(lambda: world.after(delay_s, lambda: world.stage.injected(now, strike(world, now))))
+    world.oracle.at_steps.append(lambda: world.after(delay_s, lambda: world.stage.injected(now, inject(world, now))))
     return False
 
 
@@ -328,7 +328,7 @@ def _suspend(world: World, fault: Fault) -> None:
         machine.suspend(round(duration_s * NS_PER_S))
 
 
-def _strike_all(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
+def _inject_all(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
     """Apply a fault that has no one target; returns whether it is one."""
     match fault.kind:
         case FaultKind.WEATHER:
@@ -360,7 +360,7 @@ def _strike_all(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
         case FaultKind.KILL_FRONT:
             return world.agents is not None and world.agents.fronts.kill(fault.target, fault.duration_s)
         case FaultKind.KILL_ENVIRONMENT | FaultKind.HANG_ENVIRONMENT:
-            return _strike_host(world, fault, until_ns)
+            return _inject_host(world, fault, until_ns)
         case FaultKind.ENVIRONMENT | FaultKind.FUNCTIONS:
             world.down_until_ns[fault.kind] = until_ns
         case _:
@@ -368,7 +368,7 @@ def _strike_all(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
     return True
 
 
-def _strike_host(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
+def _inject_host(world: World, fault: Fault, until_ns: Nanoseconds) -> bool:
     """End an env worker, or have it do nothing for a while or for ever."""
     alive = [host.process for host in world.hosts.values() if host.process is not None and host.process.alive]
     if not alive:
