@@ -135,7 +135,7 @@ async def test_the_trainers_process_is_killed(run: Any, victim: str) -> None:
             run.resume()
 
     async with playing(run) as agents:
-        answers = await asked(run, agents, strike)
+        answers = await asked(run, agents, kill_processes)
         answers += await asked(run, agents, lambda: run.kill_processes("front", run.fronts()))
         await ended(run, agents)
     proven(run, answers, turns=4)
@@ -149,8 +149,8 @@ async def test_a_supervised_run_goes_on_by_itself(tmp_path: Path) -> None:
             run.kill_processes("orchestrator", [child.pid for child in psutil.Process(run.process.pid).children()])
 
         async with playing(run) as agents:
-            answers = await asked(run, agents, strike)
-            answers += await asked(run, agents, strike)
+            answers = await asked(run, agents, kill_processes)
+            answers += await asked(run, agents, kill_processes)
             await ended(run, agents)
         assert run.kills == {"orchestrator": 2}
         assert len(RunDirectory(run.run_dir).journal_paths()) == 3
