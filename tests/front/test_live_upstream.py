@@ -76,7 +76,7 @@ async def test_two_policies_and_a_judge_elsewhere(tmp_path: Path, monkeypatch: p
                 await server.until(lambda: len(server.asked) == 2)
                 fronts = run.fronts()
                 assert not any(KEY in part for pid in fronts for part in psutil.Process(pid).cmdline())
-                await asyncio.to_thread(run.strike, "front", fronts)
+                await asyncio.to_thread(run.kill_processes, "front", fronts)
                 with pytest.raises(httpx.TransportError):
                     await asking
                 answered.set()

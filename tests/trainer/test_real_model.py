@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("vllm", reason="the environment of `make test-vllm` is not this one: `make test-trainer`")
 transformers = pytest.importorskip("transformers")
 
-from benchmarks import _agents, _runs  # noqa: E402
+from benchmarks import _agents, _crashes, _runs  # noqa: E402
 from elastic.core import events as e  # noqa: E402
 from elastic.engine.base import BF16_NOISE  # noqa: E402
 from elastic.runtime.journal import RunDirectory  # noqa: E402
@@ -94,7 +94,7 @@ def train(directory: Path, checkpoint: Path, *settings: str, kills: bool) -> Tra
     class SumsRun(_agents.AgentsRun):
         def __init__(self) -> None:
             arguments = [str(config), "--providers", "reserved", *_runs.sets(settings)]
-            _agents.CrashingRun.__init__(self, directory / "runs", arguments)
+            _crashes.FrontedRun.__init__(self, directory / "runs", arguments)
 
     run = SumsRun()
     try:
