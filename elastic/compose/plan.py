@@ -163,7 +163,7 @@ def _pick(kind: str, name: str, where: str, *key: str) -> importlib.metadata.Ent
     if name not in points:
         short = [name for name, player in TRACE_PLAYERS.items() if player in points] if kind == "provider" else []
         what, there = kind.replace("_", " "), ", ".join(sorted([*points, *short])) or "none"
-        near = get_close_matches(name, [*points, *short], 1)
+        near = [TRACE_PLAYERS[name]] if name in short else get_close_matches(name, [*points, *short], 1)
         meant = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError(ConfigProblem(f"unknown {what} {name!r}{meant}; installed: {there}", key, where))
     return points[name]

@@ -456,6 +456,8 @@ def test_a_dry_run_refuses_a_policy_that_a_run_would_refuse(elastic, refused, co
 
 def test_a_provider_that_is_nearly_one_is_named(elastic, refused, config: Path) -> None:
     refused(elastic("run", config, "--providers", "spott"), "did you mean 'spot'?", "serving, serving-replay, spot,")
+    kind = ("--set", "providers.own.kind='spot'", "--providers", "own", "--dry-run")
+    refused(elastic("run", config, *kind), "unknown provider 'spot'", "did you mean 'spot-replay'?")
 
 
 def test_the_version_is_told(elastic) -> None:

@@ -11,7 +11,7 @@ from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
 from tests.pool.live import STEPS, LivePool
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 @pytest.fixture
