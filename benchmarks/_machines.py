@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks._pools import LivePool
+from benchmarks._pools import LivePool, write_pool
 from benchmarks._runs import RunFailed, elastic
 
 NETWORK = "10.78.3"
@@ -22,27 +22,6 @@ TRAINING_SITE = f"{NETWORK}.1"
 SILENCE_S = 4.0
 CUT_S = 2.0, 7.0
 """For how long a link is cut: some cuts are shorter than what a pool waits for a node, some longer."""
-POOL = """
-[pool]
-name = "lab"
-directory = "{directory}"
-policy = "{policy}"
-devices = "cpu"
-host = "0.0.0.0"
-advertise = "{advertise}"
-[pool.rollout]
-kind = "joined"
-nodes = {rollout}
-usd_per_gpu_hour = 1.85
-memory_gb = 4.5
-[pool.train]
-nodes = {train}
-usd_per_gpu_hour = 5.28
-memory_gb = 12
-[limits]
-start_s = 120
-silence_s = {silence_s}
-"""
 REACHED = ("run.host=0.0.0.0", f"run.advertise={TRAINING_SITE}", "job.rollout_memory_gb=1.5")
 """What is set of jobs whose rollouts are on other machines; three find room on a node."""
 COMMAND = (sys.executable, "-P", "-m", "elastic.cli")
@@ -161,10 +140,14 @@ class Machines:
 @contextlib.contextmanager
 def machines_pool(directory: Path, policy: str, machines: int, train: int) -> Iterator[tuple[LivePool, Machines]]:
     """Starts a pool at a training site, with all devices of so many rollout machines, and ends all of it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / "pool.toml"
-    known = {"directory": directory / "pools", "policy": policy, "advertise": TRAINING_SITE, "silence_s": SILENCE_S}
-    file.write_text(POOL.format(rollout=2 * machines, train=train, **known), encoding="utf-8")
+    file = write_pool(
+        directory,
+        policy,
+        (2 * machines, train),
+        pool={"host": "0.0.0.0", "advertise": TRAINING_SITE},
+        rollout={"kind": "joined", "memory_gb": 4.5},
+        limits={"silence_s": SILENCE_S},
+    )
     with Machines(directory / "machines", machines) as those:
         start = ["ip", "netns", "exec", those.training, *COMMAND, "pool", "start", str(file), "--json"]
         out = subprocess.run(start, check=True, capture_output=True, text=True, timeout=300).stdout

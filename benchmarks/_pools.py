@@ -37,18 +37,21 @@ name = "lab"
 directory = "{directory}"
 policy = "{policy}"
 devices = "cpu"
+{pool}
 [pool.rollout]
-nodes = {rollout}
+nodes = {rollout_nodes}
 usd_per_gpu_hour = 1.85
-memory_gb = 12
+{rollout}
 [pool.train]
-nodes = {train}
+nodes = {train_nodes}
 usd_per_gpu_hour = 5.28
 memory_gb = 12
 [limits]
 start_s = 120
 {limits}
 """
+Keys = Mapping[str, str | float]
+ROLLOUT_NODES: Keys = {"memory_gb": 12}
 ENDED = ("finished", "failed", "cancelled", "rejected")
 
 
@@ -129,16 +132,34 @@ class LivePool:
         return json.loads(elastic("report", str(self.directory), "--json").splitlines()[-1])
 
 
-@contextlib.contextmanager
-def live_pool(
-    directory: Path, policy: str, rollout: int, train: int, limits: Mapping[str, float] | None = None
-) -> Iterator[LivePool]:
-    """Starts a pool, and stops it with everything it has."""
+def write_pool(
+    directory: Path,
+    policy: str,
+    nodes: tuple[int, int],
+    *,
+    pool: Keys | None = None,
+    rollout: Keys = ROLLOUT_NODES,
+    limits: Keys | None = None,
+) -> Path:
+    """Write the configuration of a pool with so many rollout and training nodes, and more keys of its sections."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "pool.toml"
-    lines = "\n".join(f"{key} = {value}" for key, value in (limits or {}).items())
-    text = POOL.format(directory=directory / "pools", policy=policy, rollout=rollout, train=train, limits=lines)
+    sections = {"pool": pool or {}, "rollout": rollout, "limits": limits or {}}
+    lines = {
+        name: "\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
+        for name, keys in sections.items()
+    }
+    text = POOL.format(
+        directory=directory / "pools", policy=policy, rollout_nodes=nodes[0], train_nodes=nodes[1], **lines
+    )
     file.write_text(text, encoding="utf-8")
+    return file
+
+
+@contextlib.contextmanager
+def live_pool(directory: Path, policy: str, rollout: int, train: int, limits: Keys | None = None) -> Iterator[LivePool]:
+    """Starts a pool, and stops it with everything it has."""
+    file = write_pool(directory, policy, (rollout, train), limits=limits)
     started = json.loads(elastic("pool", "start", str(file), "--json"))
     pool = LivePool(Path(started["directory"]))
     try:
