@@ -50,7 +50,7 @@ class PendingWorkers:
         return self._tickets.check(ticket, token)
 
     def enter(self, applicant: Applicant) -> None:
-        """Who comes a second time has lost its first connection."""
+        """Let an applicant wait. If it waits already, by the same ticket, that connection was lost, and is closed."""
         former = self.applicants.pop(applicant.terms.ticket, None)
         if former is not None:
             former.turn_away("it came again with the same ticket")

@@ -268,8 +268,9 @@ class LeaseManager:
         return True
 
     def begin_lull(self, foreseen_ns: Nanoseconds | None, *, comes_to_an_end: bool = True) -> None:
-        """Give leases back as the holding policy says while there are no rollouts; all of them where none are foreseen
-        to come. Another such word takes the place of the last."""
+        """Give leases back as the holding policy says, since there are no rollouts to do for `foreseen_ns` (None: for
+        an unknown time). If the lull does not come to an end, all leases go back. A later call replaces an earlier one.
+        """
         run, table, holding = self._run, self._run.leases, self._run.policies.holding
         if table.lull_since_ns is None:
             table.lull_since_ns = run.now_ns
@@ -289,7 +290,7 @@ class LeaseManager:
             self._hand_in(lease, NO_ROLLOUTS)
 
     def end_lull(self) -> bool:
-        """There are rollouts to do. Returns whether there were none."""
+        """Note that there are rollouts to do again. Returns whether a lull has ended."""
         table = self._run.leases
         if table.lull_since_ns is None:
             return False

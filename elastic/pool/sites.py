@@ -2,7 +2,7 @@
 
 Nodes on other machines than the pool's are of the site that their machine names. Where a site has several, one of them
 has a relay in its machine's memory, which workers of all of them use: on that machine as a directory, elsewhere by
-HTTPS. It is a help and no more: workers do without a relay that fails.
+HTTPS. If that relay fails, workers read from the trainer's relay alone.
 Source: Weave §5.2.
 """
 
@@ -30,7 +30,8 @@ class SiteNode(msgspec.Struct, kw_only=True):
 def site_orders(nodes: Mapping[NodeId, SiteNode]) -> Iterator[tuple[NodeId, w.ServeSite | w.UseSite]]:
     """Return what nodes are to be told now.
 
-    Whose machine has been told of a relay by its people is left alone. Who could not have a relay is not asked again.
+    A node whose machine names a relay of its own (`NodeMachine.relay`) is told nothing. A node that could not start a
+    relay is not asked again.
     """
     sites: dict[str, dict[NodeId, SiteNode]] = {}
     for name, node in sorted(nodes.items()):

@@ -1,6 +1,7 @@
-"""Finds a text in what trajectories say: one is read after the other, for a while, and who asks goes on from there.
+"""Finds a text in what trajectories say. A search reads one trajectory after the other for a bounded time; the next
+search goes on after the last one that was read.
 
-It is found as it was written, upper or lower case, within a message: what was said, thought, or asked of a tool.
+The text is looked for without regard to case, within one message: what was said, thought, or asked of a tool.
 """
 
 import time
@@ -19,11 +20,11 @@ from elastic.report.trajectories import BRANCHES_MAX, TOKENS_MAX, detail_of_row,
 from elastic.runtime.journal import TrajectoryFilter, TrajectoryRow
 
 SEARCH_S = 2.0
-"""How long is searched at a time."""
+"""How long one search takes."""
 PASSAGES_MAX = 3
-"""Of one trajectory that are shown."""
+"""Most passages of one trajectory that are shown."""
 AROUND_CHARACTERS = 80
-"""Of a passage on each side of what was found."""
+"""Characters that a passage shows on each side of the text."""
 _LISTED = 256
 
 

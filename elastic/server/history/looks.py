@@ -24,8 +24,8 @@ class SharedLooks:
         in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread,
         fresh_s: float | None = None,
     ) -> Found:
-        """Return what `find` finds, which is called in a thread; `fresh_s` where it may be of another age. Raises what
-        it raises."""
+        """Return what `find` finds, which is called in a thread, or what it found at most `fresh_s` ago (by default as
+        old as all looks here may be). Raises what `find` raises."""
         look, loop = self._looks.get(key), asyncio.get_running_loop()
         if look is None or look.get_loop() is not loop:
             look = self._looks[key] = asyncio.ensure_future(in_thread(find))
