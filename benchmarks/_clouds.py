@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks._proof import judge_tokens
+from benchmarks._proof import check_tokens
 from elastic.compose.incarnations import replay
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -74,7 +74,7 @@ def figures_of(run_dir: Path, provider: str) -> dict[str, Any]:
     summary = summarise(run)
     usage = summary.providers[provider]
     parts = {part: [one[part] / NS_PER_S for one in starts if part in one] for part in PARTS}
-    lost, duplicated = judge_tokens(run)
+    lost, duplicated = check_tokens(run)
     boots = [one["boot"] + one["join"] for one in starts if {"boot", "join"} <= one.keys()]
     return {
         "leases": usage.leases,

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks._clouds import PARTS, starts_of
 from benchmarks._crashes import CrashingRun
-from benchmarks._proof import judge_tokens
+from benchmarks._proof import check_tokens
 from benchmarks._runs import EXAMPLE
 from benchmarks._shapes import write_policy
 from elastic.core import events as e
@@ -72,7 +72,7 @@ def measure(quick: bool) -> dict[str, Any]:
                 one.end()
             finally:
                 one.run.discard()
-            one.judge(totals)
+            one.check(totals)
         return totals.figures(aws)
 
 
@@ -192,9 +192,9 @@ class Disturbed:
 
     # What came of it
 
-    def judge(self, totals: Totals) -> None:
+    def check(self, totals: Totals) -> None:
         kept = RunDirectory(self.run.run_dir)
-        totals.tokens_lost += sum(judge_tokens(kept))  # What is generated again was lost, too.
+        totals.tokens_lost += sum(check_tokens(kept))  # What is generated again was lost, too.
         totals.orphans += len(self._aws.living())
         usage = summarise(kept).providers["ec2"]
         totals.usd += usage.usd

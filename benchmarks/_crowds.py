@@ -35,7 +35,7 @@ MB = 1 << 20
 
 
 class OpenPort(NamedTuple):
-    """Where strangers come, what others ask there, and the log of the process behind it."""
+    """Where unauthenticated peers come, what others ask there, and the log of the process behind it."""
 
     port: int
     asked: bytes

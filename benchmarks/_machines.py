@@ -110,7 +110,7 @@ class Machines:
                 self.node_agents.append(NodeAgent(machine, place, device, json.loads(told.splitlines()[-1])["node"]))
                 self.node_agents[-1].start()
         until_s = time.monotonic() + 120
-        while sum(node["phase"] == "rollout" for node in pool.standing()["nodes"]) < len(self.node_agents):
+        while sum(node["phase"] == "rollout" for node in pool.status()["nodes"]) < len(self.node_agents):
             if time.monotonic() > until_s:
                 raise TimeoutError("machines do not join")
             time.sleep(0.2)
@@ -133,7 +133,7 @@ class Machines:
             _ip("-n", machine, "link", "set", "eth0", "up")
             struck = [node_agent for node_agent in self.node_agents if node_agent.machine == machine]
         else:
-            os.kill(pool.standing()["pid"], 9)
+            os.kill(pool.status()["pid"], 9)
         return {node_agent.node for node_agent in struck}
 
 

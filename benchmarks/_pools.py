@@ -87,22 +87,22 @@ class LivePool:
             found = {name: threads.submit(self.submit, file, name, runs, more) for name, (file, more) in jobs.items()}
         return {name: path.result() for name, path in found.items()}
 
-    def standing(self, within_s: float = 60.0) -> dict[str, Any]:
+    def status(self, within_s: float = 60.0) -> dict[str, Any]:
         """How the pool stands, once its process answers. Raises `ControlError`."""
         until_s = time.monotonic() + within_s
         while True:
             try:
-                standing = asyncio.run(PoolControl(self.directory, 5.0).standing())
+                reply = asyncio.run(PoolControl(self.directory, 5.0).status())
             except ControlError:
                 if time.monotonic() > until_s:
                     raise
                 time.sleep(0.05)
             else:
-                return {**msgspec.to_builtins(standing.status), "pid": standing.pid}
+                return {**msgspec.to_builtins(reply.status), "pid": reply.pid}
 
     def jobs(self) -> list[dict[str, Any]]:
         """Once the pool's process answers."""
-        return self.standing()["jobs"]
+        return self.status()["jobs"]
 
     def job(self, name: str) -> dict[str, Any]:
         return next(job for job in self.jobs() if job["name"] == name)

@@ -86,10 +86,10 @@ class _Oracle:
                     pass
 
 
-def judge(run: RunDirectory) -> Verdict:
+def check_run(run: RunDirectory) -> Verdict:
     """Of a run that has finished: whatever it accepted has come to something.
 
-    Raises `RuntimeError` for any other run, whose unfinished trajectories would count as lost (`judge_tokens` is for
+    Raises `RuntimeError` for any other run, whose unfinished trajectories would count as lost (`check_tokens` is for
     these), and where replaying the journals does not come to the state that the run ended in.
     """
     with run.journals() as journals:
@@ -122,7 +122,7 @@ def judge(run: RunDirectory) -> Verdict:
     )
 
 
-def judge_tokens(run: RunDirectory) -> tuple[int, int]:
+def check_tokens(run: RunDirectory) -> tuple[int, int]:
     """Tokens lost and tokens duplicated of a run that may have ended at any moment, whatever providers it had.
 
     Lost are those that are not where they belong in what a finished trajectory came to, and those missing between the

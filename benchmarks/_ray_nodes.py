@@ -15,7 +15,7 @@ import psutil
 from benchmarks._configurations import endless
 from benchmarks._live import Capacity, LiveRun, live_run, reserved
 from benchmarks._paced import LimitedSettings, LimitedTask
-from benchmarks._proof import judge_tokens
+from benchmarks._proof import check_tokens
 from benchmarks._runs import processes_of
 from benchmarks._shapes import write_policy
 from elastic.protocol.sockets import listening_socket
@@ -118,7 +118,7 @@ async def kill_nodes(directory: Path, kills: int, until_s: float) -> dict[str, A
                 under_turns += held > 0
         left = await asyncio.to_thread(nodes.actors_left)
         processes_left = len(processes_of(run_dir.name))
-    lost, duplicated = judge_tokens(RunDirectory(run_dir))
+    lost, duplicated = check_tokens(RunDirectory(run_dir))
     summary = summarise(RunDirectory(run_dir))
     usage = summary.providers["ray"]
     return {

@@ -46,10 +46,10 @@ def _crowd(port: int) -> None:
             while come < (time.monotonic() - began_s) * CROWD_PER_S:
                 come += 1
                 with contextlib.suppress(OSError):
-                    stranger = socket.socket()
-                    stranger.setblocking(False)
-                    waiting.append(stranger)
-                    stranger.connect_ex(("127.0.0.1", port))
+                    unauthenticated = socket.socket()
+                    unauthenticated.setblocking(False)
+                    waiting.append(unauthenticated)
+                    unauthenticated.connect_ex(("127.0.0.1", port))
                 if len(waiting) > 400:
                     waiting.pop(0).close()
             await asyncio.sleep(0.002)
@@ -60,7 +60,7 @@ def _crowd(port: int) -> None:
 async def _ask(port: int) -> float:
     """How long somebody far away waits for an answer; infinite if there is none."""
     began_s = time.monotonic()
-    hello = wire.Hello(wire.PROTOCOL_VERSION, "stranger", "token", False, 0, "", "a-run")
+    hello = wire.Hello(wire.PROTOCOL_VERSION, "unknown", "token", False, 0, "", "a-run")
     try:
         async with asyncio.timeout(PATIENCE_S):
             distant = socket.socket()

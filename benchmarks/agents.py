@@ -107,9 +107,9 @@ class Trial:
         """By group, the share of a held-out task's members that succeed with this policy, or the base policy."""
         chosen = [] if policy is None else [f"model.checkpoint={policy}"]
         held_out = [setting.format(rows=self._held_out_rows) for setting in self._example.held_out]
-        judged = ["run.steps=1", f"rollout.groups={TASKS}", f"rollout.group_size={MEMBERS}"]
+        evaluated = ["run.steps=1", f"rollout.groups={TASKS}", f"rollout.group_size={MEMBERS}"]
         heat = f"rollout.temperature={temperature}"
-        summary = self._run([*self._settings, *held_out, *chosen, *judged, heat])
+        summary = self._run([*self._settings, *held_out, *chosen, *evaluated, heat])
         by_group: defaultdict[str, list[float]] = defaultdict(list)
         with RunDirectory(Path(summary["report"]).parent).journals() as journals:
             for row in (row for journal in journals for row in journal.rows(TrajectoryRow)):
@@ -211,6 +211,6 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     measured = benchmark(__doc__, main, add_options)
-    judged = {name: figures for name, figures in measured.items() if figures.get("success_after")}
-    if bars := [f"{name}: {bar}" for name, figures in judged.items() for bar in missed(figures)]:
+    evaluated = {name: figures for name, figures in measured.items() if figures.get("success_after")}
+    if bars := [f"{name}: {bar}" for name, figures in evaluated.items() for bar in missed(figures)]:
         sys.exit("\n".join(bars))

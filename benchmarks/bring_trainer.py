@@ -97,7 +97,7 @@ def _played(
     number: int,
     play: Play,
     write: Callable[[DoorsRun, int], Path] = write_version,
-    judged: Callable[[Sequence[PeerTurn], Sequence[Path]], bool] = lambda told, offered: _of_last(told, offered),
+    checked: Callable[[Sequence[PeerTurn], Sequence[Path]], bool] = lambda told, offered: _of_last(told, offered),
 ) -> dict[str, Any]:
     offered = [write(run, UPDATES * number + update) for update in range(1, UPDATES + 1)]
     try:
@@ -108,7 +108,7 @@ def _played(
     served = load_file(file)
     found = run.pulled(UPDATES * (number + 1))
     same = found.keys() == served.keys() and all(bool((found[name] == served[name]).all()) for name in served)
-    return {"calls": calls, "passed": same and judged(told, offered), "skipped_because": ""}
+    return {"calls": calls, "passed": same and checked(told, offered), "skipped_because": ""}
 
 
 def _of_last(told: Sequence[PeerTurn], offered: Sequence[Path]) -> bool:

@@ -235,10 +235,10 @@ def measure(names: Sequence[str], pace: PlayPace, directory: Path) -> dict[str, 
         run.wait()
     finally:
         run.discard()
-    return dict(zip(names, judged(RunDirectory(run.run_dir), players, Tokenizer(policy)), strict=True))
+    return dict(zip(names, checked(RunDirectory(run.run_dir), players, Tokenizer(policy)), strict=True))
 
 
-def judged(run: RunDirectory, players: Sequence[Player], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def checked(run: RunDirectory, players: Sequence[Player], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     answers, rows = played(run).answers, trajectories(run)
     with run.journals() as journals:
         moved = {row.turn for journal in journals for row in journal.rows(MoveRow)}

@@ -136,7 +136,7 @@ def main(parsed: Arguments) -> dict[str, Any]:
             submitter.over.set()
             figures: dict[str, Any] = {
                 "kills": len(kills),
-                **_judged(site, submitter, submitting),
+                **_checked(site, submitter, submitting),
                 "adopted_s_max": _adopted_s(site, kills),
             }
         finally:
@@ -157,7 +157,7 @@ def _wait_for_work(site: HostedSite, submitter: Submitter) -> None:
         time.sleep(0.02)
 
 
-def _judged(site: HostedSite, submitter: Submitter, submitting: list[threading.Thread]) -> dict[str, int]:
+def _checked(site: HostedSite, submitter: Submitter, submitting: list[threading.Thread]) -> dict[str, int]:
     end_s = time.monotonic() + END_TIMEOUT_S
     for threads in (submitting, submitter.threads):
         for thread in threads:

@@ -32,7 +32,7 @@ import msgspec
 
 from benchmarks._common import Arguments, benchmark
 from benchmarks._crashes import CrashingRun, Victim
-from benchmarks._proof import judge, same_episode, same_weights, trajectories
+from benchmarks._proof import check_run, same_episode, same_weights, trajectories
 from benchmarks._retold import retell
 from benchmarks._runs import EXAMPLE, prepare
 from elastic.compose.incarnations import past_incarnations, previous_incarnation
@@ -94,7 +94,7 @@ def crash(
         kept = RunDirectory(run.run_dir)
         kills += run.kills
         resumed_s += run.resumed_s()
-        totals.update(msgspec.structs.asdict(judge(kept)))
+        totals.update(msgspec.structs.asdict(check_run(kept)))
         totals["groups_twice"] += not same_weights(calm.run_dir, run.run_dir)
         found = trajectories(kept)
         same += sum(same_episode(row, found.get(name)) for name, row in expected.items())

@@ -6,10 +6,10 @@ whose keys begin with `shell_`. There `needless` counts
 acts without a cause in the world, `shell_coverage` is the share of the shell's lines that its first worlds go through
 (sixteen in the quick run, at most a hundred in others), and `shell_bugs` are planted one at a time.
 
-`--quick` lives through the seeds that CI has first and judges no mutant. Without it: a million events and more of each
+`--quick` lives through the seeds that CI has first and checks no mutant. Without it: a million events and more of each
 kind, and a sample of mutants. `--minutes 60` lives through worlds of the production shell for an hour, from a fresh
 seed on; a world that fails is told at once, with the command that replays it. `--nightly`: ten million events of the
-cheap worlds; of the production shell three million, and three hundred thousand faults. `--all-mutants` judges every
+cheap worlds; of the production shell three million, and three hundred thousand faults. `--all-mutants` checks every
 mutant, which takes hours.
 """
 
@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from benchmarks._checkers import check_mutants
 from benchmarks._common import emit
-from benchmarks._judges import judge
 from benchmarks._mutants import all_mutants, sample
 from benchmarks._shell import (
     WorldsSeen,
@@ -160,7 +160,7 @@ def mutation(count: int | None, seed: int) -> dict[str, Any]:
     chosen = sample(there_are, count, seed)
     by: Counter[str] = Counter()
     survivors: list[str] = []
-    for number, (mutant, noticed) in enumerate(judge([None, *chosen], cores())):
+    for number, (mutant, noticed) in enumerate(check_mutants([None, *chosen], cores())):
         if mutant is None and noticed is not None:
             raise SystemExit(f"the code as it is does not pass: {noticed}")
         if mutant is not None and noticed is None:
@@ -179,12 +179,12 @@ def mutation(count: int | None, seed: int) -> dict[str, Any]:
 
 
 def main(wanted: Extent, first: int, mutants: int | None, seed: int) -> dict[str, Any]:
-    # Mutants first: they are judged in forks of a process that has not imported the core.
-    judged: dict[str, Any] = {"mutants": None, "mutants_killed": None}
+    # Mutants first: they are checked in forks of a process that has not imported the core.
+    checked: dict[str, Any] = {"mutants": None, "mutants_killed": None}
     if mutants != 0:
-        judged = mutation(mutants, seed)
+        checked = mutation(mutants, seed)
     if wanted == Extent():
-        return judged
+        return checked
     if wanted.minutes:
         return shell_worlds(wanted, first)
     shell = shell_worlds(SHELL.get(wanted, wanted), first)
@@ -195,7 +195,7 @@ def main(wanted: Extent, first: int, mutants: int | None, seed: int) -> dict[str
         | {"jobs": jobs}
         | shell
         | (bugs(wanted == QUICK) if wanted in SHELL else {})
-        | judged
+        | checked
     )
 
 
@@ -211,8 +211,8 @@ if __name__ == "__main__":
     extent.add_argument("--minutes", type=float, metavar="M", help="the production shell alone, for so long")
     extent.add_argument("--only-mutants", action="store_true", help="no worlds of their own")
     parser.add_argument("--first", type=int, help="the first world's seed: 0, and with --minutes a fresh one")
-    parser.add_argument("--mutants", type=int, default=MUTANTS, help="judge so many, drawn evenly")
-    parser.add_argument("--all-mutants", action="store_true", help="judge every mutant")
+    parser.add_argument("--mutants", type=int, default=MUTANTS, help="check so many, drawn evenly")
+    parser.add_argument("--all-mutants", action="store_true", help="check every mutant")
     parser.add_argument("--mutation-seed", type=int, default=MUTATION_SEED, help="which mutants are drawn")
     given, began_s = parser.parse_args(), time.monotonic()
     modes = ((given.quick, QUICK), (given.nightly, NIGHTLY), (given.only_mutants, Extent()))

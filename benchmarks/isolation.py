@@ -158,15 +158,15 @@ class Session:
 
     def until(self, done: Callable[[dict[str, Any]], object], what: str, every_s: float = 0.2) -> dict[str, Any]:
         until_s = time.monotonic() + WITHIN_S
-        while not done(standing := self.pool.standing()):
+        while not done(status := self.pool.status()):
             if time.monotonic() > until_s:
-                raise TimeoutError(f"{what}: not within {WITHIN_S:g} s; {_in_short(standing)}")
+                raise TimeoutError(f"{what}: not within {WITHIN_S:g} s; {_in_short(status)}")
             time.sleep(every_s)
-        return standing
+        return status
 
     def steps(self, more: Mapping[str, int], what: str) -> None:
         """Wait until jobs have done so many steps more than now."""
-        before = _steps(self.pool.standing())
+        before = _steps(self.pool.status())
         self.until(
             lambda now: all(_steps(now).get(job, 0) >= before.get(job, 0) + count for job, count in more.items()), what
         )
@@ -195,9 +195,9 @@ class Session:
                 return self._hit(kind, signal.SIGSTOP, self._resident(phase), phase)
             case "orchestrator":
                 phase = "rollout" if self._count % 2 else "train"
-                return self._hit(kind, signal.SIGKILL, lambda: _job(self.pool.standing())["pid"], phase)
+                return self._hit(kind, signal.SIGKILL, lambda: _job(self.pool.status())["pid"], phase)
             case "pool":
-                return self._hit(kind, signal.SIGKILL, lambda: self.pool.standing()["pid"], "")
+                return self._hit(kind, signal.SIGKILL, lambda: self.pool.status()["pid"], "")
             case "node_agent":
                 side = "rollout" if self._count % 2 else "train"
                 return self._hit(kind, signal.SIGKILL, lambda: self._node_agent(side), "")
@@ -211,7 +211,7 @@ class Session:
             until_s = time.monotonic() + WITHIN_S
             while True:
                 pids = [
-                    process.pid for process in example.victims(what, self.pool.directory, [_job(self.pool.standing())])
+                    process.pid for process in example.victims(what, self.pool.directory, [_job(self.pool.status())])
                 ]
                 if pids:
                     return pids[0]
@@ -222,28 +222,26 @@ class Session:
         return pid
 
     def _node_agent(self, phase: str) -> int:
-        standing = self.pool.standing()
-        names = _job(standing)[phase]
-        return next(node["node_agent"]["pid"] for node in standing["nodes"] if node["name"] in names)
+        status = self.pool.status()
+        names = _job(status)[phase]
+        return next(node["node_agent"]["pid"] for node in status["nodes"] if node["name"] in names)
 
     def _hit(self, kind: str, number: signal.Signals, pid_of: Callable[[], int], phase: str | None) -> Stroke:
         """Send a signal to a process: while the victim has a permit of this phase, has none (None), or at any time."""
         pid = pid_of()
         share = self._rng.uniform(0.02, 0.15)  # A turn of training may last no longer than its update is paced to.
 
-        def fits(standing: dict[str, Any]) -> bool:
+        def fits(status: dict[str, Any]) -> bool:
             if phase == "":
                 return True
-            permit = next((permit for permit in standing["permits"] if permit["job"] == VICTIM), None)
+            permit = next((permit for permit in status["permits"] if permit["job"] == VICTIM), None)
             if phase is None or permit is None:
                 return phase is None and permit is None
-            return (
-                permit["phase"] == phase and not permit["recalled"] and standing["now_s"] - permit["since_s"] >= share
-            )
+            return permit["phase"] == phase and not permit["recalled"] and status["now_s"] - permit["since_s"] >= share
 
         while True:
-            standing = self.until(fits, f"a turn of the victim for {kind}", 0.05)
-            asked_s, now_s = time.monotonic(), standing["now_s"]
+            status = self.until(fits, f"a turn of the victim for {kind}", 0.05)
+            asked_s, now_s = time.monotonic(), status["now_s"]
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
@@ -251,7 +249,7 @@ class Session:
                 continue
             at_s = now_s + time.monotonic() - asked_s
             self._clock = time.monotonic() - at_s
-            permit = next((permit["number"] for permit in standing["permits"] if permit["job"] == VICTIM), None)
+            permit = next((permit["number"] for permit in status["permits"] if permit["job"] == VICTIM), None)
             return Stroke(kind, at_s, permit if phase else None, pid)
 
     def _gone(self, pid: int) -> float:
@@ -271,16 +269,16 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def _job(standing: Mapping[str, Any]) -> dict[str, Any]:
-    return next(job for job in standing["jobs"] if job["name"] == VICTIM)
+def _job(status: Mapping[str, Any]) -> dict[str, Any]:
+    return next(job for job in status["jobs"] if job["name"] == VICTIM)
 
 
-def _steps(standing: Mapping[str, Any]) -> dict[str, int]:
-    return {job["name"]: job["steps_done"] for job in standing["jobs"]}
+def _steps(status: Mapping[str, Any]) -> dict[str, int]:
+    return {job["name"]: job["steps_done"] for job in status["jobs"]}
 
 
-def _in_short(standing: Mapping[str, Any]) -> str:
-    return "; ".join(f"{job['name']} {job['state']} ({job['reason']}) {job['steps_done']}" for job in standing["jobs"])
+def _in_short(status: Mapping[str, Any]) -> str:
+    return "; ".join(f"{job['name']} {job['state']} ({job['reason']}) {job['steps_done']}" for job in status["jobs"])
 
 
 def submitted(
@@ -354,7 +352,7 @@ def outgrown(directory: Path, policy: Path, kills: int, *, quick: bool) -> Told:
         session.until(lambda now: all(count >= 1 for count in _steps(now).values()), "the first steps")
         session.steps({OTHER: CALM_STEPS[quick]}, "the calm steps")
         for _ in range(kills):
-            before = _job(pool.standing())["resubmissions"]
+            before = _job(pool.status())["resubmissions"]
             grows.touch()
             session.until(lambda now, before=before: _job(now)["resubmissions"] > before, "the end of what has grown")
             grows.unlink()
@@ -379,13 +377,13 @@ def killed_of_three(directory: Path, policy: Path) -> dict[str, Any]:
         session = Session(pool, random.Random(0), quick=False)
         session.until(lambda now: all(count >= 1 for count in _steps(now).values()), "the first steps")
         session.steps(dict.fromkeys(SEEDS, AWAY_STEPS), "steps of all three")
-        os.kill(_job(pool.standing())["pid"], signal.SIGKILL)
+        os.kill(_job(pool.status())["pid"], signal.SIGKILL)
         killed_s = session.until(lambda now: _job(now)["state"] == "failed", "the victim's failure")["now_s"]
         session.steps(dict.fromkeys(others, AWAY_STEPS), "steps without it")
         elastic("jobs", "resubmit", VICTIM, "--pool", str(pool.directory), "--json")
-        resubmitted_s = pool.standing()["now_s"]
+        resubmitted_s = pool.status()["now_s"]
         session.steps({VICTIM: 1}, "the victim's first step again")
-        back_s = pool.standing()["now_s"]
+        back_s = pool.status()["now_s"]
         session.steps(dict.fromkeys(SEEDS, AWAY_STEPS), "steps of all three again")
     past = moments(pool)
     first_s = max(next(end for end, _ in steps_s(past, name)) for name in SEEDS)

@@ -42,7 +42,7 @@ from benchmarks._common import Arguments, benchmark
 from benchmarks._machines import KINDS as STROKES
 from benchmarks._machines import REACHED, Machines, lacking, machines_pool
 from benchmarks._pools import JOBS, LivePool, at_once, live_pool, residual_nano_usd
-from benchmarks._proof import judge, same_episode, same_weights, trajectories
+from benchmarks._proof import check_run, same_episode, same_weights, trajectories
 from benchmarks._runs import elastic, sets
 from benchmarks._shapes import write_policy
 from elastic.report import summarise
@@ -352,7 +352,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
                 same += sum(same_episode(row, found.get(key)) for key, row in expected.items())
                 total += len(expected.keys() | found.keys())
                 for run in arm.runs.values():
-                    verdict = judge(RunDirectory(run))
+                    verdict = check_run(RunDirectory(run))
                     lost += verdict.tokens_lost
                     twice += verdict.groups_twice
                     imbalance += verdict.ledger_imbalance_ns

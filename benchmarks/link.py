@@ -27,7 +27,7 @@ from benchmarks._common import Arguments, Measured, benchmark
 from benchmarks._configurations import endless
 from benchmarks._live import Capacity, LiveRun, live_run, replay, reserved
 from benchmarks._paced import LimitedSettings, LimitedTask
-from benchmarks._proof import judge_tokens
+from benchmarks._proof import check_tokens
 from benchmarks._shapes import write_policy
 from elastic.config import Config
 from elastic.core import commands as c
@@ -160,7 +160,7 @@ async def measure(policy: Path, directory: Path, name: str, times: int) -> dict[
                 recovered_s.append(await recovery_s(run, link, case))
     finally:
         await link.aclose()
-    lost, duplicated = judge_tokens(RunDirectory(run_dir))
+    lost, duplicated = check_tokens(RunDirectory(run_dir))
     return {
         "tokens_lost": lost,
         "duplicated": duplicated,

@@ -3,13 +3,15 @@
 A live gateway, the whole orchestrator and a journal, behind real sockets on loopback; the trainer and the honest
 workers are models whose tokens follow from a turn's seed alone. Each lie is one frame of one of the types that
 workers send, extreme, random or not a message at all, over a fresh session. `kinds` counts the frames by type;
-`wrong_rows` are rows of trajectories, turns, groups, steps and pulls that differ from the run without liars.
+`wrong_rows` are rows of trajectories, turns, groups, steps and pulls that differ from the run without Byzantine
+workers.
 
-Under `beside`, one liar beside one honest worker, by what it does all the time: `speed` of the run's steps and size
-of the `journal`, as shares of those of the honest worker alone; the `turns` that the liar was given; and what the
-report says of it. `hold` says that its turns wait, `trickle` sends chunks without tokens, `drip` a token just before
-it would be late, `badstart` tokens from elsewhere; `flap` begins its session anew; `one_in_three` ends every third of
-its turns at once, and says that it computes the others; the others flood with valid frames, as fast as they can.
+Under `beside`, one Byzantine worker beside one honest worker, by what it does all the time: `speed` of the run's steps
+and size of the `journal`, as shares of those of the honest worker alone; the `turns` that the Byzantine worker was
+given; and what the report says of it. `hold` says that its turns wait, `trickle` sends chunks without tokens, `drip` a
+token just before it would be late, `badstart` tokens from elsewhere; `flap` begins its session anew; `one_in_three`
+ends every third of its turns at once, and says that it computes the others; the others flood with valid frames, as
+fast as they can.
 
 Both go on at the same time, in a process each; the floods come when one of the two is over.
 """
@@ -21,8 +23,8 @@ from typing import Any
 
 import uvloop
 
+from benchmarks._byzantine import RunBeside, play, play_beside, wrong_rows
 from benchmarks._common import Arguments, benchmark
-from benchmarks._liars import RunBeside, play, play_beside, wrong_rows
 from benchmarks._live import log_faults_only
 
 FRAMES_QUICK, FRAMES = 2_520, 24_000
@@ -55,7 +57,7 @@ def _beside(arms: Sequence[str], steps: int) -> dict[str, RunBeside]:
 def beside(runs: dict[str, RunBeside]) -> dict[str, Any]:
     alone = runs.pop(ALONE)
     if alone.failed:
-        raise RuntimeError(f"the run without a liar is no measure: {alone.failed}")
+        raise RuntimeError(f"the run without a Byzantine worker is no measure: {alone.failed}")
     figures: dict[str, Any] = {"alone_steps_per_s": round(alone.steps_per_s, 2)}
     for arm, run in runs.items():
         figures[arm] = {
@@ -72,7 +74,7 @@ def beside(runs: dict[str, RunBeside]) -> dict[str, Any]:
 async def measure(frames: int, seed: int = 1) -> dict[str, Any]:
     quiet = await play(0, seed)
     if quiet.failed or quiet.faults:
-        raise RuntimeError(f"the run without liars is no measure: {quiet.failed or quiet.faults}")
+        raise RuntimeError(f"the run without Byzantine workers is no measure: {quiet.failed or quiet.faults}")
     lied = await play(frames, seed)
     return {
         "frames": lied.told.total(),

@@ -93,7 +93,7 @@ def simulated(directory: Path, notice_s: int, lives: int) -> dict[str, Any]:
 
     simulation.simulate(plan, run.path, simulation.Experiment(), observe=observe, stopped=lambda: seen[0] > end_s)
     with run.newest_journal() as journal:
-        return judged(journal, notice_s)
+        return checked(journal, notice_s)
 
 
 async def live(directory: Path, notice_s: int, lives: int, life_s: int) -> dict[str, Any]:
@@ -117,10 +117,10 @@ async def live(directory: Path, notice_s: int, lives: int, life_s: int) -> dict[
         end_ns = round((lives * life_s + life_s // 2 + notice_s + 1) * NS_PER_S)
         await run.until("the last end", lambda: run.orchestrator.now_ns() > end_ns, 600.0)
     with RunDirectory(directory / "run").newest_journal() as journal:
-        return judged(journal, notice_s)
+        return checked(journal, notice_s)
 
 
-def judged(journal: JournalReader, notice_s: int) -> dict[str, Any]:
+def checked(journal: JournalReader, notice_s: int) -> dict[str, Any]:
     events = list(journal.events())
     notices = found(events, noticed=notice_s > 0)
     turns, moves = journal.rows(TurnRow), journal.rows(MoveRow)

@@ -105,9 +105,9 @@ class Surroundings:
 
     def end_node_agent(self, node: NodeId) -> None: ...
 
-    def tell_node_agent(self, node: NodeId, message: msgspec.Struct) -> None: ...
+    def send_to_node_agent(self, node: NodeId, message: msgspec.Struct) -> None: ...
 
-    def tell_job(self, job: JobId, message: msgspec.Struct) -> None: ...
+    def send_to_job(self, job: JobId, message: msgspec.Struct) -> None: ...
 
     def cut_job(self, job: JobId) -> None: ...
 
@@ -167,7 +167,7 @@ def process_of(directory: Path) -> Any:
     try:
         while True:
             try:
-                asyncio.run(control.standing())
+                asyncio.run(control.status())
                 break
             except ControlError:
                 if process.poll() is not None or time.monotonic() - began_s > UP_S:
@@ -195,9 +195,9 @@ def main(arguments: Arguments) -> dict[str, Any]:
         with process_of(directory) as start_s:
             for _ in range(QUESTIONS):
                 began_s = time.monotonic()
-                asyncio.run(PoolControl(directory).standing())
+                asyncio.run(PoolControl(directory).status())
                 status_ms.append(1e3 * (time.monotonic() - began_s))
-            ended_jobs = asyncio.run(PoolControl(directory).standing()).status.jobs_over
+            ended_jobs = asyncio.run(PoolControl(directory).status()).status.jobs_over
         tenth = len(costs_us) // 10
         return {
             "ended_jobs": ended_jobs,

@@ -223,7 +223,7 @@ def play(directory: Path, storm: Storm) -> dict[str, Any]:
     finally:
         run.discard()
     return {
-        **judged(RunDirectory(run.run_dir), harnesses.calls),
+        **checked(RunDirectory(run.run_dir), harnesses.calls),
         "equal_after_delivery": sum(call.equal for call in harnesses.calls),
         "by": dict(harnesses.by),
         "kills": dict(run.kills),
@@ -232,7 +232,7 @@ def play(directory: Path, storm: Storm) -> dict[str, Any]:
     }
 
 
-def judged(run: RunDirectory, calls: Sequence[MadeCall]) -> dict[str, int]:
+def checked(run: RunDirectory, calls: Sequence[MadeCall]) -> dict[str, int]:
     found = played(run)
     rows = trajectories(run)
     stretches = {name: {one.ids for one in trained(row)} for name, row in rows.items() if not row.cause}

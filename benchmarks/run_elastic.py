@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from benchmarks._common import Arguments, benchmark
 from benchmarks._episodes import EpisodePlayer, episode
-from benchmarks._proof import Verdict, judge, trajectories
+from benchmarks._proof import Verdict, check_run, trajectories
 from benchmarks._runs import prepare, run
 from elastic.compose.plan import read_model_config, resolve
 from elastic.compose.runs import load_run_config
@@ -70,7 +70,7 @@ def identical_share(directory: Path, seed: int) -> tuple[float, Verdict, dict[st
         {name: row.token_ids for name, row in trajectories(RunDirectory(path)).items() if not row.cause}
         for path in (disturbed, calm)
     )
-    return sum(one[t] == other.get(t) for t in one) / len(one), judge(RunDirectory(disturbed)), summary
+    return sum(one[t] == other.get(t) for t in one) / len(one), check_run(RunDirectory(disturbed)), summary
 
 
 def held_out(run_dir: Path) -> tuple[HeldOut, HeldOut]:
@@ -116,7 +116,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
             wall_s = []
             for seed in SEEDS:
                 run_dir, summary = run(directory, "serving,spot", [], seed)
-                verdicts.append(verdict := judge(RunDirectory(run_dir)))
+                verdicts.append(verdict := check_run(RunDirectory(run_dir)))
                 summaries.append(summary)
                 evaluations.append(scores := held_out(run_dir))
                 wall_s.append(summary["wall_s"])

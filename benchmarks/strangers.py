@@ -1,9 +1,10 @@
-"""What strangers can do to a live run: floods against its orchestrator, its relay and a serving host, all at once.
+"""What unauthenticated peers can do to a live run: floods against its orchestrator, its relay and a serving host, all
+at once.
 
 The run is `elastic run` as a user starts it, with a real serving model on a host, weights over HTTP, and 1,024 file
-descriptors. While strangers attack, a worker is killed: its successor must get in. Attackers run in processes of their
-own at a lower priority, since strangers would not share these processors. By attack (with `--quick` three come at once,
-and have one set of figures):
+descriptors. While unauthenticated peers attack, a worker is killed: its successor must get in. Attackers run in
+processes of their own at a lower priority, since unauthenticated peers would not share these processors. By attack
+(with `--quick` three come at once, and have one set of figures):
 
 - rss_growth_mb: how far the memory of any of the run's processes under attack grew;
 - loop_stall_s_max: the longest wait of a polite client for an answer, from any of the three;
@@ -47,7 +48,7 @@ from elastic.system.machine import raise_descriptor_limit
 DESCRIPTORS = 1024
 START_TIMEOUT_S, END_TIMEOUT_S = 90.0, 30.0
 JOIN_TIMEOUT_S = 30.0
-"""Boots and all, while strangers take their share of two cores."""
+"""Boots and all, while unauthenticated peers take their share of two cores."""
 PROBE_INTERVAL_S, PROBE_TIMEOUT_S = 0.05, 10.0
 MB = 1 << 20
 QUICK_S = 2.0
@@ -151,7 +152,7 @@ async def _http(port: int) -> bytes:
 
 
 def _hello() -> bytes:
-    return wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "stranger", secrets.token_urlsafe(16), False, 0, "", "a-run"))
+    return wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "unknown", secrets.token_urlsafe(16), False, 0, "", "a-run"))
 
 
 async def _probe(target: Target, stalls: list[float]) -> None:
@@ -167,7 +168,7 @@ async def _probe(target: Target, stalls: list[float]) -> None:
         await asyncio.sleep(PROBE_INTERVAL_S)
 
 
-# Strangers. Each goes on until it is told to stop, or has done what it came for.
+# Unauthenticated peers. Each goes on until it is told to stop, or has done what it came for.
 
 
 async def _flood(port: int, opening: bytes, piece: bytes, total_bytes: int, pause_s: float = 0.0) -> None:
@@ -228,7 +229,7 @@ ATTACKS: dict[str, Callable[[int], Coroutine[Any, Any, None]]] = {
 }
 
 
-def _stranger(attack: str, port: int) -> None:
+def _attacker(attack: str, port: int) -> None:
     os.nice(10)
     raise_descriptor_limit()
     asyncio.run(ATTACKS[attack](port))
@@ -250,7 +251,7 @@ async def _measure(
     locked_out = 0
     watching = [asyncio.create_task(work) for t in targets for work in (_probe(t, stalls), _peak_mb(t, peaks))]
     orders = [(attack, target.port) for attack in attacks for target in targets]
-    with attackers(_stranger, orders), contextlib.suppress(RunFailed):
+    with attackers(_attacker, orders), contextlib.suppress(RunFailed):
         ends_s = time.monotonic() + least_s
         try:
             await asyncio.to_thread(run.until, "a successor", run.kill_worker(), JOIN_TIMEOUT_S)

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic.pool.phases import (
         PhaseError,
-        give_way,
         on_consolidate,
         phase,
         progress,
         should_yield,
         steps_done,
+        yield_device,
     )
 
-__all__ = ["PhaseError", "give_way", "on_consolidate", "phase", "progress", "should_yield", "steps_done"]
+__all__ = ["PhaseError", "on_consolidate", "phase", "progress", "should_yield", "steps_done", "yield_device"]
 
 
 def __getattr__(name: str) -> Any:

@@ -52,7 +52,7 @@ class _LeaseTask:
 
 
 class _Bar(msgspec.Struct, frozen=True):
-    """The place of a liar's lease, and the time of the bar."""
+    """The place of a Byzantine worker's lease, and the time of the bar."""
 
     place: str
     at_ns: Nanoseconds

@@ -281,7 +281,7 @@ class ModalProvider(VendorProvider[Any]):
         for record in recorded.values():
             await record.end()
         self._heard.clear()
-        await self._cancel_strangers(pending)
+        await self._cancel_unknown(pending)
         return found
 
     @property
@@ -575,17 +575,17 @@ class ModalProvider(VendorProvider[Any]):
     async def look(self) -> None:
         pending = await self._pending()
         if not self._spawning:
-            await self._cancel_strangers(pending)
+            await self._cancel_unknown(pending)
 
     async def sweep(self) -> bool:
         while self._spare:
             await self._end_stray(self._spare.popleft())
         settled = time.monotonic() > self._unsettled_until_s
         pending = await self._pending()
-        await self._cancel_strangers(pending)
+        await self._cancel_unknown(pending)
         return settled and not pending
 
-    async def _cancel_strangers(self, pending: set[str]) -> None:
+    async def _cancel_unknown(self, pending: set[str]) -> None:
         for call_id in sorted(pending - self._rollouts.keys()):
             log.warning("a call on Modal that belongs to no lease is cancelled", provider=self.name, call=call_id)
             await self._end_stray(_RolloutCall(call_id, self._call_of(call_id), ""))

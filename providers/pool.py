@@ -192,11 +192,11 @@ class PoolTrainerProvider(PoolNodeProvider):
         for lease_id, lease in known.items():
             if any(ticket.worker == trainer.worker for ticket in lease.request.tickets):
                 return {lease_id: Found(self._runs_as(lease_id, trainer.worker))}
-        await _end_strangers([self._runs_as("", trainer.worker)], self.context.release_timeout_s)
+        await _end_left_over([self._runs_as("", trainer.worker)], self.context.release_timeout_s)
         return {}
 
     def follow_pool(self) -> None:
-        self._client.hear_trainer(self._hear)
+        self._client.on_trainer(self._hear)
 
     def _runs_as(self, lease: LeaseId, worker: WorkerId) -> _Resident:
         self._resident = _Resident(lease, worker, self._client.part.end_trainer)
@@ -234,7 +234,7 @@ class PoolProvider(PoolNodeProvider):
         await super().start(emit)
         self._begun = True
         for resident in self._residents.values():
-            self._give_way(resident)
+            self._yield(resident)
         if self._asked_again:
             asyncio.get_running_loop().call_later(ASKED_AGAIN_S, self._wait_no_longer)
         self._follow()
@@ -263,14 +263,14 @@ class PoolProvider(PoolNodeProvider):
             else:
                 resident.granted = lease.granted
                 found[resident.lease] = Found(resident)
-        await _end_strangers(left, self.context.release_timeout_s)
+        await _end_left_over(left, self.context.release_timeout_s)
         return found
 
     def granted(self, lease: LeaseId) -> None:
         for resident in self._residents.values():
             if resident.lease == lease:
                 resident.granted = True
-                self._give_way(resident)
+                self._yield(resident)
 
     def withdrawn(self, lease: LeaseId) -> None:
         for worker in [worker for worker, (waits, _) in self._waiting.items() if waits == lease]:
@@ -296,7 +296,7 @@ class PoolProvider(PoolNodeProvider):
         return left
 
     def follow_pool(self) -> None:
-        self._client.hear_slices(self._hear)
+        self._client.on_slices(self._hear)
 
     def _hear(self, news: News) -> None:
         match news:
@@ -308,7 +308,7 @@ class PoolProvider(PoolNodeProvider):
                     resident.ended(cause)
             case w.Granted():
                 for resident in self._residents.values():
-                    self._give_way(resident)
+                    self._yield(resident)
             case w.PermitOver():
                 pass
         self._follow()
@@ -343,7 +343,7 @@ class PoolProvider(PoolNodeProvider):
         resident = self._residents[worker] = _Resident(lease, worker, end)
         return resident
 
-    def _give_way(self, resident: _Resident) -> None:
+    def _yield(self, resident: _Resident) -> None:
         """Give notice to a lease whose turn is over, or goes on without its node."""
         part = self._client.part
         worker = part.workers.get(resident.worker)
@@ -368,7 +368,7 @@ class PoolProvider(PoolNodeProvider):
         self._follow()
 
 
-async def _end_strangers(left: Sequence[_Resident], timeout_s: float) -> None:
+async def _end_left_over(left: Sequence[_Resident], timeout_s: float) -> None:
     """End workers that the run does not know. Raises `TimeoutError`."""
     for resident in left:
         log.warning("left over from an earlier process", what=resident.worker)

@@ -176,7 +176,7 @@ class RayProvider(VendorProvider[RaySettings]):
         self._prefix = f"elastic/{context.tag(f'ray {name}')}/{name}/"
         self._ends: dict[str, asyncio.Future[LeaseEnding]] = {}
         """All actors that this run holds or starts, by name."""
-        self._standing: set[str] = set()
+        self._started: set[str] = set()
         """The names of the actors that have been started."""
         self._unanswered: set[str] = set()
         """The names of actors that a call is starting, also one that nobody waits for any more."""
@@ -216,7 +216,7 @@ class RayProvider(VendorProvider[RaySettings]):
                     f"the Ray cluster had no room for a worker within {timeout_s:g} s ({_told(self.settings.asked())})"
                 ) from error
             raise
-        self._standing.update(names)
+        self._started.update(names)
         return handle
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
@@ -227,7 +227,7 @@ class RayProvider(VendorProvider[RaySettings]):
             for lease_id, one in known.items()
         }
         found = {lease_id: Found(_Actors(self, own)) for lease_id, own in names.items() if there.issuperset(own)}
-        self._standing.update(self._ends)
+        self._started.update(self._ends)
         await self._end_left_over(there)
         return found
 
@@ -266,7 +266,7 @@ class RayProvider(VendorProvider[RaySettings]):
                 error=told(error),
             )
         self._ends.pop(name, None)
-        self._standing.discard(name)
+        self._started.discard(name)
 
     def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
         try:
@@ -306,7 +306,7 @@ class RayProvider(VendorProvider[RaySettings]):
     async def _read(self) -> set[str]:
         """Ask the cluster for its state, and return the actors that belong to no lease."""
         known = set(self._ends)
-        look = await self.ask(_look, self.settings, self._prefix, sorted(self._standing), self._questions)
+        look = await self.ask(_look, self.settings, self._prefix, sorted(self._started), self._questions)
         self._ray_market.places = places(look.free, self.settings.asked())
         for name, said in look.said.items():
             if not said.runs:
@@ -348,14 +348,14 @@ def _named(namespace: str, prefix: str) -> frozenset[str]:
     return frozenset(one["name"] for one in named if one["namespace"] == namespace and one["name"].startswith(prefix))
 
 
-def _look(settings: RaySettings, prefix: str, standing: Sequence[str], questions: dict[str, Any]) -> RayStatus:
+def _look(settings: RaySettings, prefix: str, started: Sequence[str], questions: dict[str, Any]) -> RayStatus:
     """Read the cluster's state. An actor gets one question at a time: on a lost node none answers until Ray knows."""
     exceptions = ray().exceptions
     said: dict[str, ActorStatus] = {}
     gone: dict[str, str] = {}
-    for name in questions.keys() - set(standing):
+    for name in questions.keys() - set(started):
         del questions[name]
-    for name in standing:
+    for name in started:
         try:
             if name not in questions:
                 questions[name] = ray().get_actor(name, namespace=settings.namespace).said.remote()

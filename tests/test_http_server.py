@@ -1,4 +1,5 @@
-"""What a stranger can cost an HTTP server: real sockets, real floods, and a client that must be served meanwhile."""
+"""What an unauthenticated peer can cost an HTTP server: real sockets, real floods, and a client that must be served
+meanwhile."""
 
 import asyncio
 import contextlib
@@ -213,8 +214,8 @@ async def test_an_answer_that_nobody_reads_is_dropped(target: Open) -> None:
         await peer.answer()
 
 
-async def test_a_crowd_of_silent_strangers_keeps_nobody_out(target: Open) -> None:
-    """And costs nobody who is being served the connection; the oldest stranger goes."""
+async def test_a_crowd_of_silent_unauthenticated_peers_keeps_nobody_out(target: Open) -> None:
+    """And costs nobody who is being served the connection; the oldest unauthenticated peer goes."""
     async with target(PATIENT) as server:
         waiting = asyncio.create_task(server.client.get("/slow"))
         crowd = [await server.peer() for _ in range(20 * PATIENT.connections_max)]

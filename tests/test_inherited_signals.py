@@ -19,7 +19,7 @@ MAY_INSTALL = {
     "elastic/testing/faults/shell/network.py",  # A loop of the worlds of faults, which has no process.
     "elastic/engine/vllm/process.py",  # Faults that end the process, not requests to end.
     "elastic/simulation/calibration/engine.py",  # Ignores.
-    "benchmarks/_judges.py",  # A timer's.
+    "benchmarks/_checkers.py",  # A timer's.
     "benchmarks/_hosted.py",  # A job's program of a few lines.
     "benchmarks/token_plane.py",  # A server that is only compared with.
 }

@@ -72,7 +72,7 @@ WHOLE = [frame(T, 0, 1, 2), frame(T, 2, 3), ended(DONE), finished(DONE, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
-    ("journals", "judged"),
+    ("journals", "expected"),
     [
         pytest.param([WHOLE, [frame(U, 0, 4, 5)]], (0, 0), id="what an interruption left unfinished is not lost"),
         pytest.param([[frame(U, 0, 4)], [frame(U, 1, 5)]], (0, 0), id="goes on in the next incarnation"),
@@ -83,13 +83,13 @@ WHOLE = [frame(T, 0, 1, 2), frame(T, 2, 3), ended(DONE), finished(DONE, 1, 2, 3)
     ],
 )
 def test_tokens_of_a_run_that_ended_at_any_moment(
-    tmp_path: Path, journals: list[list[JournalRecord]], judged: tuple[int, int]
+    tmp_path: Path, journals: list[list[JournalRecord]], expected: tuple[int, int]
 ) -> None:
-    assert _proof.judge_tokens(run_of(tmp_path, *journals, status="failed: interrupted")) == judged
+    assert _proof.check_tokens(run_of(tmp_path, *journals, status="failed: interrupted")) == expected
 
 
 def test_only_a_run_that_has_finished_is_judged_as_whole(tmp_path: Path) -> None:
     """The tokens of what was interrupted would count as lost, of which none is."""
     run = run_of(tmp_path, WHOLE, [frame(U, 0, 4, 5)], status="failed: interrupted")
     with pytest.raises(RuntimeError, match="'failed: interrupted'"):
-        _proof.judge(run)
+        _proof.check_run(run)

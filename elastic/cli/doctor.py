@@ -26,7 +26,7 @@ from elastic.compose.scheduling import short_limits
 from elastic.config import Config, ConfigError, load_config
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool.control_messages import PoolControl
-from elastic.pool.standing import PoolStatus
+from elastic.pool.status import PoolStatus
 from elastic.protocol.run_control import ControlError
 from elastic.runtime.journal import DirectoryStore
 from elastic.runtime.left_behind import left_behind
@@ -97,10 +97,10 @@ def _pool(directory: Path) -> list[Finding]:
     if not is_claimed(directory) and not is_claimed(directory, SUPERVISOR):
         return [Finding(name, True, "it does not run")]
     try:
-        config, standing = load_pool(directory / POOL_CONFIG), asyncio.run(PoolControl(directory).standing())
+        config, reply = load_pool(directory / POOL_CONFIG), asyncio.run(PoolControl(directory).status())
     except (ConfigError, ControlError) as error:
         return [Finding(name, False, str(error), f"look into {directory / 'logs'}", "silent")]
-    return findings_of_pool(name, config, standing.status)
+    return findings_of_pool(name, config, reply.status)
 
 
 def findings_of_pool(name: str, config: PoolConfig, status: PoolStatus) -> list[Finding]:

@@ -37,7 +37,7 @@ from elastic.config import (
 )
 from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
 from elastic.pool.ports import JobEntry
-from elastic.pool.standing import JobStanding, PlacementPlan
+from elastic.pool.status import JobStatus, PlacementPlan
 from elastic.protocol.run_control import ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.report.log_files import LogFollower, log_files
 from elastic.runtime.journal import DirectoryStore, JournalError
@@ -302,7 +302,7 @@ def list_jobs(
     return 0
 
 
-async def job_of(control: PoolControl, name: str) -> JobStanding:
+async def job_of(control: PoolControl, name: str) -> JobStatus:
     """The job with this name, or the only one whose name has it in it. Raises `ConfigError` and `ControlError`."""
     if re.match(JOB_NAME, name) and (exactly := (await control.jobs(names=[name])).jobs):
         return exactly[0]

@@ -26,9 +26,9 @@ from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, pool
 from elastic.compose.runs import CLAIM, claimant, claimed, is_claimed, private
 from elastic.config import ConfigError, given_path
 from elastic.core.cluster.types import DeviceAccount, JobState
-from elastic.pool.control_messages import OtherPoolVersion, PoolControl, PoolStanding
+from elastic.pool.control_messages import OtherPoolVersion, PoolControl, PoolStatusReply
 from elastic.pool.machines import read_node_ticket
-from elastic.pool.standing import JobStanding, NodeStanding
+from elastic.pool.status import JobStatus, NodeStatus
 from elastic.protocol.run_control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.protocol.tickets import TicketRefused
 from elastic.report.log_files import LogFollower
@@ -87,8 +87,8 @@ def start_pool(
     log = directory / "logs" / "supervisor.log"
     with log.open("ab") as output:
         supervisor = start_detached(command, os.environ, output)
-    standing = _up(directory, supervisor, wait_s)
-    if standing is None:
+    reply = _up(directory, supervisor, wait_s)
+    if reply is None:
         if supervisor.poll() is None:
             supervisor.terminate()
             say(f"error: pool {wanted.pool.name} is not up after {wait_s:g} s; it is given up")
@@ -98,7 +98,7 @@ def start_pool(
         say(f"hint: logs are in {directory / 'logs'}")
         return EXIT_BAD_INPUT if supervisor.poll() == EXIT_BAD_INPUT else EXIT_FAILED
     if as_json:
-        emit({"pool": wanted.pool.name, "directory": str(directory), "pid": standing.pid, "supervisor": supervisor.pid})
+        emit({"pool": wanted.pool.name, "directory": str(directory), "pid": reply.pid, "supervisor": supervisor.pid})
     spec = wanted.pool
     most = "" if spec.rollout.spot is None and spec.rollout.kind == "local" else "up to "
     say(
@@ -127,21 +127,21 @@ def pool_status(
     """
     path = find_pool(name, directory)
     control = PoolControl(path)
-    standing = asked(control.standing())
+    reply = asked(control.status())
     if not watch:
-        _show(standing, path, as_json=as_json)
+        _show(reply, path, as_json=as_json)
         return 0
     try:
         if as_json:
             while True:
-                _show(standing, path, as_json=True)
+                _show(reply, path, as_json=True)
                 time.sleep(every_s)
-                standing = _again(control, standing)
-        with Live(pool_tables(standing, path), console=console(), auto_refresh=False) as live:
+                reply = _again(control, reply)
+        with Live(pool_tables(reply, path), console=console(), auto_refresh=False) as live:
             while True:
                 time.sleep(every_s)
-                standing = _again(control, standing)
-                live.update(pool_tables(standing, path), refresh=True)
+                reply = _again(control, reply)
+                live.update(pool_tables(reply, path), refresh=True)
     except KeyboardInterrupt:
         return 0
 
@@ -288,12 +288,12 @@ def drain_node(
     path, control = (found := find_pool(name, directory)), PoolControl(found)
     command_id = command_id or new_command_id()
     answer = asked(control.drain(node, command_id), command_id)
-    deadline, standing = time.monotonic() + wait_s, asked(control.standing())
-    while there := any(one.name == node for one in standing.status.nodes):
+    deadline, reply = time.monotonic() + wait_s, asked(control.status())
+    while there := any(one.name == node for one in reply.status.nodes):
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
-        standing = _again(control, standing)
+        reply = _again(control, reply)
     if as_json:
         emit({"pool": path.name, "command": "drain", "id": answer.id, "repeated": answer.repeated, "gone": not there})
     if not there:
@@ -409,12 +409,12 @@ def _check_former(config: PoolConfig, path: Path) -> None:
             )
 
 
-def _up(directory: Path, supervisor: "subprocess.Popen[bytes]", wait_s: float) -> PoolStanding | None:
+def _up(directory: Path, supervisor: "subprocess.Popen[bytes]", wait_s: float) -> PoolStatusReply | None:
     """How the pool stands once it answers; None where its supervisor has ended or time is up."""
     control, deadline = PoolControl(directory, timeout_s=wait_s), time.monotonic() + wait_s
     while time.monotonic() < deadline and supervisor.poll() is None:
         try:
-            return asyncio.run(control.standing())
+            return asyncio.run(control.status())
         except (RunNotFound, RunSilent):
             time.sleep(POLL_S)
     return None
@@ -438,27 +438,27 @@ def supervise_pool(directory: Path, restarts_max: int) -> int:
         )
 
 
-def _again(control: PoolControl, last: PoolStanding) -> PoolStanding:
+def _again(control: PoolControl, last: PoolStatusReply) -> PoolStatusReply:
     """How the pool stands now; as last, while its process is away and may come back."""
     try:
-        return asyncio.run(control.standing())
+        return asyncio.run(control.status())
     except (RunNotFound, RunSilent):
         return last
 
 
-def _show(standing: PoolStanding, path: Path, *, as_json: bool) -> None:
+def _show(reply: PoolStatusReply, path: Path, *, as_json: bool) -> None:
     if as_json:
-        status = msgspec.to_builtins(standing.status)
-        emit({"pool": standing.pool, "directory": str(path), "pid": standing.pid, **status})
+        status = msgspec.to_builtins(reply.status)
+        emit({"pool": reply.pool, "directory": str(path), "pid": reply.pid, **status})
     else:
-        console().print(pool_tables(standing, path), crop=False)
+        console().print(pool_tables(reply, path), crop=False)
 
 
-def pool_tables(standing: PoolStanding, path: Path) -> Group:
+def pool_tables(reply: PoolStatusReply, path: Path) -> Group:
     """Who computes where, and who waits for what."""
-    status = standing.status
+    status = reply.status
     head = Text(
-        f"pool {standing.pool} in {path}, up {duration(status.now_s)}: ${status.usd:.4f} so far, "
+        f"pool {reply.pool} in {path}, up {duration(status.now_s)}: ${status.usd:.4f} so far, "
         f"${status.usd_unbilled:.4f} of it for idle nodes, which no job pays; "
         f"${status.usd_per_hour:.2f} an hour for its groups"
     )
@@ -491,7 +491,7 @@ def pool_tables(standing: PoolStanding, path: Path) -> Group:
     return Group(*parts)
 
 
-def _node_row(node: NodeStanding) -> Sequence[str]:
+def _node_row(node: NodeStatus) -> Sequence[str]:
     slice_s, switching_s, idle_s, down_s = (node.accounts_s.get(account, 0.0) for account in DeviceAccount)
     whole_s = sum(node.accounts_s.values()) or 1.0
     parts = (slice_s + switching_s, idle_s, down_s)
@@ -503,11 +503,11 @@ def _node_row(node: NodeStanding) -> Sequence[str]:
     return (*names, *(f"{part / whole_s:.0%}" for part in parts))
 
 
-def jobs_table(rows: Sequence[JobStanding]) -> Table:
+def jobs_table(rows: Sequence[JobStatus]) -> Table:
     return listing(("job", "state", "group", "now", "steps", "SLO", "planned", "$"), map(_job_row, rows))
 
 
-def _job_row(job: JobStanding) -> Sequence[str]:
+def _job_row(job: JobStatus) -> Sequence[str]:
     return (
         job.name,
         job.state,
@@ -520,7 +520,7 @@ def _job_row(job: JobStanding) -> Sequence[str]:
     )
 
 
-def doing(job: JobStanding) -> str:
+def doing(job: JobStatus) -> str:
     """What a job does now, or what it waits for."""
     if job.permit is not None:
         return "has its turn"

@@ -57,7 +57,7 @@ def top(
             return _watch(_hosted(client, name, pool), every_s, once=once)
     if pool:
         path = find_pool(pool, pools)
-        return _watch(lambda: pool_tables(asked(PoolControl(path).standing()), path), every_s, once=once)
+        return _watch(lambda: pool_tables(asked(PoolControl(path).status()), path), every_s, once=once)
     if name:
         return _watch(_of_run(run_on_disk(directory, name)), every_s, once=once)
     return _watch(lambda: _on_disk(directory), every_s, once=once)

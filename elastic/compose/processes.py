@@ -144,7 +144,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
     from elastic.environments.limits import ProcessLimits, end_once_abandoned, say_where_it_stands
     from elastic.environments.log_keeper import keep_output
     from elastic.environments.rows import BadData
-    from elastic.environments.run_link import take_keys, tell_unusable
+    from elastic.environments.run_link import report_unusable, take_keys
 
     config = load_run_config(run_dir)
     played = {one.name: (number, one) for number, one in enumerate(config.mixture) if one.kind != OUTSIDE}
@@ -179,7 +179,7 @@ def run_env_worker(run_dir: Path, environment: str) -> None:
                 raise
             problem = f"{'.'.join(section)}: cannot be loaded by {sys.executable}: {told(error)}{where(error)}"
         loaded.set()
-        run_loop(tell_unusable(run_dir, keys.run, problem))
+        run_loop(report_unusable(run_dir, keys.run, problem))
         raise ConfigError(problem) from error
 
 

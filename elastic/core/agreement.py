@@ -18,7 +18,7 @@ LEAST_TOKENS = 100
 """Fewer tokens say nothing of a worker."""
 DISBELIEVED = "none of them was trained on"
 """How the cause ends for which a run fails that cannot be believed."""
-JUDGED_STEPS = 10
+OUTCOME_STEPS = 10
 """Steps over which a run is judged."""
 REMEMBERED_VERSIONS = 8
 """Versions whose proofs are remembered, to say which of them a worker serves: the first one, and the last ones."""
@@ -90,7 +90,7 @@ class Agreement:
     evidence: dict[WorkerId, Evidence] = field(default_factory=dict[WorkerId, Evidence])
     mismatches: list[Mismatch] = field(default_factory=list[Mismatch])
     steps: list[Compared] = field(default_factory=list[Compared])
-    """Of the last steps with any, at most `JUDGED_STEPS`; the last one is that of now."""
+    """Of the last steps with any, at most `OUTCOME_STEPS`; the last one is that of now."""
     proofs: dict[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
     """By version, the log-probabilities that it gives to the text by which versions are known."""
 
@@ -159,7 +159,7 @@ class Agreement:
         """No tokens of versions before `oldest_version` are compared any more."""
         self.evidence = {w: known for w, known in self.evidence.items() if known.version >= oldest_version}
         if self.steps and self.steps[-1].tokens:
-            self.steps = [*self.steps, Compared()][-JUDGED_STEPS:]
+            self.steps = [*self.steps, Compared()][-OUTCOME_STEPS:]
 
     def note(self, checks: Iterable[LogprobCheck], bound: float) -> list[Mismatch]:
         """Take what was compared, where `bound` is the run's; returns who is found wrong by it."""

@@ -5,7 +5,7 @@ Source: docs/design.md, invariant 11.
 
 from dataclasses import dataclass, field
 
-from elastic.core.agreement import JUDGED_STEPS
+from elastic.core.agreement import OUTCOME_STEPS
 from elastic.core.types import InfrastructureCause
 
 MOST_CAUSES = 100
@@ -33,7 +33,7 @@ class StepOutcomes:
 
 @dataclass(slots=True)
 class Outcomes:
-    """What became of the trajectories of the last `JUDGED_STEPS` steps, the last of which is still under way."""
+    """What became of the trajectories of the last `OUTCOME_STEPS` steps, the last of which is still under way."""
 
     steps: list[StepOutcomes] = field(default_factory=lambda: [StepOutcomes()])
     refilled: dict[InfrastructureCause, int] = field(default_factory=dict[InfrastructureCause, int])
@@ -49,7 +49,7 @@ class Outcomes:
     @property
     def enough(self) -> bool:
         """Whether there are as many steps as a run is judged by before its end."""
-        return len(self.steps) == JUDGED_STEPS
+        return len(self.steps) == OUTCOME_STEPS
 
     def note_refill(self, cause: InfrastructureCause) -> None:
         self.refilled[cause] = self.refilled.get(cause, 0) + 1
@@ -58,7 +58,7 @@ class Outcomes:
         self.cut_off[environment] = self.cut_off.get(environment, 0) + 1
 
     def begin_step(self) -> None:
-        self.steps = [*self.steps, StepOutcomes()][-JUDGED_STEPS:]
+        self.steps = [*self.steps, StepOutcomes()][-OUTCOME_STEPS:]
 
     def failing(self, most: float) -> str:
         """Why the run has failed: a larger share than `most` of its trajectories has. Empty where it has not."""

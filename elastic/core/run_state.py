@@ -265,7 +265,7 @@ class RunState:
         else:
             self.wait("token", worker.id, max(0, due_ns - self.now_ns))
 
-    def hear(self, worker_id: WorkerId, epoch: int) -> Worker | None:
+    def heard_from(self, worker_id: WorkerId, epoch: int) -> Worker | None:
         """The worker, if it may be believed, and then it is alive: its epoch is current and its lease is live."""
         worker = self.fleet.workers.get(worker_id)
         if worker is None or worker.epoch != epoch or worker.state not in _SPEAKING:
@@ -273,10 +273,10 @@ class RunState:
         self.expect_heartbeat(worker)
         return worker
 
-    def hear_trainer(self, worker_id: WorkerId, epoch: int) -> Worker | None:
+    def heard_from_trainer(self, worker_id: WorkerId, epoch: int) -> Worker | None:
         """The trainer's worker, if it is this one under its current epoch and may be believed."""
         trainer = self.fleet.trainer
-        return trainer if trainer is not None and self.hear(worker_id, epoch) is trainer else None
+        return trainer if trainer is not None and self.heard_from(worker_id, epoch) is trainer else None
 
     def expect_heartbeat(self, worker: Worker) -> None:
         """Start the wait for a worker's next words."""

@@ -103,7 +103,7 @@ class SpareCredit:
                 told += self.leave(name, now_ns)
                 continue
             told += self._take_back([turn for turn in held.values() if turn.epoch != worker.epoch], now_ns)
-            told += self.give_way(name, now_ns)
+            told += self.yield_places(name, now_ns)
         for turn in list(self.turns.values()):
             if self.scheduler.phase in (Phase.STOPPING, Phase.ENDED):
                 told += self._give_up(turn, ENDING, now_ns)
@@ -115,7 +115,7 @@ class SpareCredit:
                 told += self._give_up(turn, NO_SPARE if turn.worker is None else SILENT, now_ns)
         return told
 
-    def give_way(self, name: WorkerId, now_ns: Nanoseconds) -> list[c.Command]:
+    def yield_places(self, name: WorkerId, now_ns: Nanoseconds) -> list[c.Command]:
         """Take turns back from a worker that holds more than rollouts leave places, the newest first."""
         held, worker = self._held.get(name), self.scheduler.fleet.workers.get(name)
         if not held or worker is None:

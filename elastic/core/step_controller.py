@@ -69,7 +69,7 @@ class StepController:
 
     def _on_group_trained(self, event: e.GroupTrained) -> None:
         step = self._run.step
-        if self._run.hear_trainer(event.worker, event.epoch) is None:
+        if self._run.heard_from_trainer(event.worker, event.epoch) is None:
             return
         if step is not None and event.group == self._device.training and self._counts:
             self._device.done()
@@ -337,7 +337,7 @@ class StepController:
             self._device.update(step.number, step.version + 1, step.free_slots, source)
 
     def _on_published(self, event: e.WeightsPublished) -> None:
-        run, step, trainer = self._run, self._run.step, self._run.hear_trainer(event.worker, event.epoch)
+        run, step, trainer = self._run, self._run.step, self._run.heard_from_trainer(event.worker, event.epoch)
         if step is None or trainer is None or not run.active or not self._counts:
             return
         if not step.updating or event.version != step.version + 1:
@@ -349,7 +349,7 @@ class StepController:
         self._compare(event.checks)
         self._serving.published(event.version)
         self._conclude(step, event)
-        self._judge(ends=event.version >= run.plan.steps)
+        self._check_outcomes(ends=event.version >= run.plan.steps)
         if not run.active:
             return
         self._workers.ensure_weights_everywhere()
@@ -357,7 +357,7 @@ class StepController:
 
     def _on_offer_refused(self, event: e.VersionRefused) -> None:
         step = self._run.step
-        if step is None or self._run.hear_trainer(event.worker, event.epoch) is None or not self._counts:
+        if step is None or self._run.heard_from_trainer(event.worker, event.epoch) is None or not self._counts:
             return
         if step.next_version == event.version and self._run.serving is not None:
             self._give_up_update(step, event.reason, again=event.again)
@@ -369,7 +369,7 @@ class StepController:
         self._serving.refused(reason, again=again)
 
     def _on_trainer_failed(self, event: e.TrainerFailed) -> None:
-        run, trainer = self._run, self._run.hear_trainer(event.worker, event.epoch)
+        run, trainer = self._run, self._run.heard_from_trainer(event.worker, event.epoch)
         if trainer is None:
             return
         if run.serving is None:
@@ -406,7 +406,7 @@ class StepController:
             words.append(f"groups were dropped: {in_words(dropped)}")
         return "; ".join(words)
 
-    def _judge(self, *, ends: bool) -> None:
+    def _check_outcomes(self, *, ends: bool) -> None:
         """Fail a run of which too much has failed, or cannot be believed, in the last steps; `ends`: in all of them."""
         run = self._run
         cause = run.agreement.failing()

@@ -210,7 +210,7 @@ class TrainerDevice:
 
     def _changed(self, event: e.WorkerSlept | e.WorkerAwoke, mode: TrainerMode) -> Worker | None:
         """The trainer, if this is the change that was asked of it."""
-        worker = self._run.hear(event.worker, event.epoch)
+        worker = self._run.heard_from(event.worker, event.epoch)
         if worker is None or worker is not self._run.fleet.trainer or self.mode is not mode:
             return None
         self._changing = None

@@ -276,7 +276,7 @@ class TurnManager:
         """Most chunks go on where their turn's accepted tokens end, and change nothing else: these take a short way,
         whose condition stands here alone. It leads to where `_take` does."""
         run, chunks = self._run, event.chunks
-        worker = run.hear(event.worker, event.epoch)
+        worker = run.heard_from(event.worker, event.epoch)
         if worker is None:
             run.ledger.lose(event.worker, sum(chunks.counts))
             return Changed.PROGRESS

@@ -126,7 +126,7 @@ class WorkerManager:
 
     def _on_reported(self, event: e.WorkerReported) -> Changed:
         run = self._run
-        worker = run.hear(event.worker, event.epoch)
+        worker = run.heard_from(event.worker, event.epoch)
         if worker is None:
             return Changed.PROGRESS
         run.ledger.report(worker.id, event.accounts_ns, event.decoded_tokens, run.now_ns)
@@ -319,7 +319,7 @@ class WorkerManager:
 
     def _on_weights_applied(self, event: e.WeightsApplied) -> None:
         run = self._run
-        worker = run.hear(event.worker, event.epoch)
+        worker = run.heard_from(event.worker, event.epoch)
         if worker is None or worker.role is WorkerRole.TRAINER or run.version is None:
             return
         if not (-1 if worker.version is None else worker.version) <= event.version <= run.version:
@@ -344,7 +344,7 @@ class WorkerManager:
 
     def _on_weights_failed(self, event: e.WeightsFailed) -> None:
         run = self._run
-        worker = run.hear(event.worker, event.epoch)
+        worker = run.heard_from(event.worker, event.epoch)
         if worker is None or worker.loading_version is None or event.version != worker.loading_version:
             return
         self._clear(worker, "load")

@@ -94,12 +94,12 @@ async def serve_episodes(work: HostWork) -> None:
     if work.inside:
         end_with_input()
     hosted = facts(work.kind)
-    host = EpisodeHost(lambda: work.kind(work.settings), work.limit_s, lambda said: link.say(said))
+    host = EpisodeHost(lambda: work.kind(work.settings), work.limit_s, lambda said: link.send(said))
 
     def welcomed() -> None:
         work.loaded()
         host.begin_anew()
-        link.say(hosted)
+        link.send(hosted)
 
     link = EnvRunLink(work.run_dir, work.key, work.away_s, host.hear, welcomed)
     await serve_run(link, ())

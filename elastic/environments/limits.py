@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from elastic.system.named_code import standing
+from elastic.system.named_code import current_line
 
 GIB = 1024**3
 LEFT_STATUS = 70
@@ -68,7 +68,7 @@ def say_where_it_stands(after_s: float, over: threading.Event, say: Callable[[st
 
     def watch() -> None:
         if not over.wait(after_s):
-            say(standing(sys._current_frames().get(thread)))
+            say(current_line(sys._current_frames().get(thread)))
 
     threading.Thread(target=watch, name="start", daemon=True).start()
 

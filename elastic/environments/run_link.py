@@ -99,7 +99,7 @@ class EnvRunLink:
         self._asked: dict[int, tuple[Callable[[int], FromFront], asyncio.Future[DriverAnswer]]] = {}
         self._number = 0
 
-    def say(self, message: FromFront) -> None:
+    def send(self, message: FromFront) -> None:
         """Tell the run, if it is there."""
         if self._connection is not None:
             self._connection.send(message)
@@ -205,7 +205,7 @@ async def _over_unix_socket(run_dir: Path) -> Connection[FromFront, FromRun]:
         raise
 
 
-async def tell_unusable(run_dir: Path, key: str, cause: str) -> None:
+async def report_unusable(run_dir: Path, key: str, cause: str) -> None:
     """Tell the run, if it is there, that its environment cannot be played."""
     link = EnvRunLink(run_dir, key, 0.0)
     with contextlib.suppress(OSError, TimeoutError, ConnectionLost, SessionRefused):

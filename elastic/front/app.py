@@ -250,7 +250,7 @@ class AgentFront:
         return bodies.read(kind, bodies.parsed(body) if body else {}, bodies.CONTROL)
 
     async def _shown(self, message: FromFront) -> Response:
-        shown = (await self.told(message, TrajectoryShown)).standing
+        shown = (await self.told(message, TrajectoryShown)).status
         fields = msgspec.to_builtins(shown)
         return _json({"id": agent_id(fields.pop("trajectory")), **fields})
 

@@ -449,7 +449,7 @@ class LiveCall:
             said, new = progress.choice.take(ids, logprobs)
         if progress.choice.stop is not None and not progress.cut:
             progress.cut = True
-            self._link.say(CutTurn(progress.turn.stream, len(progress.choice.ids)))
+            self._link.send(CutTurn(progress.turn.stream, len(progress.choice.ids)))
         if logprobs and not all(map(math.isfinite, logprobs)):
             raise FrontError(500, "the turn has failed: a log-probability is no number", code="turn_failed")
         return said, new
@@ -468,7 +468,7 @@ class LiveCall:
             history, behind = self._history(self._asked.chat, message)
             answer = chained(self._chain[-1], message)
             settled = msgspec.structs.replace(settled, answer=answer, history=history, behind=behind)
-        self._link.say(settled)
+        self._link.send(settled)
 
     def _history(self, chat: Chat, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
         """The part of the history that the run does not have, and the digest of the one behind which it is; empty if it

@@ -239,11 +239,11 @@ class RunLink:
     def _waive(self, number: int, answer: asyncio.Future[Answer]) -> None:
         """Nobody waits for this leave any more, which may have been given a moment ago."""
         if answer.cancelled() or not answer.done():
-            self.say(UpstreamWaived(number))
+            self.send(UpstreamWaived(number))
         elif answer.exception() is None and isinstance(given := answer.result(), UpstreamAllowed):
-            self.say(UpstreamOver(given.call, NOT_MADE))
+            self.send(UpstreamOver(given.call, NOT_MADE))
 
-    def say(self, message: FromFront) -> None:
+    def send(self, message: FromFront) -> None:
         """Say it, if there is a connection."""
         if self._connection is not None:
             self._connection.send(message)
@@ -259,7 +259,7 @@ class RunLink:
     def _finish(self, inbox: TurnInbox, say: type[AnswerDelivered | ClientGone]) -> None:
         for stream in inbox.streams.values():
             if self._streams.pop(stream, None) is not None:
-                self.say(say(stream))
+                self.send(say(stream))
         inbox.streams.clear()
 
     async def _dial(self) -> Connection[FromFront, FromRun]:
@@ -324,7 +324,7 @@ class RunLink:
         if isinstance(message, TurnsTaken):
             message = self._attach(message, None if answer is None else inbox)
         if isinstance(message, UpstreamAllowed) and answer is None:
-            self.say(UpstreamOver(message.call, NOT_MADE))
+            self.send(UpstreamOver(message.call, NOT_MADE))
         if answer is not None:
             answer.set_result(message)
 
@@ -333,7 +333,7 @@ class RunLink:
         heard: list[OpenedTurn] = []
         for turn in taken.turns:
             if inbox is None or turn.choice in inbox.streams:
-                self.say(ClientGone(turn.stream))
+                self.send(ClientGone(turn.stream))
                 continue
             inbox.streams[turn.choice] = turn.stream
             self._streams[turn.stream] = _Stream(inbox, turn.choice)

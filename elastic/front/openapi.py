@@ -59,7 +59,7 @@ class _Operation(NamedTuple):
 
 
 _STREAMED = ("id", "model")
-_STANDING = ("id", "group", "state", "turns", "tokens", "branches", "reward", "cause")
+_STATUS = ("id", "group", "state", "turns", "tokens", "branches", "reward", "cause")
 OPERATIONS: Mapping[tuple[str, str], _Operation] = {
     ("/v1/chat/completions", "post"): _Operation(
         "Chat", AGENTS, ChatRequest, (*_STREAMED, "choices", "usage"), streams=True
@@ -86,11 +86,11 @@ OPERATIONS: Mapping[tuple[str, str], _Operation] = {
     ("/health", "get"): _Operation("Whether the run is there", AGENTS, open=True),
     ("/metrics", "get"): _Operation("Metrics of the run, in Prometheus' text format", DRIVERS, text=True),
     ("/trajectories", "post"): _Operation("Open a trajectory", DRIVERS, TrajectoryRequest, ("id", "key", "base_url")),
-    ("/trajectories/{id}", "get"): _Operation("Show a trajectory", DRIVERS, None, _STANDING),
-    ("/trajectories/{id}/reward", "post"): _Operation("Reward a trajectory", DRIVERS, RewardRequest, _STANDING),
-    ("/trajectories/{id}/end", "post"): _Operation("End a trajectory", DRIVERS, EndRequest, _STANDING),
+    ("/trajectories/{id}", "get"): _Operation("Show a trajectory", DRIVERS, None, _STATUS),
+    ("/trajectories/{id}/reward", "post"): _Operation("Reward a trajectory", DRIVERS, RewardRequest, _STATUS),
+    ("/trajectories/{id}/end", "post"): _Operation("End a trajectory", DRIVERS, EndRequest, _STATUS),
     ("/trajectories/{id}/sessions", "post"): _Operation(
-        "Bind a session to a trajectory", DRIVERS, SessionRequest, _STANDING
+        "Bind a session to a trajectory", DRIVERS, SessionRequest, _STATUS
     ),
 }
 

@@ -170,12 +170,12 @@ class Upstream:
     def _tell(self, over: UpstreamOver) -> None:
         """Say what a call has come to, to the run's next process if there is none now."""
         if self._link.up:
-            self._link.say(over)
+            self._link.send(over)
             return
 
         async def tell() -> None:
             await self._link.stands()
-            self._link.say(over)
+            self._link.send(over)
 
         task = asyncio.create_task(tell(), name="upstream call")
         self._telling.add(task)

@@ -183,12 +183,12 @@ class JobPart:
         self.permits[permit] = msgspec.structs.replace(held, nodes=held.tail_nodes)
         self._say(w.TailLeft(permit))
 
-    def tell_steps(self, steps: int) -> None:
+    def report_steps(self, steps: int) -> None:
         if self._steps != steps:
             self._steps = steps
             self._say(w.StepsDone(steps))
 
-    def tell_progress(self, done: int, of: int) -> None:
+    def report_progress(self, done: int, of: int) -> None:
         self.progress = (done, of)
         self._say_progress()
 
@@ -350,16 +350,16 @@ class PoolClient:
         """Whether the pool runs on this machine: only then the connection has no TLS."""
         return not self.membership.endpoint.fingerprint
 
-    def hear_slices(self, hear: Hear) -> None:
+    def on_slices(self, hear: Hear) -> None:
         """Register the receiver of news on rollout slices. Raises `PoolUnavailable` if there is one already."""
         if self._rollouts is not None:
             raise PoolUnavailable("one provider of a run can be its pool's, and one is already")
         self._rollouts = hear
 
-    def hear_permits(self, hear: Hear) -> None:
+    def on_permits(self, hear: Hear) -> None:
         self._permits = hear
 
-    def hear_trainer(self, hear: Hear) -> None:
+    def on_trainer(self, hear: Hear) -> None:
         self._trainer = hear
 
     async def open(self, within_s: float) -> w.JobWelcome:

@@ -27,7 +27,7 @@ from elastic.pool.control_messages import (
     PoolPlan,
     PoolRefusal,
     PoolRequest,
-    PoolStanding,
+    PoolStatusReply,
     PoolVersion,
     PutBackDevice,
     ResubmitJob,
@@ -41,16 +41,16 @@ from elastic.pool.machines import JoinTerms
 from elastic.pool.node_tickets import NodeTickets
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
 from elastic.pool.shell import PoolShell
-from elastic.pool.standing import (
-    JobStanding,
-    MachineStanding,
-    NodeAgentStanding,
+from elastic.pool.status import (
+    JobStatus,
+    MachineStatus,
+    NodeAgentStatus,
     PoolStatus,
     bills,
-    job_standing,
+    job_status,
     plan_of,
+    pool_status,
     queue_places,
-    standing,
 )
 
 PoolCommand: TypeAlias = SubmitJob | CancelJob | ResubmitJob | StopPool | PutBackDevice | MintTicket | DrainNode
@@ -90,7 +90,7 @@ class PoolCommandManager:
             case AskVersion():
                 return PoolVersion(pid=os.getpid(), version=POOL_CONTROL_VERSION)
             case AskPoolStatus():
-                return PoolStanding(pool=self._pool, pid=os.getpid(), status=self._status())
+                return PoolStatusReply(pool=self._pool, pid=os.getpid(), status=self._status())
             case AskJobs():
                 return self._jobs(request)
             case PlanJob():
@@ -197,7 +197,7 @@ class PoolCommandManager:
     def _status(self) -> PoolStatus:
         shell = self._shell
         cluster = shell.cluster
-        found = standing(cluster, shell.now_ns(), self._first_of_all())
+        found = pool_status(cluster, shell.now_ns(), self._first_of_all())
         known = {job.name for job in found.jobs}
         found.events = self._journal.events
         found.digest = cluster_digest(cluster)
@@ -211,12 +211,12 @@ class PoolCommandManager:
             if (live := shell.nodes.get(node.name)) is not None:
                 node.machine = _machine(live, joined.get(node.name))
                 up = sorted(job for job, one in live.residents.items() if one.up)
-                node.node_agent = NodeAgentStanding(pid=live.pid, up=live.connected, residents=up)
+                node.node_agent = NodeAgentStatus(pid=live.pid, up=live.connected, residents=up)
         for job in found.jobs:
             self._beside(job, shell.last_of(job.name))
         return found
 
-    def _beside(self, job: JobStanding, last: ForgottenJob) -> JobStanding:
+    def _beside(self, job: JobStatus, last: ForgottenJob) -> JobStatus:
         """Add what is known of a job besides the cluster."""
         if last.entry is not None:
             job.directory, job.logs = last.entry.directory, str(self._logs(last.entry))
@@ -261,17 +261,17 @@ class PoolCommandManager:
         lasts.sort(key=lambda one: -one[0].record.arrival)
         places = queue_places(cluster)
         jobs = [
-            self._beside(job_standing(cluster, one.record, billed, places.get(one.record.request.id)), one)
+            self._beside(job_status(cluster, one.record, billed, places.get(one.record.request.id)), one)
             for one, billed in lasts[:most]
         ]
         return PoolJobs(jobs=jobs, before=jobs[-1].arrival if len(lasts) > len(jobs) else None)
 
 
-def _machine(node: PoolNode, terms: JoinTerms | None) -> MachineStanding | None:
+def _machine(node: PoolNode, terms: JoinTerms | None) -> MachineStatus | None:
     said = None if node.hello is None else node.hello.machine
     if said is None:
         return None
-    return MachineStanding(
+    return MachineStatus(
         host=said.host,
         label="" if terms is None else terms.label,
         site=said.site,

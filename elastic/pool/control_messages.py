@@ -14,7 +14,7 @@ import msgspec
 from elastic.core.cluster.types import JobRequest
 from elastic.pool.machines import NodeTicket
 from elastic.pool.ports import JobEntry
-from elastic.pool.standing import JobStanding, PlacementPlan, PoolStatus
+from elastic.pool.status import JobStatus, PlacementPlan, PoolStatus
 from elastic.protocol.run_control import CommandRefused, ControlError, ControlLine, new_command_id
 
 POOL_CONTROL_VERSION = "5"
@@ -163,7 +163,7 @@ class PoolPlan(_PoolReply, frozen=True, tag="plan"):
 class PoolJobs(_PoolReply, frozen=True, tag="jobs"):
     """`before`: where the next page begins; None after the last one."""
 
-    jobs: list[JobStanding]
+    jobs: list[JobStatus]
     before: int | None = None
 
 
@@ -172,7 +172,7 @@ class PoolVersion(_PoolReply, frozen=True, tag="version"):
     version: str
 
 
-class PoolStanding(_PoolReply, frozen=True, tag="status"):
+class PoolStatusReply(_PoolReply, frozen=True, tag="status"):
     """Of the jobs there are at most `JOBS_PAGE`, first those that go on; `AskJobs` tells of all."""
 
     pool: str
@@ -180,7 +180,9 @@ class PoolStanding(_PoolReply, frozen=True, tag="status"):
     status: PoolStatus
 
 
-PoolAnswer: TypeAlias = PoolAcknowledged | PoolRefusal | PoolPlan | PoolVersion | PoolStanding | PoolJobs | TicketMinted
+PoolAnswer: TypeAlias = (
+    PoolAcknowledged | PoolRefusal | PoolPlan | PoolVersion | PoolStatusReply | PoolJobs | TicketMinted
+)
 R = TypeVar("R", bound=_PoolReply)
 
 
@@ -228,8 +230,8 @@ class PoolControl:
         """Drain a node. Returns once that is durable, before the node has gone."""
         return await self._ask(DrainNode(id=command or new_command_id(), node=node), PoolAcknowledged)
 
-    async def standing(self) -> PoolStanding:
-        return await self._ask(AskPoolStatus(), PoolStanding)
+    async def status(self) -> PoolStatusReply:
+        return await self._ask(AskPoolStatus(), PoolStatusReply)
 
     async def jobs(
         self,
@@ -245,9 +247,9 @@ class PoolControl:
         request = AskJobs(names=tuple(names), like=like, within=within, going_on=going_on, before=before, most=most)
         return await self._ask(request, PoolJobs)
 
-    async def all_jobs(self, *, within: str = "", going_on: bool = False) -> list[JobStanding]:
+    async def all_jobs(self, *, within: str = "", going_on: bool = False) -> list[JobStatus]:
         """Return all jobs, page by page, in the order in which they came."""
-        found: list[JobStanding] = []
+        found: list[JobStatus] = []
         before: int | None = None
         while True:
             page = await self.jobs(within=within, going_on=going_on, before=before)

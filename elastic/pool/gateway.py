@@ -75,11 +75,11 @@ class PoolGateway:
             links.clear()
         await self._admission.aclose()
 
-    def tell_node_agent(self, node: NodeId, message: w.ToNodeAgent) -> None:
+    def send_to_node_agent(self, node: NodeId, message: w.ToNodeAgent) -> None:
         if node in self._node_agents:
             self._node_agents[node].send(message)
 
-    def tell_job(self, job: JobId, message: msgspec.Struct) -> None:
+    def send_to_job(self, job: JobId, message: msgspec.Struct) -> None:
         if job in self._jobs:
             self._jobs[job].send(message)
 

@@ -51,12 +51,12 @@ class JobLives(PoolRoom):
             gpus_per_rollout_node=spec.rollout.gpus,
             gpus_per_train_node=spec.train.gpus,
             grant_within_s=min(SECONDS_MAX, (3 * record.request.limit_ns + 20 * notice_ns) / NS_PER_S),
-            permits=tuple(self._slices.standing(permit) for permit in permits),
+            permits=tuple(self._slices.grant_of(permit) for permit in permits),
             trainer=trainer.worker if trainer is not None else "",
             silence_s=pool.times.silence_ns / NS_PER_S,
         )
 
-    def _judge(self, job: JobId, record: JobRecord, live: LiveJob, ending: JobEnding, *, killed: bool) -> None:
+    def _conclude(self, job: JobId, record: JobRecord, live: LiveJob, ending: JobEnding, *, killed: bool) -> None:
         if ending.how == "finished":
             if record.state is JobState.PLACED:
                 self._pool.feed(e.JobStarted(job=job, placement=record.placement))
@@ -137,7 +137,7 @@ class JobLives(PoolRoom):
         self._workers.take_offers_back(job)
         self._ports.cut_job(job)
         if record is not None and record.placement == placement and record.state in HOLDING:
-            self._judge(job, record, live, ending, killed=killed)
+            self._conclude(job, record, live, ending, killed=killed)
 
     def compare(self, job: JobId) -> None:
         """Start, stop or kill its process, as the cluster wants it."""

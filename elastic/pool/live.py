@@ -188,11 +188,11 @@ class LivePorts:
         except TimeoutError:
             log.error("residents do not die", node=node)
 
-    def tell_node_agent(self, node: NodeId, message: w.ToNodeAgent) -> None:
-        self._gateway.tell_node_agent(node, message)
+    def send_to_node_agent(self, node: NodeId, message: w.ToNodeAgent) -> None:
+        self._gateway.send_to_node_agent(node, message)
 
-    def tell_job(self, job: JobId, message: msgspec.Struct) -> None:
-        self._gateway.tell_job(job, message)
+    def send_to_job(self, job: JobId, message: msgspec.Struct) -> None:
+        self._gateway.send_to_job(job, message)
 
     def cut_job(self, job: JobId) -> None:
         self._gateway.cut_job(job)

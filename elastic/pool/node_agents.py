@@ -157,7 +157,7 @@ class NodeAgents(PoolRoom):
             self._slices.take_device(name, hello.given_to, hello.given)
         for job, resident in node.residents.items():
             if resident.ending:
-                self._ports.tell_node_agent(name, w.EndResident(job, "as it was told before"))
+                self._ports.send_to_node_agent(name, w.EndResident(job, "as it was told before"))
         return ""
 
     def site_served(self, name: NodeId, served: w.SiteServed) -> None:
@@ -177,7 +177,7 @@ class NodeAgents(PoolRoom):
                 sites[name].asked = order
             else:
                 sites[name].told = order
-            self._ports.tell_node_agent(name, order)
+            self._ports.send_to_node_agent(name, order)
 
     def _adopt_script(self, name: NodeId, job: JobId, gone: w.ResidentGone | None) -> None:
         """Take over what a node agent says of a script, in a process of the pool that has come back."""
@@ -307,7 +307,7 @@ class NodeAgents(PoolRoom):
             for _ in range(count - there):
                 self.start_anew(phase.value)
 
-    def judge(self, name: NodeId) -> None:
+    def check_residents(self, name: NodeId) -> None:
         """Set the node's devices aside if its residents die as they start, and it is not their jobs' fault."""
         node, devices = self._nodes[name], self._pool.devices
         if not devices.of(name) or any(resident.up for resident in node.residents.values()):

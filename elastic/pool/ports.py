@@ -83,7 +83,7 @@ class PoolTimes(msgspec.Struct, frozen=True, kw_only=True):
 class PoolPorts(Protocol):
     """The shell calls these without waiting; results arrive through the shell's own methods.
 
-    `tell_node_agent` and `tell_job` drop messages for absent peers: a peer that comes back reports what it holds.
+    `send_to_node_agent` and `send_to_job` drop messages for absent peers: a peer that comes back reports what it holds.
     """
 
     def now_ns(self) -> Nanoseconds:
@@ -134,9 +134,9 @@ class PoolPorts(Protocol):
         """Kills the node's agent and everything that it has started."""
         ...
 
-    def tell_node_agent(self, node: NodeId, message: w.ToNodeAgent) -> None: ...
+    def send_to_node_agent(self, node: NodeId, message: w.ToNodeAgent) -> None: ...
 
-    def tell_job(self, job: JobId, message: w.ToJob) -> None: ...
+    def send_to_job(self, job: JobId, message: w.ToJob) -> None: ...
 
     def cut_job(self, job: JobId) -> None:
         """Ends the job's session and ignores its process from here on."""

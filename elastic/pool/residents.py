@@ -87,7 +87,7 @@ class NodeResidents(PoolRoom):
             stale = stale or bool(resident.permit and resident.permit not in self._cluster.permits)
             if stale and not resident.ending:
                 resident.ending = True
-                self._ports.tell_node_agent(name, w.EndResident(job, "the job has no place or permit here any more"))
+                self._ports.send_to_node_agent(name, w.EndResident(job, "the job has no place or permit here any more"))
         for job, (record, ticket) in wanted.items():
             if job not in node.residents:
                 with self._ports.attempting(f"resident of {job} on {name}") as attempt:
@@ -114,7 +114,7 @@ class NodeResidents(PoolRoom):
         permit = node.given if record.permit == node.given else 0
         worker = ticket.worker if ticket else ""
         node.residents[job] = Resident(placement=record.placement, worker=worker, permit=permit)
-        self._ports.tell_node_agent(name, frame)
+        self._ports.send_to_node_agent(name, frame)
 
     def _bound(self, key: str, resident: Resident | None) -> None:
         """A resident has to come up within the time that a job has to start."""
@@ -139,7 +139,7 @@ class NodeResidents(PoolRoom):
         resident = None if node is None else node.residents.get(job)
         if resident is not None:
             resident.ending = True
-            self._ports.tell_node_agent(name, w.EndResident(job, reason))
+            self._ports.send_to_node_agent(name, w.EndResident(job, reason))
 
     def came_up(self, name: NodeId, job: JobId, placement: int) -> None:
         node = self._nodes[name]
@@ -181,7 +181,7 @@ class NodeResidents(PoolRoom):
 
     def _take_back(self, job: JobId, permit: int, cause: str) -> None:
         """Nothing computes under this permit any more, and the job may take long to yield it."""
-        self._ports.tell_job(job, w.PermitOver(permit, cause))
+        self._ports.send_to_job(job, w.PermitOver(permit, cause))
         self._slices.take_back(self._cluster.permits[permit])
 
     def measured(self, name: NodeId, job: JobId, host_bytes: int) -> None:

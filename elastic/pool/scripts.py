@@ -100,7 +100,7 @@ class PoolScripts(PoolRoom):
             resident = node.residents.get(job)
             if resident is not None and (not resident.ending or not grace_s):
                 resident.ending = not grace_s
-                self._ports.tell_node_agent(name, w.EndResident(job, reason or "it is to end", grace_s))
+                self._ports.send_to_node_agent(name, w.EndResident(job, reason or "it is to end", grace_s))
 
     def are_on(self, name: NodeId, but: JobId) -> bool:
         """Return whether another job's script uses this node."""

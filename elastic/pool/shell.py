@@ -278,7 +278,7 @@ class PoolShell(PoolRoom):
                 if resident is not None and resident.placement == message.placement:
                     del node.residents[job]
                     self._residents.gone(name, job, resident, cause, message.code, message.fault)
-                    self._node_agents.judge(name)
+                    self._node_agents.check_residents(name)
             case w.DeviceFreed(job=job):
                 self._residents.freed(name, node.residents.get(job), message)
             case w.WorkerLeft():

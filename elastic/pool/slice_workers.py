@@ -102,7 +102,7 @@ class SliceWorkers(PoolRoom):
                 placed = PlacedWorker(worker=state.worker, permit=given)
             mine.placed[name] = msgspec.structs.replace(placed, ticket=None)
             if placed.ending:
-                self._ports.tell_node_agent(name, w.LeaveWorker(state.job, state.worker))
+                self._ports.send_to_node_agent(name, w.LeaveWorker(state.job, state.worker))
         elif placed is not None and placed.ticket is None:
             self.ended(state.job, name, "it ended while its node agent was not heard")
 
@@ -118,12 +118,12 @@ class SliceWorkers(PoolRoom):
                     self.ended(job, name, "")
                 else:
                     placed.ending = True
-                    self._ports.tell_node_agent(name, w.LeaveWorker(job, worker))
+                    self._ports.send_to_node_agent(name, w.LeaveWorker(job, worker))
                 return name
             if node.phase is _TRAIN and resident is not None and resident.worker == worker:
                 return None  # It is ended because nobody wants it any more; `WorkerEnded` follows.
         if mine.offered.pop(worker, None) is None:
-            self._ports.tell_job(job, w.WorkerEnded(worker))
+            self._ports.send_to_job(job, w.WorkerEnded(worker))
         return None
 
     def lost(self, job: JobId, name: NodeId) -> None:
@@ -134,7 +134,7 @@ class SliceWorkers(PoolRoom):
         """Note that no resident works for the job on this node any more."""
         placed = self._jobs[job].placed.pop(name, None)
         if placed is not None:
-            self._ports.tell_job(job, w.WorkerEnded(placed.worker, cause))
+            self._ports.send_to_job(job, w.WorkerEnded(placed.worker, cause))
 
     def left(self, name: NodeId, message: w.WorkerLeft) -> None:
         """Note that a resident has parked."""
@@ -151,7 +151,7 @@ class SliceWorkers(PoolRoom):
         mine = self._jobs[job]
         if mine.trainer is not None and mine.trainer.worker == worker:
             mine.trainer, mine.trainer_died = None, died
-        self._ports.tell_job(job, w.WorkerEnded(worker, cause))
+        self._ports.send_to_job(job, w.WorkerEnded(worker, cause))
 
     def forget(self, job: JobId) -> None:
         self._jobs[job] = JobWorkers()

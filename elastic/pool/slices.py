@@ -115,7 +115,7 @@ class PoolSlices(PoolRoom):
             job_permits.known.discard(number)
             self._workers.over(job, number)
             self._take_over(job, number)
-            self._ports.tell_job(job, w.PermitOver(number, "it was taken, or its nodes are gone"))
+            self._ports.send_to_job(job, w.PermitOver(number, "it was taken, or its nodes are gone"))
         permits = self._cluster.permits
         if job_permits.yielding is not None and job_permits.yielding.permit not in permits:
             job_permits.yielding = None
@@ -155,9 +155,9 @@ class PoolSlices(PoolRoom):
         if not self._pool.is_script(permit.job):
             job_permits.told = (permit.number, permit.nodes)
         if job_permits.told[0] == permit.number:
-            self._ports.tell_job(permit.job, self.standing(permit))
+            self._ports.send_to_job(permit.job, self.grant_of(permit))
 
-    def standing(self, permit: Permit) -> w.Granted:
+    def grant_of(self, permit: Permit) -> w.Granted:
         """Return what the job is told of its permit."""
         nodes = tuple(name for name in permit.nodes if name in self._jobs[permit.job].told[1])
         left_s, workers = self._pool.ends_s(permit.deadline_ns), self._workers.of(permit)
@@ -195,7 +195,7 @@ class PoolSlices(PoolRoom):
                 resident.permit, resident.worker = permit.number, ticket.worker if ticket else resident.worker
             if script:
                 self._scripts.use(permit.job, name)
-            self._ports.tell_node_agent(name, w.GiveDevice(permit.number, permit.job, left_s, ticket))
+            self._ports.send_to_node_agent(name, w.GiveDevice(permit.number, permit.job, left_s, ticket))
         if script and given and job_permits.told != (permit.number, permit.nodes):
             job_permits.told = (permit.number, permit.nodes)
             self.tell(permit)
@@ -234,7 +234,7 @@ class PoolSlices(PoolRoom):
         if node is None or (node.connected and node.given < permit):
             self.freed(name, job, permit, 0)
         elif node.connected:
-            self._ports.tell_node_agent(name, w.TakeDevice(permit, job, self._times.park_ns / NS_PER_S))
+            self._ports.send_to_node_agent(name, w.TakeDevice(permit, job, self._times.park_ns / NS_PER_S))
 
     def freed(self, name: NodeId, job: JobId, permit: int | None, switch_ns: Nanoseconds) -> None:
         job_permits = self._jobs[job]

@@ -1,7 +1,8 @@
-"""The accepting end of connections: who may come in, and what strangers may cost.
+"""The accepting end of connections: who may come in, and what unauthenticated peers may cost.
 
-A stranger has a few seconds to introduce itself, in its first message. Strangers are few: where there are too many, the
-address with the most loses its oldest. Before that, `elastic.protocol.tls` bounds handshakes and dials in the same way.
+An unauthenticated peer has a few seconds to introduce itself, in its first message. Unauthenticated peers are few:
+where there are too many, the address with the most loses its oldest. Before that, `elastic.protocol.tls` bounds
+handshakes and dials in the same way.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ BACKLOG = 1024
 """Connections that wait to be accepted. Where they do not fit, the kernel lets a peer wait a second."""
 
 
-class StrangerLimits(msgspec.Struct, frozen=True, kw_only=True):
+class UnauthenticatedLimits(msgspec.Struct, frozen=True, kw_only=True):
     """At most `most` peers may be without a Hello at once, each for `hello_timeout_s`; or as many as are expected,
     where these are more: a fleet may come back all at once."""
 
@@ -38,7 +39,7 @@ async def listen(
     port: int,
     certificate: Certificate | None,
     protocol: Callable[[], asyncio.Protocol],
-    limits: StrangerLimits | None = None,
+    limits: UnauthenticatedLimits | None = None,
     refused: Callable[[str], None] = lambda reason: None,
     expected: Callable[[], int] = lambda: 0,
 ) -> asyncio.Server | TlsServer:
@@ -49,7 +50,7 @@ async def listen(
     """
     if certificate is None:
         return await asyncio.get_running_loop().create_server(protocol, host, port, backlog=BACKLOG)
-    limits, listener = limits or StrangerLimits(), listening_socket(host, port, BACKLOG)
+    limits, listener = limits or UnauthenticatedLimits(), listening_socket(host, port, BACKLOG)
     return TlsServer(
         listener,
         certificate,
@@ -72,18 +73,18 @@ class Admission(Generic[SaysT, HearsT]):
         self,
         codec: MessageCodec[SaysT, HearsT],
         greet: Callable[[Connection[SaysT, HearsT], HearsT], None],
-        limits: StrangerLimits | None = None,
+        limits: UnauthenticatedLimits | None = None,
         refused: Callable[[str], None] = lambda reason: None,
         expected: Callable[[], int] = lambda: 0,
     ) -> None:
         self.connections: set[Connection[SaysT, HearsT]] = set()
-        """All that are open, of strangers or not."""
+        """All that are open, authenticated or not."""
         self._codec = codec
         self._greet = greet
-        self._limits = limits or StrangerLimits()
+        self._limits = limits or UnauthenticatedLimits()
         self._refused = refused
         self._expected = expected
-        self._strangers: dict[Connection[SaysT, HearsT], asyncio.TimerHandle] = {}
+        self._unauthenticated: dict[Connection[SaysT, HearsT], asyncio.TimerHandle] = {}
         """In the order in which they came, with the ends of their time."""
         self._server: asyncio.Server | TlsServer | None = None
 
@@ -125,9 +126,9 @@ class Admission(Generic[SaysT, HearsT]):
         within_s = self._limits.hello_timeout_s
         late = f"no Hello within {within_s} s"
         loop = asyncio.get_running_loop()
-        self._strangers[connection] = loop.call_later(within_s, lambda: self.refuse(connection, late, retry=True))
-        if len(self._strangers) > max(self._limits.most, self._expected()):
-            oldest = oldest_of_crowd((stranger, stranger.address) for stranger in self._strangers)
+        self._unauthenticated[connection] = loop.call_later(within_s, lambda: self.refuse(connection, late, retry=True))
+        if len(self._unauthenticated) > max(self._limits.most, self._expected()):
+            oldest = oldest_of_crowd((peer, peer.address) for peer in self._unauthenticated)
             self.refuse(oldest, "too many connections are waiting to be let in", retry=True)
 
     def _hear(self, connection: Connection[SaysT, HearsT], messages: list[HearsT]) -> None:
@@ -146,7 +147,7 @@ class Admission(Generic[SaysT, HearsT]):
         self._forget(connection)
 
     def _forget(self, connection: Connection[SaysT, HearsT]) -> None:
-        """The connection is no stranger's any more."""
-        timer = self._strangers.pop(connection, None)
+        """The peer of the connection is authenticated."""
+        timer = self._unauthenticated.pop(connection, None)
         if timer is not None:
             timer.cancel()

@@ -94,7 +94,7 @@ class Connection(asyncio.Protocol, Generic[SaysT, HearsT]):
         self.hear: Callable[[list[HearsT]], None] = self._keep
         self.cause: Exception | None = None
         """Why the connection is of no further use, if it is not."""
-        self._broken: Callable[[WireError], None] = self._drop_liar
+        self._broken: Callable[[WireError], None] = self._drop_peer
         self._ended: Callable[[Exception], None] = lambda _: None
         self._codec = codec
         self._opened = opened
@@ -148,7 +148,7 @@ class Connection(asyncio.Protocol, Generic[SaysT, HearsT]):
         `broken`. Beats and watching are over.
         """
         self._still()
-        self.peer, self.hear, self._ended, self._broken = peer, hear, ended, broken or self._drop_liar
+        self.peer, self.hear, self._ended, self._broken = peer, hear, ended, broken or self._drop_peer
         self._frames.max_frame_bytes = max_frame_bytes or self._frames.max_frame_bytes
 
     def send(self, message: SaysT) -> None:
@@ -283,7 +283,7 @@ class Connection(asyncio.Protocol, Generic[SaysT, HearsT]):
         if len(self._received) > UNRECEIVED_MAX:
             self.hold(True)
 
-    def _drop_liar(self, error: WireError) -> None:
+    def _drop_peer(self, error: WireError) -> None:
         self._cut(f"{self.peer} broke the protocol: {error}")
 
     def _flush(self) -> None:

@@ -475,7 +475,7 @@ class TrajectoryBegun(_FrontMessage, frozen=True):
     row: Count | None = None
 
 
-class PolicyStanding(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What one policy has done in a trajectory. Its `reward` is its own, None where it has the trajectory's."""
 
     turns: int = 0
@@ -483,7 +483,7 @@ class PolicyStanding(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
 
 
-class TrajectoryStanding(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory that is driven from outside, as its driver sees it."""
 
     trajectory: str
@@ -495,13 +495,13 @@ class TrajectoryStanding(msgspec.Struct, frozen=True, kw_only=True):
     branches: int
     reward: float | None = None
     cause: str = ""
-    policies: dict[str, PolicyStanding] = {}
+    policies: dict[str, PolicyStatus] = {}
     """Those of `[front] policies` that were called or rewarded."""
 
 
 class TrajectoryShown(_FrontMessage, frozen=True):
     request: Count
-    standing: TrajectoryStanding
+    status: TrajectoryStatus
 
 
 class EngineFigures(msgspec.Struct, array_like=True):

@@ -1,4 +1,5 @@
-"""HTTP servers with bounds on what a peer may hold, send or leave unread, so that strangers cost them little.
+"""HTTP servers with bounds on what a peer may hold, send or leave unread, so that unauthenticated peers cost them
+little.
 
 - A request's head is whole within `head_timeout_s` and has at most `HEAD_BYTES_MAX` bytes (else 400).
 - A body has at most `body_bytes_max` bytes (else 413) and keeps a least pace (else 408).

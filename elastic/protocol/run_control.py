@@ -86,7 +86,7 @@ class Refused(_Reply, frozen=True, tag="refused"):
     message: str
 
 
-class RunStanding(_Reply, frozen=True, tag="status"):
+class RunStatusReply(_Reply, frozen=True, tag="status"):
     """How the run stands: `status` as `elastic run --json` samples it, with its caps, budget and conditions."""
 
     run: str
@@ -94,7 +94,7 @@ class RunStanding(_Reply, frozen=True, tag="status"):
     status: dict[str, Any]
 
 
-Answer: TypeAlias = Acknowledged | Refused | RunStanding
+Answer: TypeAlias = Acknowledged | Refused | RunStatusReply
 A = TypeVar("A", bound=_Reply)
 T = TypeVar("T")
 
@@ -158,8 +158,8 @@ class RunControl:
     async def budget(self, usd: float | None, command: str = "") -> Acknowledged:
         return await self._ask(SetBudget(id=command or new_command_id(), usd=usd), Acknowledged)
 
-    async def status(self) -> RunStanding:
-        return await self._ask(AskStatus(), RunStanding)
+    async def status(self) -> RunStatusReply:
+        return await self._ask(AskStatus(), RunStatusReply)
 
     async def _ask(self, request: Request, kind: type[A]) -> A:
         answer = await self._line.ask(request, Answer)

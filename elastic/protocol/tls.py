@@ -199,20 +199,20 @@ Refuse = Callable[[str, str], None]
 """Hears the address of somebody with whom there was no handshake, and why."""
 
 
-def oldest_of_crowd(strangers: Iterable[tuple[Peer, str]]) -> Peer:
+def oldest_of_crowd(peers: Iterable[tuple[Peer, str]]) -> Peer:
     """The first of those that come from the address of which there are most. Each has its address; the oldest first."""
-    known = list(strangers)
+    known = list(peers)
     crowds = Counter(address for _, address in known)
     most = max(crowds.values())
-    return next(stranger for stranger, address in known if crowds[address] == most)
+    return next(peer for peer, address in known if crowds[address] == most)
 
 
 class TlsServer:
     """Accepts TLS connections on a socket that listens, from now on; each gets a protocol once it is encrypted.
 
-    Strangers cost little: of more than `most` handshakes at once (or than peers are `expected`, where these are more)
-    the oldest ends of the address that has the most, and each ends after `timeout_s`. An address that dials more often
-    than `dials_per_s`, beyond twice `most` at once, is hung up on before a handshake has begun.
+    Unauthenticated peers cost little: of more than `most` handshakes at once (or than peers are `expected`, where
+    these are more) the oldest ends of the address that has the most, and each ends after `timeout_s`. An address that
+    dials more often than `dials_per_s`, beyond twice `most` at once, is hung up on before a handshake has begun.
 
     Where `may_be_plain` says so of a peer's address, it gets its protocol without encryption if it begins with anything
     else than a handshake.

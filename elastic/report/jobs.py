@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from elastic.core.cluster.types import DeviceAccount
-from elastic.pool.standing import StoryPart
+from elastic.pool.status import StoryPart
 from elastic.report import charts, document, svg, units
 from elastic.report.document import Chart, Figure, Page, Table
 
@@ -220,7 +220,7 @@ def _tables_of_jobs(jobs: Sequence[PooledJob]) -> list[Table]:
         Table(
             title="Jobs",
             header=["Job", "State", "Admitted", "Steps", "SLO", "Planned", "Actual", "Moves", "Again", "Group"],
-            rows=[_standing(job) for job in jobs],
+            rows=[_status(job) for job in jobs],
             note="Planned: its time over that of its steps alone as they were planned, which the SLO bounds. Actual: "
             "over what these steps would have taken alone. Moves and resubmissions cost a restart each.",
         ),
@@ -251,7 +251,7 @@ def _tables_of_jobs(jobs: Sequence[PooledJob]) -> list[Table]:
     ]
 
 
-def _standing(job: PooledJob) -> list[str]:
+def _status(job: PooledJob) -> list[str]:
     unmet = job.planned_slowdown is not None and not job.met
     return [
         job.name,

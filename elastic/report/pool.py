@@ -28,7 +28,7 @@ from elastic.core.cluster.types import (
     PoolSpec,
 )
 from elastic.pool.journal import NotedDeath
-from elastic.pool.standing import NANO_USD, bills, saved_if_left, story_of, usd
+from elastic.pool.status import NANO_USD, bills, saved_if_left, story_of, usd
 from elastic.report.jobs import GroupCycle, NodeSlice, PooledJob, PooledNode, PoolMark, PoolReport, shares
 
 NS_PER_S = 1_000_000_000

@@ -1,4 +1,5 @@
-"""What was refused: at the door, frames that cannot be true, and strangers; by providers, leases. And their remarks."""
+"""What was refused: at the door, frames that cannot be true, and unauthenticated peers; by providers, leases. And
+their remarks."""
 
 import re
 from collections import Counter

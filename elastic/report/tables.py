@@ -796,11 +796,11 @@ def _refused(summary: Summary) -> Table:
         title="Refused at the door",
         header=["who", "count", "why"],
         rows=[
-            [f"worker {r.worker}" if r.worker else "strangers", units.count(r.count), r.reason]
+            [f"worker {r.worker}" if r.worker else "unauthenticated peers", units.count(r.count), r.reason]
             for r in sorted(summary.refused, key=lambda r: -r.count)
             if not r.of_turns
         ][:MOST_ROWS],
-        note="Frames of workers, and connections of strangers. A worker's first refused frame is its last.",
+        note="Frames of workers, and connections of unauthenticated peers. A worker's first refused frame is its last.",
     )
 
 

@@ -17,7 +17,7 @@ from elastic.protocol.run_control import (
     CapProvider,
     Refused,
     Request,
-    RunStanding,
+    RunStatusReply,
     SetBudget,
     StopRun,
 )
@@ -47,7 +47,7 @@ class CommandManager:
     async def answer(self, request: Request) -> Answer:
         if isinstance(request, AskStatus):
             status = self._status()
-            return RunStanding(run=status.run, pid=os.getpid(), status=msgspec.to_builtins(status))
+            return RunStatusReply(run=status.run, pid=os.getpid(), status=msgspec.to_builtins(status))
         event = event_of(request)
         done = self._scheduler.controls.commands.get(request.id)
         if done is None:

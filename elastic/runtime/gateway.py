@@ -6,8 +6,8 @@
 - A session is read no faster than its time and its orders can need; one that says ten times as much is over.
 - A frame reaches the listener only if it can be true (`elastic.runtime.validation`). A worker that sends another
   is refused for ever.
-- Strangers are few (`elastic.protocol.admission`), or as many as the workers that may all come back at once. What is
-  refused is counted and logged at a bounded rate.
+- Unauthenticated peers are few (`elastic.protocol.admission`), or as many as the workers that may all come back at
+  once. What is refused is counted and logged at a bounded rate.
 
 Everything runs on the event loop's thread, and the listener is called synchronously from it.
 """
@@ -24,13 +24,13 @@ import structlog
 
 from elastic.core.types import WorkerId
 from elastic.protocol import wire
-from elastic.protocol.admission import Admission, StrangerLimits
+from elastic.protocol.admission import Admission, UnauthenticatedLimits
 from elastic.protocol.connection import Connection, MessageCodec, SessionRefused
 from elastic.protocol.endpoint import Address
 from elastic.protocol.tickets import TicketRefused
 from elastic.protocol.tls import Certificate
 from elastic.runtime.allowances import SessionAllowances
-from elastic.runtime.refusals import FRAME, STRANGERS, RefusalCount, Refusals
+from elastic.runtime.refusals import FRAME, UNAUTHENTICATED, RefusalCount, Refusals
 from elastic.runtime.validation import Claims, bounds_of, without_figures
 from elastic.system.outages import Outage
 from providers.pending_workers import Applicant, PendingWorkers
@@ -87,7 +87,9 @@ class Gateway:
     """TCP server for the worker connections of any number of runs, each of which has a `Door` of its own."""
 
     def __init__(
-        self, limits: StrangerLimits | None = None, codec: MessageCodec[wire.FromOrchestrator, memoryview] = CODEC
+        self,
+        limits: UnauthenticatedLimits | None = None,
+        codec: MessageCodec[wire.FromOrchestrator, memoryview] = CODEC,
     ) -> None:
         self._doors: dict[str, Door] = {}
         self._refusals = Refusals()
@@ -136,10 +138,10 @@ class Gateway:
         return sum(len(door._sessions) for door in self._doors.values())
 
     def _refused(self, reason: str) -> None:
-        self._refusals.note(STRANGERS, reason, _now_s())
+        self._refusals.note(UNAUTHENTICATED, reason, _now_s())
 
     def _greet(self, link: WorkerLink, body: memoryview) -> None:
-        """Let a stranger in at its run's door. Raises `SessionRefused` or `WireError`."""
+        """Let an unauthenticated peer in at its run's door. Raises `SessionRefused` or `WireError`."""
         hello = wire.decode_hello(body)
         door = self._doors.get(hello.run)
         if door is None:
@@ -255,7 +257,7 @@ class Door:
                 self.forget(next(iter(self._fenced)))
 
     def forget(self, worker: WorkerId) -> None:
-        """The worker will never be expected again: it is a stranger from now on."""
+        """The worker will never be expected again: it cannot authenticate itself from now on."""
         self._fenced.pop(worker, None)
         session = self._sessions.pop(worker, None)
         if session is not None:
@@ -266,13 +268,13 @@ class Door:
         self._refusals.note(worker, reason, _now_s(), what)
 
     def refusals(self) -> list[RefusalCount]:
-        """Return the refusals so far: of strangers, who name no known run, and of this run's workers."""
+        """Return the refusals so far: of unauthenticated peers, who name no known run, and of this run's workers."""
         return [*self._gateway._refusals.counts(), *self._refusals.counts()]
 
     # What connections call.
 
     def _admit(self, link: WorkerLink, hello: wire.Hello) -> None:
-        """Open or resume the session of a stranger that has said hello. Raises `SessionRefused`."""
+        """Open or resume the session of an unauthenticated peer that has said hello. Raises `SessionRefused`."""
         session = self._authenticated(hello)
         self._check_openings(session)
         self._end_epoch(session)

@@ -31,13 +31,13 @@ class PoolPermits:
             self._had = None
         self._client.part.leave(permit, finished=finished)
 
-    def tell_progress(self, step: int, done: int, of: int) -> None:
-        self._client.part.tell_steps(step)
-        self._client.part.tell_progress(done, of)
+    def report_progress(self, step: int, done: int, of: int) -> None:
+        self._client.part.report_steps(step)
+        self._client.part.report_progress(done, of)
 
     def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:
         """Begin. Called once, before anything else, also for a new run."""
-        self._client.hear_permits(self._hear)
+        self._client.on_permits(self._hear)
         held = self._client.part.permit_of(PhaseKind.TRAIN)
         if permit is not None and (held is None or held.number != permit):
             self._feed(e.PermitEnded(permit=permit, cause="it was over before the run went on"))

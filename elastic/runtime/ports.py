@@ -179,7 +179,7 @@ class Pool(Protocol):
         """Carries out `elastic.core.commands.YieldPermit`. Does nothing for a permit that is over."""
         ...
 
-    def tell_progress(self, step: int, done: int, of: int) -> None: ...
+    def report_progress(self, step: int, done: int, of: int) -> None: ...
 
     def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:
         """Another process of the run goes on: it takes itself to have this permit, or to have asked for one.
@@ -199,7 +199,7 @@ class UnsharedDevice:
     def yield_permit(self, permit: int | None, *, finished: bool) -> None:
         raise AssertionError("there is no permit where nothing is shared")
 
-    def tell_progress(self, step: int, done: int, of: int) -> None:
+    def report_progress(self, step: int, done: int, of: int) -> None:
         """Does nothing: no other job waits for the rollouts' end."""
 
     def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:

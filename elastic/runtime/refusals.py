@@ -7,22 +7,22 @@ log = structlog.get_logger(__name__)
 
 FRAME, TURN = "frame", "turn"
 """What is counted of workers: frames that were refused, and turns that went badly."""
-STRANGERS = ""
+UNAUTHENTICATED = ""
 """Stands in the place of a worker's name for peers that have not proved to be a worker."""
 REFUSED_NOTE = "refused"
 """The journal's note with what was refused so far, as JSON: a list of `RefusalCount`."""
 BURST_LINES = 20
 LINES_PER_S = 1.0
 KINDS_MAX = 100
-"""Different refusals of strangers that are told apart: reasons may hold what the other side sent."""
+"""Different refusals of unauthenticated peers that are told apart: reasons may hold what the other side sent."""
 REASON_MAX = 200
 """Characters of a reason that are kept."""
 OTHERS = "other reasons"
 
 
 class RefusalCount(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` frames of a worker, or connections of strangers, that were refused for one reason. Or `what` are turns
-    that went badly at a worker, which need not be its fault."""
+    """`count` frames of a worker, or connections of unauthenticated peers, that were refused for one reason. Or `what`
+    are turns that went badly at a worker, which need not be its fault."""
 
     worker: str
     reason: str
@@ -38,7 +38,7 @@ class RefusalCount(msgspec.Struct, frozen=True, kw_only=True):
         if self.of_turns:
             turns = "1 turn" if self.count == 1 else f"{self.count:,} turns"
             return f"{turns} went badly at worker {self.worker}: {self.reason}"
-        what, of = (self.what, f"worker {self.worker}") if self.worker else ("connection", "strangers")
+        what, of = (self.what, f"worker {self.worker}") if self.worker else ("connection", "unauthenticated peers")
         return f"refused: {self.count:,} {what}{'' if self.count == 1 else 's'} of {of}: {self.reason}"
 
 
@@ -54,7 +54,7 @@ class Refusals:
     def note(self, worker: str, reason: str, now_s: float, what: str = FRAME) -> None:
         """`now_s` is of any clock that only goes forward."""
         reason = _legible(reason)
-        if worker == STRANGERS and (worker, reason, what) not in self._counts and len(self._counts) >= KINDS_MAX:
+        if worker == UNAUTHENTICATED and (worker, reason, what) not in self._counts and len(self._counts) >= KINDS_MAX:
             reason = OTHERS
         self._counts[worker, reason, what] = self._counts.get((worker, reason, what), 0) + 1
         self._log(worker, reason, now_s, what)
@@ -75,7 +75,7 @@ class Refusals:
         self._lines -= 1
         log.warning(
             "a turn went badly" if what == TURN else "refused",
-            worker=worker or "a stranger",
+            worker=worker or "an unauthenticated peer",
             reason=reason,
             **({"unlogged": self._unlogged} if self._unlogged else {}),
         )

@@ -173,7 +173,7 @@ class Run:
             c.YieldPermit: lambda k: self._once_durable(
                 partial(ports.pool.yield_permit, k.permit, finished=k.finished)
             ),
-            c.TellProgress: lambda k: ports.pool.tell_progress(k.step, k.done, k.of),
+            c.TellProgress: lambda k: ports.pool.report_progress(k.step, k.done, k.of),
             c.ExhaustBudget: lambda k: self.feed(e.BudgetExhausted(cause=k.cause)),
             c.EndRun: self._end_run,
         }

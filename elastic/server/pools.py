@@ -16,7 +16,7 @@ from msgspec import to_builtins
 
 from elastic.compose.runs import is_claimed
 from elastic.pool.control_messages import JOBS_PAGE, PoolControl
-from elastic.pool.standing import JobStanding, PoolStatus
+from elastic.pool.status import JobStatus, PoolStatus
 from elastic.protocol.api import HostedJob, HostedPool
 from elastic.protocol.run_control import CommandRefused, ControlError
 from elastic.server.problems import ApiProblem, not_found
@@ -66,14 +66,14 @@ def asked(question: Coroutine[Any, Any, T]) -> T:
         raise ApiProblem("pool-away", "the pool's process does not answer now") from error
 
 
-def project_of_job(settings: ServerSettings, job: JobStanding) -> str | None:
+def project_of_job(settings: ServerSettings, job: JobStatus) -> str | None:
     """Return the project of a job, by the job's directory; None for a job that was not submitted to this server."""
     with contextlib.suppress(ValueError):
         return Path(job.directory).relative_to(settings.pooled.resolve()).parts[0]
     return None
 
 
-def as_job(settings: ServerSettings, pool: str, job: JobStanding) -> HostedJob:
+def as_job(settings: ServerSettings, pool: str, job: JobStatus) -> HostedJob:
     project = project_of_job(settings, job)
     return HostedJob.model_validate(to_builtins(job) | {"id": job.name, "pool": pool, "project": project})
 
@@ -129,7 +129,7 @@ def settle_jobs(store: Store, settings: ServerSettings, project: str | None = No
                 jobs.remove(tx, row["id"], row["created_us"])
 
 
-def _has_changed(row: Mapping[Any, Any] | None, job: JobStanding) -> bool:
+def _has_changed(row: Mapping[Any, Any] | None, job: JobStatus) -> bool:
     return row is None or job.over or row["usd"] != job.usd
 
 

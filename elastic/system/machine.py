@@ -36,11 +36,11 @@ def quietly(work: Callable[[], T]) -> T:
     On Linux priorities are a thread's own, and a process may not raise them again without privileges: so only this
     thread, and those that it starts, give way to others.
     """
-    with ThreadPoolExecutor(1, "quiet", initializer=_give_way) as thread:
+    with ThreadPoolExecutor(1, "quiet", initializer=_lower_priority) as thread:
         return thread.submit(work).result()
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 

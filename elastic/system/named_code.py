@@ -163,7 +163,7 @@ def where(error: BaseException, loader: str = __file__) -> str:
     return found
 
 
-def standing(innermost: FrameType | None) -> str:
+def current_line(innermost: FrameType | None) -> str:
     """Where a thread stands, by its innermost frame that is not the import system's."""
     frame = innermost
     while frame is not None and _imports(frame.f_code.co_filename):

@@ -267,8 +267,8 @@ def test_a_delta_makes_the_weights_of_its_keyframe(make_engine, turn, weights, p
 
 
 def test_what_its_trainer_did_not_sign_is_never_served(make_engine, turn, published):
-    recorder, stranger = make_engine(), SigningKey().public
-    forged = msgspec.structs.replace(published(2), publisher=stranger)
+    recorder, foreign = make_engine(), SigningKey().public
+    forged = msgspec.structs.replace(published(2), publisher=foreign)
     with pytest.raises(WeightsError):
         recorder.engine.prefetch(forged, 1.0)
     with pytest.raises(VersionSuperseded):

@@ -257,8 +257,8 @@ class StandInRun:
                 self._trajectories[name].over.set()
             case _:
                 raise AssertionError(f"{message} is nothing that an env worker says")
-        standing = m.TrajectoryStanding(trajectory=name, group=name, state="open", turns=0, tokens=0, branches=0)
-        return m.TrajectoryShown(message.request, standing)
+        status = m.TrajectoryStatus(trajectory=name, group=name, state="open", turns=0, tokens=0, branches=0)
+        return m.TrajectoryShown(message.request, status)
 
     def _of(self, caller: m.AgentCaller) -> str:
         return caller.named.replace("-", "/")

@@ -66,14 +66,14 @@ async def test_a_release_before_the_grant_is_not_forgotten(provider: Provider, r
     await recorder.until(lambda r: r.available == CAPACITY)
 
 
-async def test_what_a_liar_stood_on_is_not_leased_again_and_the_rest_is(
+async def test_what_a_byzantine_worker_stood_on_is_not_leased_again_and_the_rest_is(
     leases_machines: bool, provider: Provider, recorder: ProviderRecorder
 ) -> None:
     """A machine that is there stays out; where each lease is another machine, there is nothing to leave out."""
-    liar, honest = [await grant(provider, recorder, number) for number in range(2)]
-    provider.bar(liar)
+    byzantine, honest = [await grant(provider, recorder, number) for number in range(2)]
+    provider.bar(byzantine)
     provider.bar("a lease nobody knows")
-    for lease in (liar, honest):
+    for lease in (byzantine, honest):
         await provider.release(lease)
         await recorder.ended(lease)
     left = CAPACITY - 1 if leases_machines else CAPACITY

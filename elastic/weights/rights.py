@@ -55,7 +55,7 @@ class RelayRights:
         return token
 
     def revoke(self, worker: str) -> None:
-        """`worker` is a stranger from now on, if it was not one before."""
+        """`worker` has no rights from now on, if it had any."""
         if (issued := self._issued.pop(worker, None)) is not None:
             del self._bearers[issued]
 

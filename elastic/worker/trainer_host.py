@@ -51,7 +51,7 @@ from elastic.worker.trainer.base import (
     saved,
 )
 from elastic.worker.trainer.layers import changed_shares
-from elastic.worker.training import Standing, TrainerOrder, TrainerReply
+from elastic.worker.training import TrainerOrder, TrainerReply, TrainerStatus
 from elastic.worker.weights import source_of
 
 log = structlog.get_logger(__name__)
@@ -145,7 +145,7 @@ class TrainerHost:
             self._learning = self._trainer
         if self._resume:
             self._restore(welcome)
-        self._standing = self._between_steps()
+        self._status = self._between_steps()
         self._versions = self._versions_of(self._trainer)
         self._hold()
         patience_s, model = welcome.orchestrator_timeout_s, dict(welcome.model)
@@ -200,19 +200,19 @@ class TrainerHost:
         self._welcome = welcome
         self._versions.follow(RelayPlace.of(welcome))
 
-    def standing(self) -> Standing:
+    def status(self) -> TrainerStatus:
         """Return the progress. Any thread may call it once there is an engine."""
-        return self._standing
+        return self._status
 
     def has(self, order: TrainerOrder) -> bool:
         """Return whether the order was carried out before. Then it is only answered again, and needs no device."""
         match order:
             case wire.TrainGroupFrame():
-                return order.group in self._standing.groups
+                return order.group in self._status.groups
             case wire.SkipGroup():
-                return order.index in self._standing.slots
+                return order.index in self._status.slots
             case wire.UpdateFrame():
-                stands = self._standing
+                stands = self._status
                 return self._stepped is not None and (order.version, order.source) == (stands.version, stands.source)
             case _:
                 assert_never(order)
@@ -256,13 +256,13 @@ class TrainerHost:
             here().sleep(left_s)
 
     def _given(self, slot: int, *groups: str) -> None:
-        stands = self._standing
-        self._standing = replace(stands, groups=(*stands.groups, *groups), slots=stands.slots | {slot})
+        stands = self._status
+        self._status = replace(stands, groups=(*stands.groups, *groups), slots=stands.slots | {slot})
 
     def _take(self, order: wire.UpdateFrame) -> None:
         """Have the trainer read the weights that were offered to it. Raises `OfferRefused`."""
         if order.version <= self._trainer.version:
-            raise RuntimeError(f"version {order.version} is here of another offer, {self._standing.source!r}")
+            raise RuntimeError(f"version {order.version} is here of another offer, {self._status.source!r}")
         if isinstance(self._trainer, TakesOffers):
             self._trainer.take(order.source)
 
@@ -274,7 +274,7 @@ class TrainerHost:
             raise RuntimeError(f"the trainer stepped to version {self._trainer.version}, not {order.version}")
         tensors = self._hold()
         self._publication = self._publishing.submit(self._publish, order.version, order.pulled)
-        self._standing = self._between_steps()
+        self._status = self._between_steps()
         self._checks.clear()
         began_s = here().monotonic()
         if not self._makes_way:
@@ -287,19 +287,19 @@ class TrainerHost:
             self._publication.result()  # No rollouts follow, and once they are over the device is given back.
         unusable = {group: wire.clipped(why) for group, why in self._trainer.unusable.items()}
         checks = self._trainer.take_checks()
-        return wire.Stepped(order.version, wire.finite(metrics | times), unusable, checks, self._standing.proof)
+        return wire.Stepped(order.version, wire.finite(metrics | times), unusable, checks, self._status.proof)
 
-    def _between_steps(self) -> Standing:
+    def _between_steps(self) -> TrainerStatus:
         trainer = self._trainer
         source = trainer.source if isinstance(trainer, TakesOffers) else ""
-        return Standing(trainer.version, proof=wire.sound_proof(trainer.proof()), source=source)
+        return TrainerStatus(trainer.version, proof=wire.sound_proof(trainer.proof()), source=source)
 
     def checkpoint(self) -> None:
         """Save what was trained, before the device is given back, unless it is saved or a step is under way.
 
         Raises what failed.
         """
-        path, stands = self._checkpoint_path, self._standing
+        path, stands = self._checkpoint_path, self._status
         if stands.version and not stands.groups and not stands.slots and not path.exists():
             self._save()
 

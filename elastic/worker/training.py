@@ -24,7 +24,7 @@ TrainerOrder: TypeAlias = wire.TrainGroupFrame | wire.SkipGroup | wire.UpdateFra
 TrainerReply: TypeAlias = wire.Trained | wire.Stepped | wire.UpdateRefused | None
 
 
-class Standing(msgspec.Struct, frozen=True):
+class TrainerStatus(msgspec.Struct, frozen=True):
     """The progress of a trainer: its version, with what proves that and the `source` of weights that others trained,
     and the groups that it has got in the step to the next version."""
 
@@ -64,7 +64,7 @@ class Training:
         await self._device.run(self._trainer.timeout_s, self._trainer.load_policy, self._engine)
 
     def ready(self) -> wire.Ready:
-        stands, key = self._trainer.standing(), self._trainer.publisher
+        stands, key = self._trainer.status(), self._trainer.publisher
         groups, slots = list(stands.groups), sorted(stands.slots)
         return wire.Ready(self._engine.capabilities, stands.version, key, groups, slots, stands.proof, stands.source)
 
@@ -141,7 +141,7 @@ class Training:
 
     async def _publish(self) -> None:
         """Report how long the publication took once the version is on the relay. Turns run meanwhile."""
-        version, timeout_s = self._trainer.standing().version, self._trainer.timeout_s
+        version, timeout_s = self._trainer.status().version, self._trainer.timeout_s
         try:
             self._send(await run_in_thread(timeout_s, self._trainer.published))
         except TimeoutError:

@@ -40,7 +40,7 @@ def as_if_undisturbed(begin: Callable[..., Any]) -> Callable[[Any], None]:
     """The run has come to what it would have come to, nothing of it was lost or done twice, and nothing is left."""
 
     def check(run: Any) -> None:
-        verdict = _proof.judge(RunDirectory(run.run_dir))
+        verdict = _proof.check_run(RunDirectory(run.run_dir))
         assert verdict.tokens_lost == verdict.tokens_duplicated == 0
         assert verdict.groups_twice == verdict.turns_repeated == verdict.ledger_imbalance_ns == 0
         assert run.leftovers() == []

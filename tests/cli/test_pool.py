@@ -14,7 +14,7 @@ from elastic.compose.runs import claimed, load_run_config
 from elastic.core.cluster import Cluster
 from elastic.core.cluster import events as e
 from elastic.pool.machines import read_node_ticket
-from elastic.pool.standing import standing
+from elastic.pool.status import pool_status
 from tests.pool.stand_in import POOL, TICKET, StandIn
 
 JOB = """
@@ -277,7 +277,7 @@ def test_doctor_tells_how_pools_do(elastic: Any, pool_file: Path) -> None:
 
 def test_doctor_names_devices_that_are_set_aside_and_how_they_are_put_back(pool_file: Path) -> None:
     config = load_pool(pool_file)
-    status = standing(Cluster(config.spec(), config.policies(), config.wait_limits(), 0))
+    status = pool_status(Cluster(config.spec(), config.policies(), config.wait_limits(), 0))
     for node in status.nodes:
         node.node_agent.up = True
     status.set_aside = {"cuda:1": "it is ill"}

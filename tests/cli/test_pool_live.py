@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def pid_of(directory: Path) -> int:
     """Of the pool's process; 0 while it does not answer."""
     try:
-        return asyncio.run(PoolControl(directory, 5.0).standing()).pid
+        return asyncio.run(PoolControl(directory, 5.0).status()).pid
     except ControlError:
         return 0
 

@@ -80,7 +80,7 @@ class Trajectory:
     def name(self) -> TrajectoryId:
         return parse_agent_id(self.id)
 
-    def standing(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         answer = httpx.get(f"{self.run.url}/trajectories/{self.id}", headers=bearer(self.key), timeout=60)
         return answer.json()
 

@@ -44,11 +44,11 @@ def test_another_model_and_another_session_are_not_found(openai: Any, live: Live
 
 def test_anothers_trajectory_is_not_reached(openai: Any, live: LiveRun, trajectory: Trajectory) -> None:
     other = live.begin()
-    stranger = live.client(live.run.driver_key("stranger"), f"/t/{trajectory.id}/v1")
+    foreign = live.client(live.run.driver_key("unknown"), f"/t/{trajectory.id}/v1")
     with pytest.raises(openai.PermissionDeniedError):
         live.client(other.key, f"/t/{trajectory.id}/v1").chat.completions.create(model="tiny", messages=HELLO)
     with pytest.raises(openai.NotFoundError):
-        stranger.chat.completions.create(model="tiny", messages=HELLO)
+        foreign.chat.completions.create(model="tiny", messages=HELLO)
 
 
 def test_too_long_a_prompt_says_how_long_it_may_be(openai: Any, trajectory: Trajectory) -> None:

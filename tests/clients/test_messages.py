@@ -130,8 +130,8 @@ def test_a_conversation(trajectory: Trajectory) -> None:
         assert "".join(block.text for block in answer.content) == trajectory.run.text(ids)
         assert answer.usage.output_tokens == len(ids)
         assert answer.stop_reason == "max_tokens"
-    standing = trajectory.standing()
-    assert (standing["turns"], standing["branches"]) == (3, 1)
+    status = trajectory.status()
+    assert (status["turns"], status["branches"]) == (3, 1)
 
 
 def test_too_long_a_prompt(anthropic: Any, trajectory: Trajectory) -> None:
@@ -181,5 +181,5 @@ def test_a_front_and_a_worker_are_killed_under_streams(killable: LiveRun) -> Non
     for answer in answers:
         said = "".join(block.text for block in answer.content)
         assert said == killable.text(killable.answer(answer.id).ids)
-    standing = trajectory.standing()
-    assert (standing["turns"], standing["branches"]) == (2, 1)
+    status = trajectory.status()
+    assert (status["turns"], status["branches"]) == (2, 1)

@@ -97,7 +97,7 @@ def test_a_conversation_by_name(trajectory: Trajectory, journaled: Callable[...,
         assert answer.output_text == trajectory.run.text(ids)
         assert answer.usage.output_tokens == len(ids)
     assert second.usage.input_tokens > first.usage.input_tokens + 8
-    assert trajectory.standing()["branches"] == 1
+    assert trajectory.status()["branches"] == 1
 
 
 def streamed(trajectory: Trajectory, strike: Callable[[], None], **body: Any) -> tuple[Any, int]:
@@ -145,5 +145,5 @@ def test_a_front_a_worker_and_the_orchestrator_are_killed_under_streams(killable
     assert breaks[1] == 0
     for answer in answers:
         assert answer.output[0].content[0].text == killable.text(killable.answer(answer.id).ids)
-    standing = trajectory.standing()
-    assert (standing["turns"], standing["branches"]) == (3, 1)
+    status = trajectory.status()
+    assert (status["turns"], status["branches"]) == (3, 1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.agreement import JUDGED_STEPS, LAST_TOKENS, LEAST_TOKENS, Agreement
+from elastic.core.agreement import LAST_TOKENS, LEAST_TOKENS, OUTCOME_STEPS, Agreement
 from elastic.core.types import EndCause, LogprobCheck
 from tests.core.conftest import CAPABILITIES, CoreHarness
 
@@ -74,7 +74,7 @@ def test_a_run_is_not_to_be_believed_once_half_of_the_tokens_of_the_last_steps_d
     assert agreement.failing() == ""
     agreement.note([check("wrong3", 50, 3.0)], BOUND)
     assert "200 of 351 tokens" in agreement.failing()
-    for _ in range(JUDGED_STEPS):
+    for _ in range(OUTCOME_STEPS):
         agreement.begin_step(0)
         agreement.note([check("right", 30, 0.0)], BOUND)
     assert agreement.failing() == ""

@@ -62,12 +62,12 @@ def test_turns_of_workers_with_strikes_are_not_looked_at_with_every_event(make_c
     routing = CountedRouting()
     core = make_core(group_size=4, routing=routing)
     core.trainer(capacity=0)
-    liar = core.worker("spot", capacity=2)
+    byzantine = core.worker("spot", capacity=2)
     starts: list[c.StartTurn] = []
     for member in range(2):
         core.request(f"0/0/{member}")
         starts += core.sent(c.StartTurn)
-    assert [start.worker for start in starts] == [liar, liar]
+    assert [start.worker for start in starts] == [byzantine, byzantine]
     honest = core.worker("serving", capacity=1)
     core.tokens(starts[0], 1, start=5)
     moved = core.one(c.StartTurn)

@@ -3,7 +3,7 @@
 import pytest
 
 from elastic.core import events as e
-from elastic.core.agreement import JUDGED_STEPS
+from elastic.core.agreement import OUTCOME_STEPS
 from elastic.core.scheduler import Phase
 from tests.core.conftest import CoreHarness
 
@@ -52,15 +52,15 @@ def test_a_run_all_of_whose_trajectories_failed_is_not_finished(make_core) -> No
 
 
 def test_a_run_is_judged_as_soon_as_there_are_enough_steps(make_core) -> None:
-    core = failing(make_core, 100, BROKEN, BROKEN, done=JUDGED_STEPS - 1)
+    core = failing(make_core, 100, BROKEN, BROKEN, done=OUTCOME_STEPS - 1)
     assert core.scheduler.phase is Phase.RUNNING
-    step(core, JUDGED_STEPS - 1, BROKEN, BROKEN)
-    assert f"20 of 20 trajectories of the last {JUDGED_STEPS} steps have failed" in core.scheduler.failed
+    step(core, OUTCOME_STEPS - 1, BROKEN, BROKEN)
+    assert f"20 of 20 trajectories of the last {OUTCOME_STEPS} steps have failed" in core.scheduler.failed
 
 
 def test_failures_of_long_ago_are_forgiven(make_core) -> None:
     core = failing(make_core, 100, BROKEN, BROKEN, done=5)
-    for number in range(5, 5 + JUDGED_STEPS):
+    for number in range(5, 5 + OUTCOME_STEPS):
         step(core, number, 0.0, 1.0)
     assert core.scheduler.phase is Phase.RUNNING
 

@@ -354,9 +354,9 @@ class TestWorkers:
         assert core.scheduler.fleet.workers["spot-1/w"].loading_version == 0
         assert core.scheduler.leases.leases["spot-1"].state is LeaseState.GRANTED
 
-    def test_stranger_is_turned_away(self, core) -> None:
-        core.join("stranger")
-        assert core.one(c.FenceWorker).worker == "stranger"
+    def test_an_unknown_worker_is_turned_away(self, core) -> None:
+        core.join("unknown")
+        assert core.one(c.FenceWorker).worker == "unknown"
 
     def test_trainer_like_words_of_another_worker_change_nothing(self, core) -> None:
         start = running(core)

@@ -36,7 +36,7 @@ class Beside:
         for command in commands:
             match command:
                 case c.StartTurn():
-                    self.carry_out(self.credit.give_way(command.worker, self.now_ns))
+                    self.carry_out(self.credit.yield_places(command.worker, self.now_ns))
                     self.check_room(command.worker)
                 case c.LoadWeights() | c.SleepWorker() | c.DrainWorker():
                     self.carry_out(self.credit.leave(command.worker, self.now_ns))
@@ -164,9 +164,9 @@ def test_a_chat_leaves_for_a_rollout_and_goes_on_where_it_was(chatting: Chatting
     chatting.say(first, 0, 5)
     core.request("0/0/0")
     assert core.one(c.StartTurn).worker == chatting.worker
-    assert credit.give_way(chatting.worker, chatting.now_ns) == []
+    assert credit.yield_places(chatting.worker, chatting.now_ns) == []
     core.request("0/0/1")
-    taken = credit.give_way(chatting.worker, chatting.now_ns)
+    taken = credit.yield_places(chatting.worker, chatting.now_ns)
     assert taken == [c.AbortTurn(worker=chatting.worker, epoch=1, turn="chat/1", attempt=1)]
     assert chatting.look() == []
     core.tokens(core.one(c.StartTurn), 3, finish=FinishReason.STOP)

@@ -14,13 +14,14 @@ LONGEST_S = 120.0
 
 
 class Pair:
-    """An honest worker and one that lies, in turns of one group of many. `lie` is told each of the liar's turns."""
+    """An honest worker and one that lies, in turns of one group of many. `lie` is told each of the Byzantine worker's
+    turns."""
 
     def __init__(self, core, honest: bool = True) -> None:
         self.core, self.has_honest = core, honest
         core.trainer()
         self.honest = core.worker("spot", capacity=1) if honest else ""
-        self.liar = core.worker("serving", capacity=3)
+        self.byzantine = core.worker("serving", capacity=3)
         core.end_seeding()
         self.sent: list[c.StartTurn] = []
         self.events = self.done = 0
@@ -32,7 +33,7 @@ class Pair:
         self.out += out
         for command in out:
             if isinstance(command, c.StartTurn):
-                if command.worker == self.liar:
+                if command.worker == self.byzantine:
                     self.sent.append(command)
                 else:
                     self.busy.append(command)
@@ -53,17 +54,17 @@ class Pair:
                 self.tell(core.tokens(start, 2, finish=FinishReason.STOP))
             self.tell(core.tell(e.Tick()))
             for worker in list(core.scheduler.fleet.workers.values()):
-                if worker.id != self.liar and worker.connected:
+                if worker.id != self.byzantine and worker.connected:
                     self.tell(core.beat(worker.id, capacity=1))
-            record = core.scheduler.fleet.workers.get(self.liar)
+            record = core.scheduler.fleet.workers.get(self.byzantine)
             if record is not None:
                 lie(self, record)
         return core.now_s - began_s
 
 
 def holds(pair: Pair, record) -> None:
-    """All turns wait in its engine, says the liar, and the engine gets on."""
-    pair.tell(pair.core.beat(pair.liar, capacity=3, pending=len(record.turns), executing=1))
+    """All turns wait in its engine, says the Byzantine worker, and the engine gets on."""
+    pair.tell(pair.core.beat(pair.byzantine, capacity=3, pending=len(record.turns), executing=1))
 
 
 def says_nothing(pair: Pair, record) -> None:
@@ -110,9 +111,9 @@ def is_too_old(pair: Pair, record) -> None:
 
 def flaps(pair: Pair, record) -> None:
     for _ in range(20):
-        if pair.liar in pair.core.scheduler.fleet.workers:
-            pair.tell(pair.core.join(pair.liar, epoch=record.epoch + 1))
-            pair.tell(pair.core.beat(pair.liar, capacity=3))
+        if pair.byzantine in pair.core.scheduler.fleet.workers:
+            pair.tell(pair.core.join(pair.byzantine, epoch=record.epoch + 1))
+            pair.tell(pair.core.beat(pair.byzantine, capacity=3))
 
 
 def ends_every(number: int):
@@ -135,31 +136,31 @@ LIES = [holds, says_nothing, one_token, trickles, begins_elsewhere, is_too_old, 
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_liar_holds_a_run_up_once_and_then_loses_its_lease(make_core, lie) -> None:
+def test_a_byzantine_worker_holds_a_run_up_once_and_then_loses_its_lease(make_core, lie) -> None:
     pair = Pair(make_core(group_size=TURNS))
     took_s = pair.play(TURNS, lie)
     assert pair.done == TURNS
     assert took_s < TURNS * STEP_S + (8 if lie is trickles else 2) * TOKEN_S
     assert len(pair.sent) < 12
     blamed = [k.worker for k in pair.out if isinstance(k, c.BlameWorker)]
-    assert set(blamed) == {pair.liar}
+    assert set(blamed) == {pair.byzantine}
     if lie is trickles:  # Its turns bring something: it holds the run up once, and has lost its standing.
         return
     assert len(blamed) == STRUCK_OUT
     fenced = [(k.worker, k.reason) for k in pair.out if isinstance(k, c.FenceWorker)]
-    assert fenced[0] == (pair.liar, EndCause.STRUCK_OUT)
-    assert {worker for worker, _ in fenced} == {pair.liar}
+    assert fenced[0] == (pair.byzantine, EndCause.STRUCK_OUT)
+    assert {worker for worker, _ in fenced} == {pair.byzantine}
     assert [k.provider for k in pair.out if isinstance(k, c.BarLease)] == ["serving"]
 
 
 @pytest.mark.parametrize("number", [3, 5])
-def test_a_liar_that_ends_some_turns_loses_its_lease_too(make_core, number: int) -> None:
+def test_a_byzantine_worker_that_ends_some_turns_loses_its_lease_too(make_core, number: int) -> None:
     pair = Pair(make_core(group_size=TURNS))
     took_s = pair.play(TURNS, ends_every(number))
     assert pair.done == TURNS
     assert took_s < TURNS * STEP_S + STRUCK_OUT * TOKEN_S
     fenced = [(k.worker, k.reason) for k in pair.out if isinstance(k, c.FenceWorker)]
-    assert fenced[0] == (pair.liar, EndCause.STRUCK_OUT)
+    assert fenced[0] == (pair.byzantine, EndCause.STRUCK_OUT)
 
 
 def test_who_is_alone_is_tried_again_and_again(make_core) -> None:
@@ -174,7 +175,7 @@ def test_a_long_turn_of_a_slow_worker_ends_where_it_began(make_core) -> None:
     pair.tell(pair.core.request("0/0/0", max_new_tokens=10))
     (start,) = pair.sent
     for place in range(10):
-        pair.core.wait(0.8 * TOKEN_S, beating=(pair.liar, "trainer"))
+        pair.core.wait(0.8 * TOKEN_S, beating=(pair.byzantine, "trainer"))
         pair.tell(pair.core.tokens(start, 1, start=place))
     assert pair.done == 1
     assert pair.sent == [start]

@@ -9,7 +9,7 @@ from elastic.core.scheduler import Phase
 from elastic.core.types import EndCause
 
 OTHERS = [("spot-1/w", 1), ("nobody", 1), ("trainer", 0), ("trainer", 2)]
-"""A worker, a stranger, and the trainer's worker of epochs that are not the current one."""
+"""A worker, one of another run, and the trainer's worker of epochs that are not the current one."""
 
 
 def about_to_train(core) -> str:
@@ -62,18 +62,18 @@ def test_a_barred_workers_turns_move_and_its_lease_is_given_back_for_good(make_c
 def test_the_others_of_a_lease_and_of_a_provider_go_on(core) -> None:
     core.trainer()
     (acquire,) = [k for k in core.offer("spot", available=2) if isinstance(k, c.AcquireLease)][:1]
-    core.grant(acquire.lease, workers=("liar", "honest"))
-    for worker in ("liar", "honest"):
+    core.grant(acquire.lease, workers=("byzantine", "honest"))
+    for worker in ("byzantine", "honest"):
         core.join(worker)
         core.beat(worker)
-    out = core.tell(e.WorkerBarred(worker="liar", epoch=1, cause="capacity"))
+    out = core.tell(e.WorkerBarred(worker="byzantine", epoch=1, cause="capacity"))
     assert not [k for k in out if isinstance(k, c.ReleaseLease)]
     assert core.scheduler.fleet.workers["honest"].connected
     assert [k.provider for k in core.offer("spot", available=2) if isinstance(k, c.AcquireLease)]
 
 
 @pytest.mark.parametrize(("worker", "epoch"), [("nobody", 1), ("spot-1/w", 0)])
-def test_barring_a_stranger_or_a_former_epoch_changes_nothing(core, worker: str, epoch: int) -> None:
+def test_barring_an_unknown_worker_or_a_former_epoch_changes_nothing(core, worker: str, epoch: int) -> None:
     core.trainer()
     core.worker()
     before = digest(core.scheduler)

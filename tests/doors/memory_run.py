@@ -187,7 +187,7 @@ class MemoryRun:
         await self._say()
         return len(self._turns)
 
-    async def standing(self) -> ServingState:
+    async def status(self) -> ServingState:
         await self._refuse()
         running = sum(turn.running for turn in self._turns)
         return ServingState(

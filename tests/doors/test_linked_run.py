@@ -32,7 +32,7 @@ def no_decoder() -> Decoding:
         lambda run: run.generate(TokenRequest(prompt_ids=[1]), ExitStack()),
         lambda run: run.offer(WeightsOffer(directory=Path("/"))),
         lambda run: run.pause(PauseMode.KEEP),
-        lambda run: run.standing(),
+        lambda run: run.status(),
     ],
 )
 async def test_who_has_waited_for_as_long_as_calls_are_held_is_told_to_ask_again(

@@ -59,7 +59,7 @@ def test_what_a_rank_takes_is_there_and_little_else_is_pulled(tmp_path: Path, ra
 
 def test_a_tensor_whose_part_cannot_be_told_is_pulled_whole():
     shapes = {"model.layers.0.mlp.up_proj.weight": (8, 4), "strange": (6, 4)}
-    parts = RankParts({"model.layers.0.mlp.up_proj.weight": (4, 4), "stranger": (3, 4)}, 1, 2)
+    parts = RankParts({"model.layers.0.mlp.up_proj.weight": (4, 4), "unknown": (3, 4)}, 1, 2)
     with capture_logs() as logs:
         shard = parts.shard(shapes)
     assert {name: local.boxes[0].begin for name, local in shard.items()} == dict.fromkeys(shapes, (0, 0)) | {

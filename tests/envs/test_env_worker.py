@@ -47,8 +47,8 @@ class Told:
         self.said.append(said)
         if isinstance(said, m.EndTrajectory):
             self.over.set()
-        standing = m.TrajectoryStanding(trajectory="3/1/2", group="25", state="open", turns=0, tokens=0, branches=0)
-        return m.TrajectoryShown(1, standing)
+        status = m.TrajectoryStatus(trajectory="3/1/2", group="25", state="open", turns=0, tokens=0, branches=0)
+        return m.TrajectoryShown(1, status)
 
 
 async def played(rollout: Any, rows: Rows | None = None, **more: Any) -> list[m.FromFront]:

@@ -112,7 +112,7 @@ def test_a_run_comes_to_the_same_whatever_is_killed(begin: Any) -> None:
     assert run.leftovers() == []
     assert run.kills["env worker"] > 0
     rows, wanted = (_proof.trajectories(RunDirectory(one.run_dir)) for one in (run, undisturbed))
-    verdict = _proof.judge(RunDirectory(run.run_dir))
+    verdict = _proof.check_run(RunDirectory(run.run_dir))
     assert len(rows) == STEPS * GROUPS * SIZE
     came = {name: (row.token_ids, row.reward, row.cause, row.turns) for name, row in rows.items()}
     assert came == {name: (row.token_ids, row.reward, row.cause, row.turns) for name, row in wanted.items()}

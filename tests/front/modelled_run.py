@@ -46,7 +46,7 @@ from elastic.protocol.front_messages import (
     StreamTokens,
     TrajectoryBegun,
     TrajectoryShown,
-    TrajectoryStanding,
+    TrajectoryStatus,
     TurnOver,
     TurnSettled,
     TurnsTaken,
@@ -94,7 +94,7 @@ class ModelledRun:
         """By the same, of those that may be named: what it is behind, and the piece."""
         self.turns: list[Turn] = []
         self.heard: list[FromFront] = []
-        self.standing: dict[str, TrajectoryStanding] = {}
+        self.status: dict[str, TrajectoryStatus] = {}
         self.told = MetricsTold(0, {}, {}, [])
         self.fds = 0
         self.settles = True
@@ -249,15 +249,15 @@ class ModelledRun:
             case ShowTrajectory() | GiveReward() | EndTrajectory() | BindSession():
                 wire.send(self._shown(message))
 
-    def _stand(self, trajectory: str, **changed) -> TrajectoryStanding:
-        before = self.standing.get(trajectory)
+    def _stand(self, trajectory: str, **changed) -> TrajectoryStatus:
+        before = self.status.get(trajectory)
         known = (
             {name: getattr(before, name) for name in before.__struct_fields__}
             if before
             else {"trajectory": trajectory, "group": "", "state": "open", "turns": 0, "tokens": 0, "branches": 0}
         )
-        self.standing[trajectory] = TrajectoryStanding(**{**known, **changed})
-        return self.standing[trajectory]
+        self.status[trajectory] = TrajectoryStatus(**{**known, **changed})
+        return self.status[trajectory]
 
     def _shown(self, message) -> FromRun:
         caller: AgentCaller = message.caller
@@ -267,12 +267,12 @@ class ModelledRun:
             return Declined(message.request, 404, "session_not_found", f"no session {caller.named!r}")
         match message:
             case GiveReward(reward=reward):
-                standing = self._stand(trajectory, reward=reward)
+                status = self._stand(trajectory, reward=reward)
             case EndTrajectory(cause=cause):
-                standing = self._stand(trajectory, state="failed" if cause else "finished", cause=cause)
+                status = self._stand(trajectory, state="failed" if cause else "finished", cause=cause)
             case _:
-                standing = self._stand(trajectory)
-        return TrajectoryShown(message.request, standing)
+                status = self._stand(trajectory)
+        return TrajectoryShown(message.request, status)
 
     def _found(self, wire: Wire, message: LookUp) -> FromRun:
         call = message.call

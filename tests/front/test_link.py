@@ -92,7 +92,7 @@ async def test_news_of_turns_come_to_their_call_in_order(tmp_path):
         run.tokens(first, [1, 2])
         run.tokens(second, [3])
         run.over(first, "length")
-        link.say(SettleTurn(taken.turns[0].stream, 2))
+        link.send(SettleTurn(taken.turns[0].stream, 2))
         news = []
         while len(news) < 4:
             news += await inbox.take()

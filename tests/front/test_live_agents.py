@@ -78,7 +78,7 @@ def proven(run: Any, answers: list[Answer], turns: int) -> None:
         assert answer.ids == list(found.answers[answer.turn].ids)
         assert answer.logprobs == pytest.approx(found.answers[answer.turn].logprobs)
     assert _agents.wrongly_trained(kept, found.answers) == 0
-    verdict = _proof.judge(kept)
+    verdict = _proof.check_run(kept)
     assert verdict.tokens_lost == verdict.tokens_duplicated == verdict.groups_twice == 0
     assert verdict.turns_repeated == verdict.ledger_imbalance_ns == 0
 
@@ -87,8 +87,8 @@ async def ended(run: Any, agents: list[Agent]) -> None:
     """The trajectories get rewards, and the run comes to its end."""
     for reward, agent in enumerate(agents):
         await agent.told("reward", reward=reward)
-        standing = await agent.told("end")
-        assert (standing["state"], standing["reward"]) == ("finished", reward)
+        status = await agent.told("end")
+        assert (status["state"], status["reward"]) == ("finished", reward)
     await asyncio.to_thread(run.wait)
     assert run.leftovers() == []
 

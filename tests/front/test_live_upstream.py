@@ -99,13 +99,13 @@ async def test_two_policies_and_a_judge_elsewhere(tmp_path: Path, monkeypatch: p
 
                 for number, agent in enumerate(solvers):
                     await agent.told("reward", reward=float(number), policy="solver")
-                    standing = await agent.told("reward", reward=1.0 - number, policy="critic")
-                    assert {name: one["reward"] for name, one in standing["policies"].items()} == {
+                    status = await agent.told("reward", reward=1.0 - number, policy="critic")
+                    assert {name: one["reward"] for name, one in status["policies"].items()} == {
                         "solver": float(number),
                         "critic": 1.0 - number,
                     }
-                    standing = await agent.told("end")
-                    assert (standing["state"], standing["reward"]) == ("finished", 0.5)
+                    status = await agent.told("end")
+                    assert (status["state"], status["reward"]) == ("finished", 0.5)
                 await asyncio.to_thread(run.wait)
             assert run.leftovers() == []
             summary = summarise(RunDirectory(run.run_dir))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._proof import judge_tokens
+from benchmarks._proof import check_tokens
 from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.runtime.journal import JournalError, RunDirectory
@@ -176,7 +176,7 @@ async def test_a_worker_elsewhere_works_through_whatever_befalls_its_link(far: F
     assert len(list(far.directory().joinpath("tickets").iterdir())) == 1
     far.run.send_signal(signal.SIGINT)
     await asyncio.to_thread(far.run.wait, PATIENCE_S)
-    assert judge_tokens(RunDirectory(far.directory())) == (0, 0)
+    assert check_tokens(RunDirectory(far.directory())) == (0, 0)
     assert replay(RunDirectory(far.directory())).ledger.imbalance_ns() == 0
     assert await asyncio.to_thread(worker.wait, PATIENCE_S) == 0, "it was told that the run is over"
 

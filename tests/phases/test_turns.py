@@ -104,7 +104,7 @@ def test_a_recalled_phase_gives_way_and_goes_on_in_its_next_turn(pool: StubPool)
         pool.change(recalled=True, left_s=5.0)
         eventually(elastic.should_yield)
         pool.grants = False
-        waiting = threading.Thread(target=elastic.give_way)
+        waiting = threading.Thread(target=elastic.yield_device)
         waiting.start()
         pool.until(lambda stub: len(stub.said(w.AskPhase)) == 2)
         assert not engine.awake
@@ -323,7 +323,7 @@ def test_outside_of_a_pool_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
     def update(value: int) -> int:
         with elastic.phase("rollout", state=[engine]):
             elastic.progress(5, 2)
-            elastic.give_way()
+            elastic.yield_device()
             elastic.steps_done(-1)
             elastic.on_consolidate(print)
         return value + int(elastic.should_yield())

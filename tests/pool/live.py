@@ -116,12 +116,12 @@ class LivePool:
         """Once the pool's process answers."""
         while True:
             try:
-                standing = asyncio.run(PoolControl(self.path, 5.0).standing())
+                reply = asyncio.run(PoolControl(self.path, 5.0).status())
             except ControlError:
                 assert time.monotonic() < self._ends_s
                 time.sleep(0.1)
             else:
-                return {job["name"]: job for job in msgspec.to_builtins(standing.status.jobs)}
+                return {job["name"]: job for job in msgspec.to_builtins(reply.status.jobs)}
 
     def until(self, what: Callable[[dict[str, dict[str, Any]]], object]) -> dict[str, dict[str, Any]]:
         while not what(jobs := self.jobs()):

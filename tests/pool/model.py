@@ -52,7 +52,7 @@ class JobsPool:
             gpus_per_rollout_node=1,
             gpus_per_train_node=2,
             grant_within_s=120.0,
-            permits=tuple(self._standing(permit) for permit in self.permits),
+            permits=tuple(self._grant_of(permit) for permit in self.permits),
             trainer=self.trainer,
         )
 
@@ -96,7 +96,7 @@ class JobsPool:
 
     def recall(self, permit: int, left_s: float = 5.0) -> None:
         self.permits[permit] = msgspec.structs.replace(self.permits[permit], left_s=left_s, recalled=True)
-        self.send(self._standing(permit))
+        self.send(self._grant_of(permit))
 
     def take(self, permit: int, cause: str = "it was not yielded in time") -> None:
         if self._end(permit, cause):
@@ -122,7 +122,7 @@ class JobsPool:
         elif self.offered.pop(worker, None) is None:
             self.send(w.WorkerEnded(worker))
 
-    def _standing(self, permit: int) -> w.Granted:
+    def _grant_of(self, permit: int) -> w.Granted:
         held = self.permits[permit]
         there = {node: worker for node, worker in self.slices.items() if node in held.nodes}
         return msgspec.structs.replace(held, workers=there)
@@ -136,7 +136,7 @@ class JobsPool:
                 ticket = begun[node] = self.offered.pop(next(iter(self.offered)))
                 self.slices[node] = ticket.worker
         if begun:
-            self.send(self._standing(permit))
+            self.send(self._grant_of(permit))
         for node, ticket in begun.items():
             if ticket.worker in self._spent:
                 self.park(node, "it was not let in")

@@ -26,7 +26,7 @@ from elastic.pool.control_messages import (
     PoolPlan,
     PoolRefusal,
     PoolRequest,
-    PoolStanding,
+    PoolStatusReply,
     PoolVersion,
     ResubmitJob,
     StopPool,
@@ -34,7 +34,7 @@ from elastic.pool.control_messages import (
     TicketMinted,
 )
 from elastic.pool.machines import NodeTicket
-from elastic.pool.standing import PoolStatus, plan_of, standing
+from elastic.pool.status import PoolStatus, plan_of, pool_status
 from elastic.protocol.run_control import SOCKET, socket_address
 from policies.clusters import CLUSTER_POLICIES
 
@@ -108,7 +108,7 @@ class StandIn:
         await writer.wait_closed()
 
     def _status(self) -> PoolStatus:
-        status = standing(self.cluster)
+        status = pool_status(self.cluster)
         for job in status.jobs:
             job.directory = next(s.entry.directory for s in self.submitted if s.request.id == job.name)
         return status
@@ -120,7 +120,7 @@ class StandIn:
             case AskVersion():
                 return PoolVersion(pid=7, version=self._version)
             case AskPoolStatus():
-                return PoolStanding(pool="lab", pid=7, status=self._status())
+                return PoolStatusReply(pool="lab", pid=7, status=self._status())
             case AskJobs():
                 before = self.cluster.state.arrivals + 1 if request.before is None else request.before
                 found = [

@@ -114,7 +114,7 @@ class StubJob:
         membership = membership_here()
         assert membership is not None
         self.client = client = PoolClient(membership, None if self.lends else lambda: self.held)
-        for hear in (client.hear_slices, client.hear_permits, client.hear_trainer):
+        for hear in (client.on_slices, client.on_permits, client.on_trainer):
             hear(lambda news: self.stirred.set())
         self.welcome = await client.open(60.0)
         while self.steps < self.script["steps"]:
@@ -122,7 +122,7 @@ class StubJob:
                 await self.phase(phase, self.script[f"{phase}_s"])
             (self.directory / "steps.new").write_text(str(self.steps + 1))
             (self.directory / "steps.new").rename(self.directory / "steps")
-            client.part.tell_steps(self.steps)
+            client.part.report_steps(self.steps)
             if (self.directory / "stop").exists():
                 (self.directory / "stopped").touch()
                 return

@@ -119,8 +119,8 @@ class JobAndPool(RuleBasedStateMachine):
 
     @rule(step=st.integers(0, 3), done=st.integers(0, 8))
     def progress(self, step: int, done: int) -> None:
-        self.part.tell_steps(step)
-        self.part.tell_progress(done, 8)
+        self.part.report_steps(step)
+        self.part.report_progress(done, 8)
 
     @rule()
     def die(self) -> None:
@@ -274,7 +274,7 @@ async def test_what_is_ordered_while_the_pool_is_away_is_done_once_it_is_back():
     server, heard = Server(), []
     await server.start()
     client = PoolClient(membership(server.address))
-    client.hear_slices(heard.append)
+    client.on_slices(heard.append)
     assert (await client.open(10.0)).rollout_nodes == ("node-1", "node-2")
     client.part.ask(ROLLOUT)
     await until(lambda: ROLLOUT in server.pool.asked)
@@ -302,7 +302,7 @@ async def test_who_is_turned_away_has_nothing_any_more_and_says_why():
     server, heard, reasons = Server(), [], []
     await server.start()
     client = PoolClient(membership(server.address))
-    client.hear_slices(heard.append)
+    client.on_slices(heard.append)
     client.turned_away = reasons.append
     await client.open(10.0)
     client.part.offer(ticket("worker-1"))

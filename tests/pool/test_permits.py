@@ -82,10 +82,10 @@ def test_of_rollouts_permits_the_trainer_hears_nothing(house: House):
 
 
 def test_steps_and_progress_are_told(house: House):
-    house.permits.tell_progress(0, 0, 4)
+    house.permits.report_progress(0, 0, 4)
     permit = house.pool.grant(ROLLOUT)
-    house.permits.tell_progress(0, 3, 4)
-    house.permits.tell_progress(1, 0, 4)
+    house.permits.report_progress(0, 3, 4)
+    house.permits.report_progress(1, 0, 4)
     told = [m for m in house.pool.heard if isinstance(m, w.StepsDone | w.PhaseProgress)]
     assert told == [w.StepsDone(0), w.PhaseProgress(permit, 3, 4), w.StepsDone(1), w.PhaseProgress(permit, 0, 4)]
 

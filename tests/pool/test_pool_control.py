@@ -28,7 +28,7 @@ from elastic.pool.control_messages import (
     SubmitJob,
 )
 from elastic.pool.ports import JobEntry
-from elastic.pool.standing import PlacementPlan
+from elastic.pool.status import PlacementPlan
 from elastic.protocol.run_control import SOCKET, CommandRefused, RunNotFound, RunSilent, socket_address
 
 REQUEST = JobRequest(id="one", slo=1.5, plan=PhasePlan(rollout_ns=10, train_ns=5))
@@ -98,9 +98,9 @@ async def test_what_the_pool_refuses_is_said_with_its_kind(tmp_path: Path) -> No
 
 async def test_no_pool_and_one_that_dies_while_it_is_asked(tmp_path: Path) -> None:
     with pytest.raises(RunNotFound, match=f"pool {tmp_path}: no process is at it now"):
-        await PoolControl(tmp_path).standing()
+        await PoolControl(tmp_path).status()
     with pytest.raises(RunNotFound, match="there is no such pool"):
-        await PoolControl(tmp_path / "nowhere").standing()
+        await PoolControl(tmp_path / "nowhere").status()
     async with served(tmp_path, lambda _: None):
         with pytest.raises(RunSilent, match="its process ended before it had answered"):
             await PoolControl(tmp_path).cancel("one")

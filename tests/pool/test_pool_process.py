@@ -23,7 +23,7 @@ from elastic.core.cluster.events import NodeJoined, NodeLost
 from elastic.core.cluster.history import cluster_digest, decoded, replay
 from elastic.core.cluster.types import JobRequest, PhaseKind, PhasePlan
 from elastic.pool.client import PoolClient, PoolMembership, PoolUnavailable
-from elastic.pool.control_messages import PoolControl, PoolStanding, SubmitJob
+from elastic.pool.control_messages import PoolControl, PoolStatusReply, SubmitJob
 from elastic.pool.gateway import PoolTokens
 from elastic.pool.journal import JOURNAL, pool_secret, read_deaths, read_records
 from elastic.pool.node_agent import NodeAgent, NodeAgentTicket
@@ -87,16 +87,16 @@ class Pool:
     async def begin(self, job: str, **more: Any) -> None:
         await self.control.submit(self.submit(job, **more))
 
-    async def standing(self) -> PoolStanding:
+    async def reply(self) -> PoolStatusReply:
         while True:
             with contextlib.suppress(ControlError):
-                return await self.control.standing()
+                return await self.control.status()
             assert self.process is not None
             assert self.process.poll() is None, (self.directory / "stderr").read_text()
             await asyncio.sleep(0.05)
 
     async def status(self) -> dict[str, Any]:
-        return msgspec.to_builtins((await self.standing()).status)
+        return msgspec.to_builtins((await self.reply()).status)
 
     async def job(self, name: str) -> dict[str, Any]:
         return next(job for job in (await self.status())["jobs"] if job["name"] == name)
@@ -208,10 +208,10 @@ async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_
                 await PoolClient(member).open(wait_s)
             ticket = NodeAgentTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="none", wait_s=wait_s)
             assert re.search(refused, (await NodeAgent(ticket).run()).reason)
-        stranger = NodeAgentTicket(
+        foreign = NodeAgentTicket(
             endpoint=Endpoint(address, fingerprint=right), pool="lab", node="rollout-1", token="guessed", wait_s=5.0
         )
-        assert "wrong token" in (await NodeAgent(stranger).run()).reason
+        assert "wrong token" in (await NodeAgent(foreign).run()).reason
         await finished(pool, "one", "two")
 
 
@@ -336,7 +336,7 @@ async def test_a_device_whose_residents_die_as_they_start_is_set_aside_until_it_
         pool.process.kill()
         pool.process.wait()
         pool.start()
-        await pool.standing()
+        await pool.status()
         with pytest.raises(CommandRefused, match="device 'cpu:1' is not set aside; those that are: cpu:0"):
             await pool.control.put_back("cpu:1")
         (pool.jobs["a"] / "mended").touch()

@@ -65,8 +65,8 @@ async def test_a_tail_moves_by_the_provider_s_notice_and_the_next_job_begins_on_
         await pool.until(
             lambda status: any(job["name"] == "next" and job["asked"] for job in status["jobs"]), "nobody waits"
         )
-        client.part.tell_progress(4, 20)
-        client.part.tell_progress(19, 20)
+        client.part.report_progress(4, 20)
+        client.part.report_progress(19, 20)
         await eventually(lambda: recorder.of(LeaseNotice))
         (notice,) = recorder.of(LeaseNotice)
         (left,) = [node for node, lease in on.items() if lease == notice.lease]
@@ -84,7 +84,7 @@ async def test_a_tail_moves_by_the_provider_s_notice_and_the_next_job_begins_on_
         )
         assert [one.node for one in client.part.working(permit)] == [kept]
 
-        client.part.tell_progress(20, 20)
+        client.part.report_progress(20, 20)
         await provider.release(on[kept])
         assert (await recorder.ended(on[kept])).cause is EndCause.RELEASED
         await pool.until(

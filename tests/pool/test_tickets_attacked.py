@@ -1,4 +1,5 @@
-"""What strangers say to a pool whose nodes join by tickets, frame by frame, and a second process as the same node."""
+"""What unauthenticated peers say to a pool whose nodes join by tickets, frame by frame, and a second process as the
+same node."""
 
 import asyncio
 import contextlib
@@ -17,7 +18,7 @@ from elastic.pool.control_messages import PoolControl
 from elastic.pool.job_processes import ProcessLaunch
 from elastic.pool.machines import NodeTicket
 from elastic.pool.node_agent import NodeAgent, NodeAgentTicket
-from elastic.pool.standing import NodeStanding
+from elastic.pool.status import NodeStatus
 from elastic.protocol.connection import ConnectionLost, Greeting, SessionRefused, dial
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.frames import framed
@@ -48,7 +49,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[PoolControl]:
         async with asyncio.timeout(40):
             while not serving.done():
                 with contextlib.suppress(ControlError):
-                    await control.standing()
+                    await control.status()
                     break
                 await asyncio.sleep(0.01)
             yield control
@@ -69,8 +70,8 @@ async def say(
     return await dial(Endpoint(ticket.join), POOL, TO_NODE_AGENT, Greeting(lambda: said, w.NodeAgentWelcome), within_s)
 
 
-async def rollout_nodes(control: PoolControl) -> list[NodeStanding]:
-    return [node for node in (await control.standing()).status.nodes if node.phase is PhaseKind.ROLLOUT]
+async def rollout_nodes(control: PoolControl) -> list[NodeStatus]:
+    return [node for node in (await control.status()).status.nodes if node.phase is PhaseKind.ROLLOUT]
 
 
 async def test_a_second_process_as_the_same_node_waits_until_the_first_is_gone(tmp_path: Path) -> None:

@@ -162,8 +162,8 @@ async def test_another_run_and_another_provider_touch_nothing(
 ) -> None:
     await incarnations.first()
     before = incarnations.pids()
-    stranger = msgspec.structs.replace(incarnations.context, run="another run")
-    await provider_of(incarnations.kind, stranger).adopt([], recorder.emit)
+    foreign = msgspec.structs.replace(incarnations.context, run="another run")
+    await provider_of(incarnations.kind, foreign).adopt([], recorder.emit)
     assert incarnations.pids() == before
 
 
@@ -237,7 +237,7 @@ async def test_wherever_it_is_killed_a_lease_is_had_once_or_not_at_all(
 
 @pytest.mark.parametrize("ended_before", [False, True])
 @without_hosts
-async def test_what_a_liar_stood_on_stays_out_for_the_next(
+async def test_what_a_byzantine_worker_stood_on_stays_out_for_the_next(
     incarnations: Incarnations, recorder: ProviderRecorder, *, ended_before: bool
 ) -> None:
     """Whether its lease had ended, or goes on for a while. Where each lease is another machine, all is to be had, and

@@ -35,7 +35,7 @@ async def test_a_recall_is_noticed_and_what_waits_meanwhile_gets_the_next_turn(
     await eventually(lambda: ROLLOUT in house.pool.asked)
     permit = house.pool.grant(ROLLOUT)
     assert isinstance(await recorder.answered("lease-1"), LeaseGranted)
-    house.client.part.tell_progress(2, 4)
+    house.client.part.report_progress(2, 4)
     house.pool.recall(permit, 4.0)
     (notice,) = recorder.of(LeaseNotice)
     assert notice.deadline_ns is not None

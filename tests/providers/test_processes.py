@@ -96,9 +96,9 @@ async def test_a_survivor_is_found_whatever_the_clock_says(context: ProviderCont
 @pytest.mark.parametrize("other", [{"start_ticks": 1}, {"boot": "another"}])
 async def test_a_recycled_process_id_is_left_alone(context: ProviderContext, other: dict[str, Any]) -> None:
     """The record names a process of the same id that started at another time, or before the machine did."""
-    stranger = await asyncio.create_subprocess_exec(*SLEEP, start_new_session=True)
+    foreign = await asyncio.create_subprocess_exec(*SLEEP, start_new_session=True)
     try:
-        found = identity(stranger.pid)
+        found = identity(foreign.pid)
         assert found is not None
         path = record_of(context, msgspec.structs.replace(found, **other))
         (left,) = left_over(context)
@@ -107,10 +107,10 @@ async def test_a_recycled_process_id_is_left_alone(context: ProviderContext, oth
         await watched.wait()
         assert await left.end() == []
         assert not path.exists()
-        assert psutil.Process(stranger.pid).status() != psutil.STATUS_ZOMBIE
+        assert psutil.Process(foreign.pid).status() != psutil.STATUS_ZOMBIE
     finally:
-        stranger.kill()
-        await stranger.wait()
+        foreign.kill()
+        await foreign.wait()
 
 
 async def test_workers_inherit_what_they_need_and_no_secret(

@@ -64,9 +64,9 @@ async def test_commands_hold_for_every_process_of_a_run(live_config) -> None:
         await until(lambda: any(w.provider == "spot" and w.epoch for w in core.fleet.workers.values()))
         await control.cap("spot", 0, "cap")
         await until(lambda: not any(lease.provider == "spot" for lease in core.leases.leases.values()))
-        standing = await control.status()
-        assert standing.status["caps"] == {"spot": 0}
-        assert [found["type"] for found in standing.status["conditions"]] == ["Capped"]
+        reply = await control.status()
+        assert reply.status["caps"] == {"spot": 0}
+        assert [found["type"] for found in reply.status["conditions"]] == ["Capped"]
         await until(lambda: core.version)
         await control.stop("the GPUs are needed", "stop")
         outcome = await running

@@ -106,8 +106,8 @@ async def test_commands_become_events_of_the_core(run: CommandedRun) -> None:
     await client.cap("spot", None, "c")
     await client.budget(None, "d")
     assert (run.core.controls.caps, run.core.controls.budget_usd) == ({}, None)
-    standing = await client.status()
-    assert (standing.run, standing.pid, standing.status["phase"]) == ("run", os.getpid(), "starting")
+    reply = await client.status()
+    assert (reply.run, reply.pid, reply.status["phase"]) == ("run", os.getpid(), "starting")
     assert await client.stop("enough", "e") == Acknowledged(id="e")
     assert run.core.stopped == "enough"
     assert run.events == [

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elastic.core.types import Capabilities, Chunk, SamplingParameters, WeightMode
 from elastic.protocol import wire
-from elastic.protocol.admission import StrangerLimits
+from elastic.protocol.admission import UnauthenticatedLimits
 from elastic.runtime.allowances import FAR_BEYOND, OPENINGS_BURST
 from elastic.runtime.gateway import CODEC, Gateway, GatewayError
 from elastic.runtime.refusals import RefusalCount
@@ -102,7 +102,7 @@ class Peer:
 class House:
     """A gateway, its listener and a way to dial it."""
 
-    def __init__(self, limits: StrangerLimits | None = None, **costs: float) -> None:
+    def __init__(self, limits: UnauthenticatedLimits | None = None, **costs: float) -> None:
         self.ear = Ear()
         self.gateway = Gateway(limits, dataclasses.replace(CODEC, **costs))
         self.door = self.gateway.open("run", self.ear, WELCOME)
@@ -179,7 +179,7 @@ async def test_a_worker_with_its_ticket_gets_a_session_and_is_heard(house: House
     assert [what[0] for what in house.ear.heard] == ["ready", "message", "message", "disconnected"]
 
 
-@pytest.mark.parametrize(("worker", "token"), [("w", "wrong"), ("stranger", "token"), ("w", "")])
+@pytest.mark.parametrize(("worker", "token"), [("w", "wrong"), ("unknown", "token"), ("w", "")])
 async def test_a_wrong_ticket_is_refused_without_telling_which_part_is_wrong(
     house: House, worker: str, token: str
 ) -> None:
@@ -201,13 +201,13 @@ async def test_workers_are_told_how_often_to_flush_whenever_they_come(house: Hou
 
 async def test_tokens_of_anothers_turn_bar_their_sender_and_nobody_else(house: House) -> None:
     honest, _ = await house.ready("honest", "a token")
-    liar, _ = await house.ready("liar", "another token")
+    byzantine, _ = await house.ready("byzantine", "another token")
     sampling = SamplingParameters(max_new_tokens=8, noise_seed=0)
-    for slot, worker in enumerate(("honest", "liar")):
+    for slot, worker in enumerate(("honest", "byzantine")):
         house.door.send(worker, 1, wire.Generate(f"t{slot}", 1, slot, 0, bytearray(), sampling))
     tokens = wire.Tokens.of([(Chunk(0, 0, 1, 0), [1], [-0.5])])
-    liar.say(tokens)
-    await house.ear.until("barred", "liar", 1, "tokens of a turn that it was not sent, or that it has ended")
+    byzantine.say(tokens)
+    await house.ear.until("barred", "byzantine", 1, "tokens of a turn that it was not sent, or that it has ended")
     honest.say(tokens)
     await house.ear.until("message", "honest", 1, tokens)
 
@@ -501,12 +501,12 @@ async def test_a_session_of_an_earlier_process_is_resumed_under_its_next_epoch(h
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02\xc1\xc1", b"\x00\x01\x00\x00"])
-async def test_garbage_from_a_stranger_ends_only_its_connection(house: House, garbage: bytes) -> None:
+async def test_garbage_from_an_unauthenticated_peer_ends_only_its_connection(house: House, garbage: bytes) -> None:
     worker, _ = await house.ready()
-    stranger = await house.dial()
-    stranger.writer.write(garbage)
-    assert isinstance(await stranger.hear(), wire.RefusedFrame)
-    assert await stranger.hear() is None
+    unauthenticated = await house.dial()
+    unauthenticated.writer.write(garbage)
+    assert isinstance(await unauthenticated.hear(), wire.RefusedFrame)
+    assert await unauthenticated.hear() is None
     worker.say(slept())
     await house.ear.until("message", "w", 1, slept())
 
@@ -524,15 +524,15 @@ async def test_a_worker_that_sends_garbage_is_barred_for_good(house: House) -> N
     assert [what[0] for what in house.ear.heard] == ["ready", "barred"]
 
 
-async def test_a_silent_stranger_is_sent_away_in_time() -> None:
-    async with House(StrangerLimits(hello_timeout_s=0.05)) as house:
+async def test_a_silent_unauthenticated_peer_is_sent_away_in_time() -> None:
+    async with House(UnauthenticatedLimits(hello_timeout_s=0.05)) as house:
         peer = await house.dial()
         assert await peer.hear() == wire.RefusedFrame("no Hello within 0.05 s", retry=True)
         assert await peer.hear() is None
 
 
-async def test_the_oldest_stranger_goes_where_there_are_too_many() -> None:
-    async with House(StrangerLimits(most=2)) as house:
+async def test_the_oldest_unauthenticated_peer_goes_where_there_are_too_many() -> None:
+    async with House(UnauthenticatedLimits(most=2)) as house:
         house.expect()
         oldest, *_ = [await house.dial() for _ in range(3)]
         refused = await oldest.hear()
@@ -543,7 +543,7 @@ async def test_the_oldest_stranger_goes_where_there_are_too_many() -> None:
 
 
 async def test_a_fleet_may_come_all_at_once() -> None:
-    async with House(StrangerLimits(most=2)) as house:
+    async with House(UnauthenticatedLimits(most=2)) as house:
         workers = [f"w{n}" for n in range(8)]
         for worker in workers:
             house.expect(worker)
@@ -554,7 +554,7 @@ async def test_a_fleet_may_come_all_at_once() -> None:
             assert isinstance(await peer.hear(), wire.Welcome)
 
 
-async def test_silent_strangers_lock_no_worker_out() -> None:
+async def test_silent_unauthenticated_peers_lock_no_worker_out() -> None:
     async with House() as house:
         crowd = [await house.dial() for _ in range(320)]
         for n in range(8):
@@ -658,7 +658,7 @@ async def test_closing_ends_every_connection_and_is_quiet(house: House) -> None:
 _VICTIM = """
 import os, socket, sys, time
 from elastic.protocol import wire
-from elastic.protocol.admission import StrangerLimits
+from elastic.protocol.admission import UnauthenticatedLimits
 from elastic.core.types import Capabilities, WeightMode
 host, port = sys.argv[1].split(":")
 s = socket.create_connection((host, int(port)))
@@ -695,22 +695,22 @@ def beat(progress: int) -> wire.Heartbeat:
 
 async def test_a_flood_of_valid_frames_is_read_no_faster_than_it_is_needed(house: House) -> None:
     """Others are heard meanwhile, and the report names who floods."""
-    liar, _ = await house.ready("liar")
+    byzantine, _ = await house.ready("byzantine")
     honest, _ = await house.ready("honest", "another token")
-    liar.say(*(slept() for _ in range(280)))
+    byzantine.say(*(slept() for _ in range(280)))
     honest.say(report(1))
     await house.ear.until("message", "honest", 1, report(1))
-    liar.say(report(7))
-    await house.ear.until("message", "liar", 1, report(7))
-    (told,) = [told for told in house.door.refusals() if told.worker == "liar"]
+    byzantine.say(report(7))
+    await house.ear.until("message", "byzantine", 1, report(7))
+    (told,) = [told for told in house.door.refusals() if told.worker == "byzantine"]
     assert "read no faster" in told.reason
 
 
 async def test_who_says_more_than_could_be_read_in_time_is_barred(house: House) -> None:
     """Held for so long, it would be taken for dead, and its place would be leased again."""
-    liar, _ = await house.ready("liar")
-    liar.say(*(slept() for _ in range(2_000)))
-    await house.ear.until("barred", "liar", 1, "far more than its time and its orders can need")
+    byzantine, _ = await house.ready("byzantine")
+    byzantine.say(*(slept() for _ in range(2_000)))
+    await house.ear.until("barred", "byzantine", 1, "far more than its time and its orders can need")
 
 
 async def test_of_heartbeats_that_come_too_soon_the_last_one_counts(house: House) -> None:
@@ -726,10 +726,10 @@ async def test_of_heartbeats_that_come_too_soon_the_last_one_counts(house: House
 
 @pytest.mark.alone
 async def test_ten_times_as_much_as_is_needed_bars_a_worker(house: House) -> None:
-    liar, _ = await house.ready()
+    byzantine, _ = await house.ready()
     with contextlib.suppress(ConnectionError):
-        liar.writer.write(wire.encode(slept()) * 40_000)
-        await liar.writer.drain()
+        byzantine.writer.write(wire.encode(slept()) * 40_000)
+        await byzantine.writer.drain()
     await house.ear.until("barred", "w", 1, "far more than its time and its orders can need")
     assert len(house.ear.heard) < 4_000
 

@@ -16,7 +16,7 @@ from elastic.core.types import Capabilities, SamplingParameters
 from elastic.protocol import wire
 from elastic.runtime.gateway import Door, Gateway
 from elastic.runtime.validation import Claims, bounds_of
-from elastic.testing.faults.core.lies import KINDS, Liar
+from elastic.testing.faults.core.lies import KINDS, ByzantineWorker
 
 PATIENCE_S = 20.0
 ENGINE = {"max_batch": 4, "max_pending": 2, "max_context_tokens": 512}
@@ -79,9 +79,11 @@ async def join(door: Door, address: str, worker: str) -> tuple[asyncio.StreamRea
 @given(
     st.lists(st.tuples(st.sampled_from(KINDS), st.randoms(use_true_random=False)), min_size=1, max_size=5), st.data()
 )
-def test_whatever_a_liar_says_the_others_are_heard(lies: list[tuple[type, Random]], data: st.DataObject) -> None:
+def test_whatever_a_byzantine_worker_says_the_others_are_heard(
+    lies: list[tuple[type, Random]], data: st.DataObject
+) -> None:
     """Lies of any kind, one after the other, between the words of an honest worker."""
-    bodies = [Liar(rng, lambda: ["0/0/0/0", "honest"]).frame(kind) for kind, rng in lies]
+    bodies = [ByzantineWorker(rng, lambda: ["0/0/0/0", "honest"]).frame(kind) for kind, rng in lies]
     asyncio.run(_lie(bodies, between=[data.draw(st.integers(0, 3)) for _ in lies]))
 
 
@@ -93,19 +95,19 @@ async def _lie(bodies: list[bytes], between: list[int]) -> None:
     door = gateway.open("run", ear, WELCOME)
     address = await gateway.start()
     _, honest = await join(door, address, "honest")
-    reader, liar = await join(door, address, "liar")
+    reader, byzantine = await join(door, address, "byzantine")
     sampling = SamplingParameters(max_new_tokens=8, noise_seed=0)
     orders = [wire.Generate(f"t{slot}", 1, slot, 0, bytearray(), sampling) for slot in range(6)]
-    await ear.until(lambda: ear.of("honest") and ear.of("liar"))
+    await ear.until(lambda: ear.of("honest") and ear.of("byzantine"))
     for order in orders:
-        door.send("liar" if order.slot < 3 else "honest", 1, order)
+        door.send("byzantine" if order.slot < 3 else "honest", 1, order)
     said = 0
     for body, count in zip(bodies, between, strict=True):
         for _ in range(count):
             said += 1
             honest.write(wire.encode(wire.WeightsReport(said, "", 0, 0.0, 0.0)))
-        liar.write(framed(body))
-    liar.write_eof()
+        byzantine.write(framed(body))
+    byzantine.write_eof()
     async with asyncio.timeout(PATIENCE_S):
         with contextlib.suppress(ConnectionError):
             while await reader.read(1 << 16):
@@ -120,10 +122,10 @@ async def _lie(bodies: list[bytes], between: list[int]) -> None:
     claims = Claims(bounds_of(ENGINE, MODEL, trains=False))
     for order in orders[:3]:
         claims.ordered(order)
-    for message in ear.of("liar"):
+    for message in ear.of("byzantine"):
         body = msgspec.msgpack.encode(message)
         claims.check(wire.decode_from_worker(body), 0.0)
-    for writer in (honest, liar):
+    for writer in (honest, byzantine):
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
@@ -131,7 +133,7 @@ async def _lie(bodies: list[bytes], between: list[int]) -> None:
 
 
 @pytest.mark.alone
-async def test_a_run_with_liars_is_the_run_without_them() -> None:
+async def test_a_run_with_byzantine_workers_is_the_run_without_them() -> None:
     found = await lying.measure(frames=20 * len(KINDS), seed=3)
     assert found["kinds"].keys() == {wire.kind_of(kind) for kind in KINDS}
     assert min(found["kinds"].values()) >= 20

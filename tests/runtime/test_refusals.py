@@ -11,7 +11,8 @@ def test_a_refusal_is_told_in_one_line() -> None:
     lie = RefusalCount(worker="spot-3", reason="log-probability above 0", count=12)
     assert str(lie) == "refused: 12 frames of worker spot-3: log-probability above 0"
     assert (
-        str(RefusalCount(worker="", reason="wrong token", count=1)) == "refused: 1 connection of strangers: wrong token"
+        str(RefusalCount(worker="", reason="wrong token", count=1))
+        == "refused: 1 connection of unauthenticated peers: wrong token"
     )
 
 
@@ -39,7 +40,7 @@ def test_every_refusal_counts_and_few_are_logged(refused: list[tuple[str, str, f
     assert len(lines) + left_out <= len(refused)
 
 
-def test_strangers_that_always_say_something_else_take_no_room() -> None:
+def test_unauthenticated_peers_that_always_say_something_else_take_no_room() -> None:
     refusals = Refusals()
     for n in range(10 * KINDS_MAX):
         refusals.note("", f"frame of {n} bytes", 0.0)

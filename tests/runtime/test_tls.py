@@ -1,4 +1,4 @@
-"""TLS between a run and its peers: whom one believes, what strangers cost, and relays over HTTPS."""
+"""TLS between a run and its peers: whom one believes, what unauthenticated peers cost, and relays over HTTPS."""
 
 import asyncio
 import contextlib
@@ -102,7 +102,7 @@ async def test_what_a_peer_says_with_the_end_of_its_handshake_is_heard(certifica
             writer.close()
 
 
-async def test_strangers_that_do_not_shake_hands_are_few_and_gone(certificate: Certificate) -> None:
+async def test_unauthenticated_peers_that_do_not_shake_hands_are_few_and_gone(certificate: Certificate) -> None:
     refused: asyncio.Queue[str] = asyncio.Queue()
     async with serving(certificate, most=4, timeout_s=0.3, refuse=lambda _, why: refused.put_nowait(why)) as port:
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(7)]
@@ -116,8 +116,8 @@ async def test_strangers_that_do_not_shake_hands_are_few_and_gone(certificate: C
                 with contextlib.suppress(ConnectionError):
                     await quiet.read()
             reasons = [await refused.get() for _ in range(8)]
-        for _, stranger in [*silent, (reader, plain), (reader, writer)]:
-            stranger.close()
+        for _, unauthenticated in [*silent, (reader, plain), (reader, writer)]:
+            unauthenticated.close()
     assert reasons.count("too many TLS handshakes are under way") >= 4
     assert "no TLS handshake: the peer spoke plain text" in reasons
 
@@ -257,8 +257,8 @@ async def test_of_too_many_handshakes_the_crowded_address_loses_its_own(certific
             )
             writer.write(b"let in")
             assert await reader.readexactly(6) == b"let in"
-        for stranger in [*crowd, writer]:
-            stranger.close()
+        for unauthenticated in [*crowd, writer]:
+            unauthenticated.close()
         await asyncio.sleep(0.05)
     reasons = ("too many TLS handshakes are under way", "it dials too often")
     assert told == {("127.0.0.3", reason) for reason in reasons}

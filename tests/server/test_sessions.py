@@ -65,16 +65,16 @@ def test_a_session_makes_no_other(shared_site: Site) -> None:
 
 
 def test_the_page_tells_nothing_by_itself(shared_site: Site) -> None:
-    stranger = shared_site.client("elastic_nothing")
-    page = stranger.get("/")
+    unauthenticated = shared_site.client("elastic_nothing")
+    page = unauthenticated.get("/")
     assert page.status_code == 200
     assert "unsafe" not in page.headers["content-security-policy"]
     assert shared_site.projects["ours"] not in page.text
     for name in ("main.js", "page.css", "icon.svg"):
         assert f"/page/{name}" in page.text
-        assert stranger.get(f"/page/{name}").status_code == 200
+        assert unauthenticated.get(f"/page/{name}").status_code == 200
     for name in ("index.html", "..%2fauth.py", "../auth.py", "nothing"):
-        assert stranger.get(f"/page/{name}").status_code == 404
+        assert unauthenticated.get(f"/page/{name}").status_code == 404
 
 
 def test_figures_are_told_and_end(shared_site: Site, submission: Submission) -> None:

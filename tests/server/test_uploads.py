@@ -100,7 +100,7 @@ def test_what_is_not_as_announced_leaves_nothing(site: Site) -> None:
     for content in (b"wrong", b"", b"righ", b"right and more", os.urandom(3 << 20)):
         answer = send(client, upload, content, b"right")
         assert (answer.status_code, answer.json()["type"]) == (400, "/problems/checksum-mismatch")
-    assert send(client, upload, b"stranger").status_code == 404
+    assert send(client, upload, b"unknown").status_code == 404
     assert left(site) == []
     assert send(client, upload, b"right").json()["state"] == "ready"
 
@@ -124,9 +124,9 @@ def test_a_body_may_be_large_on_its_way_to_disk_alone(site: Site) -> None:
     upload = announce(client, a=content)["id"]
     assert send(client, upload, content).json()["state"] == "ready"
     assert client.post("/v1/uploads", json={"name": "x" * 2_000, "files": []}).status_code == 413
-    stranger = site.client()
-    del stranger.headers["authorization"]
-    assert send(stranger, upload, content).status_code == 401
+    unauthenticated = site.client()
+    del unauthenticated.headers["authorization"]
+    assert send(unauthenticated, upload, content).status_code == 401
 
 
 def test_a_project_has_so_much_room(site: Site) -> None:

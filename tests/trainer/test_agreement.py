@@ -16,7 +16,7 @@ from elastic.worker.trainer.distribution import Head, token_distribution
 from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 from tests.trainer.test_trainer import GROUPS, equal, groups_of
 
-HONEST, LIAR = "reserved-1/w", "spot-1/w"
+HONEST, BYZANTINE = "reserved-1/w", "spot-1/w"
 
 
 def truthful(made: GRPOTrainer, group: TrainGroupFrame) -> TrainGroupFrame:
@@ -41,7 +41,7 @@ def lying(data: TrajectoryData, by: float = 2.0, version: int = 0) -> Trajectory
     plain = PlainTrajectory.of(data)
     plain.logprobs = [logprob - by for logprob in plain.logprobs]
     plain.versions = [version] * len(plain.versions)
-    plain.origins = [(LIAR, sum(plain.trained))]
+    plain.origins = [(BYZANTINE, sum(plain.trained))]
     return plain.packed()
 
 
@@ -117,7 +117,7 @@ def test_none_of_a_workers_tokens_count_that_was_found_wrong(trainer, even) -> N
     made = trainer()
     for one in even:
         wrong = without_a_member(one, 1, by=0.0)
-        made.train_group(msgspec.structs.replace(wrong, bounds={LIAR: None}))
+        made.train_group(msgspec.structs.replace(wrong, bounds={BYZANTINE: None}))
     made.update()
     assert made.metrics["tokens_left_out"] == sum(one.trajectories[1].sampled.tokens for one in even)
     assert {check.worker for check in made.take_checks()} == {HONEST}
@@ -127,11 +127,11 @@ def test_an_engines_declared_noise_is_allowed(trainer, even) -> None:
     made = trainer()
     for one in even:
         noisy = without_a_member(one, 1, by=0.3)
-        made.train_group(msgspec.structs.replace(noisy, bounds={LIAR: 0.4}))
+        made.train_group(msgspec.structs.replace(noisy, bounds={BYZANTINE: 0.4}))
     made.update()
     assert made.metrics["tokens_left_out"] == 0
     checks = {check.worker: check for check in made.take_checks()}
-    assert checks[LIAR].mean == pytest.approx(0.3, abs=1e-4)
+    assert checks[BYZANTINE].mean == pytest.approx(0.3, abs=1e-4)
     assert checks[HONEST].mean < 1e-5
 
 
@@ -142,7 +142,7 @@ def test_groups_that_are_skipped_are_compared_too_as_far_as_that_tells_something
         made.skip_group(one.index, 0, [lying(data) for data in one.trajectories])
     made.update()
     (check,) = made.take_checks()
-    assert (check.worker, check.version) == (LIAR, 0)
+    assert (check.worker, check.version) == (BYZANTINE, 0)
     assert check.mean == pytest.approx(2.0, abs=1e-3)
     assert made.take_checks() == []
     many = [lying(data, version=1) for data in even[0].trajectories * 200]

@@ -65,7 +65,7 @@ def test_divergence_rejects_tokens_or_whole_sequences(statistic: str, threshold:
 def test_what_becomes_of_a_sequence_is_its_own_matter(rows: list[list[float]], data, statistic: str, level: str):
     order = data.draw(st.permutations(range(len(rows))))
 
-    def judged(places: list[int]) -> dict[int, list[tuple[float, bool]]]:
+    def checked(places: list[int]) -> dict[int, list[tuple[float, bool]]]:
         values = torch.tensor([value for place in places for value in rows[place]])
         numbers = torch.tensor([number for number, place in enumerate(places) for _ in rows[place]])
         weights = importance_weights(values, numbers, level, WeightBounds.of("0.5_2"))
@@ -76,7 +76,7 @@ def test_what_becomes_of_a_sequence_is_its_own_matter(rows: list[list[float]], d
             place: list(zip(w.tolist(), o.tolist(), strict=True)) for place, (w, o) in zip(places, parts, strict=True)
         }
 
-    assert judged(list(range(len(rows)))) == judged(order)
+    assert checked(list(range(len(rows)))) == checked(order)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_a_worker_cannot_fill_the_disk_and_others_can_still_ask(
         each.close()
 
 
-def test_a_token_that_was_revoked_is_a_strangers(trainer: Publisher, rights: RelayRights, url: str):
+def test_a_token_that_was_revoked_is_nobodys(trainer: Publisher, rights: RelayRights, url: str):
     first, token = rights.issue("spot-1"), rights.issue("spot-1")
     assert first != token
     for offered, status in ((first, 401), (token, 200), (rights.owner, 200), ("none", 401), ("é", 401)):

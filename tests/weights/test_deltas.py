@@ -240,9 +240,9 @@ def test_a_missing_bucket_is_replaced_by_a_keyframe(history: History, directory:
 
 def test_a_delta_from_another_run_or_for_another_base_is_refused(history: History, tmp_path: Path):
     other = DirectoryRelay(tmp_path / "other")
-    stranger = History(other, seed=1)
-    stranger.step()
-    stranger.step()
+    foreign = History(other, seed=1)
+    foreign.step()
+    foreign.step()
     relay = DirectoryRelay(tmp_path / "relay")
     for key in [delta_manifest_key(1, 0), *(bucket_key(1, 0, number) for number in range(2))]:
         damage(relay, key, lambda _, key=key: other.get(key))

@@ -217,9 +217,9 @@ async def test_two_workers_in_one_slice(job: Job) -> None:
 
 async def test_a_worker_that_is_not_let_in_is_told_of_and_the_resident_stays(job: Job) -> None:
     await job.node_agent.give()
-    job.node_agent.lend("stranger", job.orchestra.address, "wrong token")
+    job.node_agent.lend("unknown", job.orchestra.address, "wrong token")
     left = await job.node_agent.hear(Left)
-    assert left.worker == "stranger"
+    assert left.worker == "unknown"
     assert left.cause
     job.node_agent.lend("nowhere", "no address", "token")
     assert (await job.node_agent.hear(Left)).cause

@@ -122,8 +122,8 @@ class TrainerDoors:
 
 async def _models(call: DoorCall) -> Response:
     """The policy first, by the name that peers look for; then the adapters that were offered."""
-    facts, standing = call.run.model, await call.run.standing()
-    names = list(dict.fromkeys((facts.name, *standing.adapters)))
+    facts, status = call.run.model, await call.run.status()
+    names = list(dict.fromkeys((facts.name, *status.adapters)))
     return Response(answers.models(names, facts.max_model_len, facts.created_s), media_type=JSON_TYPE)
 
 

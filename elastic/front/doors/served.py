@@ -136,7 +136,7 @@ class LinkedRun:
 
     async def _check(self, request: TokenRequest) -> None:
         if request.model not in ("", self._facts.name, *self._adapters):
-            known = (self._facts.name, *(await self.standing()).adapters)
+            known = (self._facts.name, *(await self.status()).adapters)
             if request.model not in known:
                 allowed = ", ".join(map(repr, known[:1] + known[1:][-NAMES_SAID:]))
                 said = f"model: found {request.model!r:.200}; allowed: {allowed}"
@@ -221,13 +221,13 @@ class LinkedRun:
                 one.take(news)
                 if one.choice.stop is not None and not one.cut:
                     one.cut = True
-                    self._link.say(CutTurn(one.stream, len(one.choice.ids)))
+                    self._link.send(CutTurn(one.stream, len(one.choice.ids)))
             case ChoiceOver():
                 if not news.over.finish:
                     raise failed(news.over)
                 one.choice.rest()
                 one.finish = news.over.finish
-                self._link.say(SettleTurn(one.stream, len(one.choice.ids)))
+                self._link.send(SettleTurn(one.stream, len(one.choice.ids)))
             case _:
                 one.settled = True
 
@@ -275,7 +275,7 @@ class LinkedRun:
     async def abort_all(self) -> int:
         return (await self._ask(AbortTurns(0), ServingTold)).ended
 
-    async def standing(self) -> ServingState:
+    async def status(self) -> ServingState:
         told = await self._ask(AskServing(0), ServingTold)
         return ServingState(
             now=_now(told),

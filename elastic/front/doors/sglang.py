@@ -185,7 +185,7 @@ async def update_weights(call: DoorCall) -> Response:
 
 
 async def weight_version(call: DoorCall) -> Response:
-    return json({"weight_version": version_name((await call.run.standing()).now)})
+    return json({"weight_version": version_name((await call.run.status()).now)})
 
 
 async def flush_cache(call: DoorCall) -> Response:
@@ -202,14 +202,14 @@ async def abort(call: DoorCall) -> Response:
 
 async def loads(call: DoorCall) -> Response:
     """`/v1/loads`, whatever its `include` names."""
-    return json({"loads": [{"dp_rank": 0, **_load(await call.run.standing())}]})
+    return json({"loads": [{"dp_rank": 0, **_load(await call.run.status())}]})
 
 
-def _load(standing: ServingState) -> dict[str, int]:
+def _load(status: ServingState) -> dict[str, int]:
     return {
-        "num_running_reqs": standing.running,
-        "num_waiting_reqs": standing.waiting,
-        "num_total_reqs": standing.running + standing.waiting,
+        "num_running_reqs": status.running,
+        "num_waiting_reqs": status.waiting,
+        "num_total_reqs": status.running + status.waiting,
     }
 
 
@@ -251,7 +251,7 @@ async def remove_worker(call: DoorCall) -> Response:
 async def server_info(call: DoorCall) -> Response:
     """What slime compares with its own settings, and TRL's client looks up (`vllm_config`)."""
     facts = call.run.model
-    standing = await call.run.standing()
+    status = await call.run.status()
     return json(
         {
             "model_path": facts.name,
@@ -266,7 +266,7 @@ async def server_info(call: DoorCall) -> Response:
             "disaggregation_mode": "null",
             "enable_memory_saver": False,
             "enable_return_routed_experts": False,
-            "weight_version": version_name(standing.now),
+            "weight_version": version_name(status.now),
             "vllm_config": {
                 "model_config": {
                     "model": facts.name,
@@ -284,5 +284,5 @@ async def server_info(call: DoorCall) -> Response:
 
 async def healthy(call: DoorCall) -> Response:
     """`/health_generate`: whether the run answers."""
-    await call.run.standing()
+    await call.run.status()
     return Response()

@@ -165,7 +165,7 @@ async def resume(call: DoorCall) -> Response:
 
 
 async def is_paused(call: DoorCall) -> Response:
-    return json({"is_paused": (await call.run.standing()).paused})
+    return json({"is_paused": (await call.run.status()).paused})
 
 
 async def update_weights(call: DoorCall) -> Response:

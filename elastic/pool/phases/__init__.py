@@ -5,8 +5,8 @@ nodes back. Outside of a pool all of this does nothing, so that the script runs 
 
 - Phases follow one another: rollout, train, rollout, … In a pool a phase within a phase, and training before any
   rollout, raise `PhaseError`.
-- A phase cannot be interrupted. When it is recalled it gives way at its end, or where the script calls `give_way`; at
-  the deadline the script's processes are killed.
+- A phase cannot be interrupted. When it is recalled it gives way at its end, or where the script calls `yield_device`;
+  at the deadline the script's processes are killed.
 - A state is on the device during its phases only. Used outside of them, a torch module or optimiser raises.
 - One process of a script speaks for it: the one that enters the phases.
 
@@ -166,18 +166,19 @@ def on_consolidate(callback: Callable[[tuple[str, ...]], None]) -> None:
 
 
 def should_yield() -> bool:
-    """Return whether the pool has recalled the phase under way. The phase should then end soon, or call `give_way`."""
+    """Return whether the pool has recalled the phase under way. The phase should then end soon, or call
+    `yield_device`."""
     return (session := _session()) is not None and session.recalled
 
 
-def give_way() -> None:
+def yield_device() -> None:
     """Take the states off the device, let other jobs have their time slice, and return once this phase may go on.
 
     Does nothing outside of a phase. Anything else that the script has on the device stays there, so call this where
     little is left.
     """
     if (session := _session()) is not None:
-        session.give_way()
+        session.yield_device()
 
 
 def steps_done(steps: int) -> None:

@@ -32,8 +32,8 @@ class PhaseClient:
 
     def __init__(self, membership: PoolMembership) -> None:
         self._client = PoolClient(membership, lambda: self._permit, AWAY_S)
-        self._client.hear_slices(self._hear)
-        self._client.hear_permits(self._hear)
+        self._client.on_slices(self._hear)
+        self._client.on_permits(self._hear)
         self._client.heard_of = self._heard_of
         self._client.turned_away = self._end
         self._process = os.getpid()
@@ -71,10 +71,10 @@ class PhaseClient:
         self._there(self._yield(finished=finished, switch_s=switch_s))
 
     def progress(self, done: int, of: int) -> None:
-        self._there(self._order(lambda client: client.part.tell_progress(done, of)))
+        self._there(self._order(lambda client: client.part.report_progress(done, of)))
 
     def steps_done(self, steps: int) -> None:
-        self._there(self._order(lambda client: client.part.tell_steps(steps)))
+        self._there(self._order(lambda client: client.part.report_steps(steps)))
 
     def on_consolidate(self, callback: Consolidate) -> None:
         self._consolidate = callback

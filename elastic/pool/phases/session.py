@@ -85,7 +85,7 @@ class PhaseSession:
             if self._current is not None and self._current.origin is phase.origin:
                 self._end(finished=finished)
 
-    def give_way(self) -> None:
+    def yield_device(self) -> None:
         with self._lock:
             phase = self._current
             if phase is None or self._permit is None:

@@ -172,9 +172,9 @@ class Chats:
         self.look()
         return rest.whole()
 
-    def give_way(self, worker: WorkerId) -> None:
+    def yield_places(self, worker: WorkerId) -> None:
         """A rollout's turn is about to go to the worker."""
-        self._tell(self._credit.give_way(worker, self._clock_ns()))
+        self._tell(self._credit.yield_places(worker, self._clock_ns()))
 
     def leave_worker(self, worker: WorkerId) -> None:
         """The worker is about to do something else."""
@@ -259,7 +259,7 @@ class LendingWorkers:
         self._chats = chats
 
     def start_turn(self, order: c.StartTurn, prompt: OpenTurn) -> None:
-        self._chats.give_way(order.worker)
+        self._chats.yield_places(order.worker)
         self._workers.start_turn(order, prompt)
 
     def order(self, order: WorkerOrder) -> None:

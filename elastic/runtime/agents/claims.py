@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from elastic.core.ids import environment_of, group_of, parse_agent_id
 from elastic.core.types import Nanoseconds, TrajectoryId
-from elastic.protocol.front_messages import AgentCaller, TrajectoryStanding
+from elastic.protocol.front_messages import AgentCaller, TrajectoryStatus
 from elastic.runtime.agents import notes
 from elastic.runtime.agents.refusals import CallRefused
 from elastic.runtime.agents.trajectory import AgentTrajectory
@@ -52,7 +52,7 @@ class AgentGroup:
 class EndedTrajectory:
     """What is still told of a trajectory that is over."""
 
-    standing: TrajectoryStanding
+    status: TrajectoryStatus
     driver: str
     rewards: Mapping[str, float]
     """Those that it was given, by policy; empty is the name of the trajectory's own."""
@@ -207,11 +207,11 @@ class AgentClaims:
             return caller.trajectory
         return self.sessions.get((caller.driver, caller.named)) or _trajectory(caller.named)
 
-    def leave(self, trajectory: TrajectoryId, standing: TrajectoryStanding) -> None:
+    def leave(self, trajectory: TrajectoryId, status: TrajectoryStatus) -> None:
         """An open trajectory is over."""
         left = self.trajectories.pop(trajectory)
         rewards = left.policy_rewards if left.reward is None else {**left.policy_rewards, "": left.reward}
-        self.ended[trajectory] = EndedTrajectory(standing, left.driver, rewards)
+        self.ended[trajectory] = EndedTrajectory(status, left.driver, rewards)
         if len(self.ended) > ENDED_KEPT:
             del self.ended[next(iter(self.ended))]
             self.sessions = {key: of for key, of in self.sessions.items() if self._known(of)}
@@ -236,6 +236,6 @@ def _trajectory(named: str) -> TrajectoryId:
 
 
 def gone(ended: EndedTrajectory) -> CallRefused:
-    standing = ended.standing
-    why = standing.cause or f"its reward is {standing.reward}"
-    return CallRefused(410, "trajectory_over", f"the trajectory is over ({standing.state}): {why}", retry=False)
+    status = ended.status
+    why = status.cause or f"its reward is {status.reward}"
+    return CallRefused(410, "trajectory_over", f"the trajectory is over ({status.state}): {why}", retry=False)

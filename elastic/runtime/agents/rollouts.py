@@ -26,10 +26,10 @@ from elastic.protocol.front_messages import (
     BranchFound,
     LookUp,
     OpenTurns,
-    PolicyStanding,
+    PolicyStatus,
     RecallHistory,
     TrajectoryBegun,
-    TrajectoryStanding,
+    TrajectoryStatus,
     UpstreamOver,
 )
 from elastic.protocol.sampled import TOKEN_BYTES, last_of
@@ -175,13 +175,13 @@ class AgentRollouts:
             self.watcher.offered()
         return blame
 
-    def bind(self, caller: AgentCaller, session: str) -> TrajectoryStanding:
+    def bind(self, caller: AgentCaller, session: str) -> TrajectoryStatus:
         trajectory = self._claims.open(caller)
         if self._claims.is_free(trajectory.driver, session, trajectory.trajectory):
             self._note(notes.Bound(trajectory.trajectory, session))
-        return self._standing(trajectory)
+        return self._status(trajectory)
 
-    def reward(self, caller: AgentCaller, reward: float, policy: str = "") -> TrajectoryStanding:
+    def reward(self, caller: AgentCaller, reward: float, policy: str = "") -> TrajectoryStatus:
         """Take the trajectory's reward, or that of the branches of one policy.
 
         Raises `CallRefused` for a number that no mean should have, an unknown policy, and another reward than it has.
@@ -192,7 +192,7 @@ class AgentRollouts:
         self._limits.check_policy(policy, 400)
         if (ended := self._claims.over(caller)) is not None:
             if ended.rewards.get(policy) == reward:
-                return ended.standing
+                return ended.status
             raise gone(ended)
         trajectory = self._claims.open(caller)
         given = trajectory.given_reward(policy)
@@ -201,28 +201,28 @@ class AgentRollouts:
             raise CallRefused(409, "reward_given", f"{whose} has the reward {given}", retry=False)
         if given is None:
             self._note(notes.Rewarded(trajectory.trajectory, reward, policy))
-        return self._standing(trajectory)
+        return self._status(trajectory)
 
     def end(
         self, caller: AgentCaller, cause: str, *, truncated: bool = False, metrics: Mapping[str, float] | None = None
-    ) -> TrajectoryStanding:
+    ) -> TrajectoryStatus:
         """End the trajectory with the reward that it has; as failed, where there is none, or with a cause."""
         if (ended := self._claims.over(caller)) is not None:
-            return ended.standing
+            return ended.status
         trajectory = self._claims.open(caller)
         if truncated and not trajectory.truncated:
             self._note(notes.Truncated(trajectory.trajectory))
         if known := {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}:
             self._note(notes.MetricsTaken(trajectory.trajectory, known))
         self._end(trajectory, cause)
-        return self._claims.ended[trajectory.trajectory].standing
+        return self._claims.ended[trajectory.trajectory].status
 
     def is_over(self, caller: AgentCaller) -> bool:
         return self._claims.over(caller) is not None
 
-    def show(self, caller: AgentCaller) -> TrajectoryStanding:
+    def show(self, caller: AgentCaller) -> TrajectoryStatus:
         ended = self._claims.over(caller)
-        return ended.standing if ended is not None else self._standing(self._claims.open(caller))
+        return ended.status if ended is not None else self._status(self._claims.open(caller))
 
     # What agents ask
 
@@ -720,7 +720,7 @@ class AgentRollouts:
             return
         for turn in left.turns:
             self._turns.pop(turn, None)
-        self._claims.leave(trajectory, msgspec.structs.replace(self._standing(left), state=state, cause=cause))
+        self._claims.leave(trajectory, msgspec.structs.replace(self._status(left), state=state, cause=cause))
         if self.watcher is not None:
             self.watcher.left(turns)
 
@@ -731,8 +731,8 @@ class AgentRollouts:
         for group in {group_of(trajectory) for trajectory in trajectories}:
             self._claims.groups.pop(group, None)
 
-    def _standing(self, trajectory: AgentTrajectory) -> TrajectoryStanding:
-        return TrajectoryStanding(
+    def _status(self, trajectory: AgentTrajectory) -> TrajectoryStatus:
+        return TrajectoryStatus(
             trajectory=trajectory.trajectory,
             group=trajectory.name,
             state="truncated" if trajectory.truncated else "open",
@@ -740,10 +740,10 @@ class AgentRollouts:
             tokens=trajectory.branches.tokens,
             branches=len(trajectory.branches.trained()),
             reward=trajectory.worth,
-            policies=self._standings(trajectory),
+            policies=self._statuses(trajectory),
         )
 
-    def _standings(self, trajectory: AgentTrajectory) -> dict[str, PolicyStanding]:
+    def _statuses(self, trajectory: AgentTrajectory) -> dict[str, PolicyStatus]:
         """Of the policies that have names of their own, and were called or rewarded."""
         if not self._limits.policies:
             return {}
@@ -752,7 +752,7 @@ class AgentRollouts:
         for branch in trajectory.branches.branches:
             tokens[branch.policy] += branch.sampled.tokens
         return {
-            policy: PolicyStanding(
+            policy: PolicyStatus(
                 turns=turns[policy], tokens=tokens[policy], reward=trajectory.policy_rewards.get(policy)
             )
             for policy in self._limits.policies

@@ -185,13 +185,13 @@ class FrontStreams:
             case m.BindSession():
                 self._reply(front, m.TrajectoryShown(message.request, rollouts.bind(message.caller, message.session)))
             case m.GiveReward():
-                standing = rollouts.reward(message.caller, message.reward, message.policy)
-                self._reply(front, m.TrajectoryShown(message.request, standing))
+                status = rollouts.reward(message.caller, message.reward, message.policy)
+                self._reply(front, m.TrajectoryShown(message.request, status))
             case m.EndTrajectory():
-                standing = rollouts.end(
+                status = rollouts.end(
                     message.caller, message.cause, truncated=message.truncated, metrics=message.metrics
                 )
-                self._reply(front, m.TrajectoryShown(message.request, standing))
+                self._reply(front, m.TrajectoryShown(message.request, status))
             case m.ShowTrajectory():
                 front.connection.send(m.TrajectoryShown(message.request, rollouts.show(message.caller)))
             case m.AskMetrics():
@@ -291,14 +291,14 @@ class FrontStreams:
                 self._reply(front, m.TrajectoryShown(message.request, rollouts.bind(own, message.session)))
             case m.GiveReward():
                 own = m.AgentCaller(driver=driver, named=message.caller.named)
-                standing = rollouts.reward(own, message.reward, message.policy)
-                self._reply(front, m.TrajectoryShown(message.request, standing))
+                status = rollouts.reward(own, message.reward, message.policy)
+                self._reply(front, m.TrajectoryShown(message.request, status))
             case m.EndTrajectory():
                 own = m.AgentCaller(driver=driver, named=message.caller.named)
                 asked_before = rollouts.is_over(own)
-                standing = rollouts.end(own, message.cause, truncated=message.truncated, metrics=message.metrics)
-                self._finished[driver] += not asked_before and standing.state in ("finished", "truncated")
-                self._reply(front, m.TrajectoryShown(message.request, standing))
+                status = rollouts.end(own, message.cause, truncated=message.truncated, metrics=message.metrics)
+                self._finished[driver] += not asked_before and status.state in ("finished", "truncated")
+                self._reply(front, m.TrajectoryShown(message.request, status))
             case _:
                 raise WireError(f"{type(message).__name__} is nothing that an env worker may say")
 

@@ -60,10 +60,10 @@ class Requester:
 async def asking(request: Request) -> Requester:
     """Return who asks, as it was judged before the request's body was read."""
     found: Requester | None = getattr(request.state, "requester", None)
-    return found or await judged(request)
+    return found or await identified(request)
 
 
-async def judged(request: Request) -> Requester:
+async def identified(request: Request) -> Requester:
     """Authenticate the request and read its run, in one transaction. Raises `ApiProblem` without a valid key."""
     return await run_in_threadpool(_asking, request, await state_of(request))
 

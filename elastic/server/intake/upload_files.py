@@ -28,7 +28,7 @@ class ChecksumMismatch(Exception):
     """The received content is not the announced content."""
 
 
-class UploadStanding(NamedTuple):
+class UploadStatus(NamedTuple):
     """An upload on disk: whether it is complete, how much there is of it, and when something last came."""
 
     ready: bool
@@ -49,7 +49,7 @@ class UploadStorage:
     def is_ready(self, project: str, upload: str) -> bool:
         return self.place(project, upload).is_dir()
 
-    def standing(self, project: str, upload: str) -> UploadStanding:
+    def status(self, project: str, upload: str) -> UploadStatus:
         place, incoming = self.place(project, upload), self._incoming(upload)
         top = place if (ready := place.is_dir()) else incoming
         paths = [top, *top.rglob("*")]
@@ -59,7 +59,7 @@ class UploadStorage:
                 found = path.lstat()
                 touched_ns = max(touched_ns, found.st_mtime_ns)
                 size += found.st_size if stat.S_ISREG(found.st_mode) else 0
-        return UploadStanding(ready, size, touched_ns // 1_000)
+        return UploadStatus(ready, size, touched_ns // 1_000)
 
     def received(self, upload: str) -> set[str]:
         """The digests of what has come of an upload that is not complete yet."""

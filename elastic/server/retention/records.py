@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from elastic.protocol.api import ENDED
-from elastic.server.intake.upload_files import UploadStanding
+from elastic.server.intake.upload_files import UploadStatus
 from elastic.server.retention.rules import REMOVING, RetentionRow, due, is_over
 from elastic.server.store import jobs, runs, uploads
 from elastic.server.store.database import now_us
@@ -71,8 +71,8 @@ def over(
 
 
 def uploads_over(
-    connection: sa.Connection, project: str | None, standing: Callable[[str, str], UploadStanding], open_days: int
-) -> Iterator[tuple[sa.RowMapping, UploadStanding, int]]:
+    connection: sa.Connection, project: str | None, status: Callable[[str, str], UploadStatus], open_days: int
+) -> Iterator[tuple[sa.RowMapping, UploadStatus, int]]:
     """The uploads, of one project or all, that are kept no longer: how each stands, and when it was last used; oldest
     first. One that a run names which has not ended is in use."""
     policies, at_us = _Policies(connection), now_us()
@@ -80,7 +80,7 @@ def uploads_over(
     if project is not None:
         wanted = wanted.where(uploads_table.c.project == project)
     for row in connection.execute(wanted).mappings():
-        found = standing(row["project"], row["id"])
+        found = status(row["project"], row["id"])
         days = policies.of(row["project"]).uploads_days if found.ready else open_days
         last_us = max(row["created_us"], found.touched_us)
         # The runs are only asked where it matters.

@@ -27,7 +27,7 @@ class ProjectSpending(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProjectStanding:
+class ProjectStatus:
     """A project's quota, and the cost of its finished runs, in all and today."""
 
     quota: QuotaRow
@@ -72,7 +72,7 @@ def going(run: HostedRunRow) -> bool:
 
 def allot(
     records: Sequence[HostedRunRow],
-    projects: Mapping[str, ProjectStanding],
+    projects: Mapping[str, ProjectStatus],
     capacities: Mapping[str, int],
     held: Mapping[str, Mapping[str, int]],
     now_us: int,
@@ -91,24 +91,24 @@ def allot(
         for run in records
     }
     _share(records, projects, capacities, held, made, now_us, period_us)
-    for project, standing in projects.items():
+    for project, status in projects.items():
         its = [run for run in records if run.project == project]
-        _make_room(its, standing.quota, made)
-        beginning = _admit(its, standing.quota, made, now_us)
-        _spend(its, standing, made, beginning)
+        _make_room(its, status.quota, made)
+        beginning = _admit(its, status.quota, made, now_us)
+        _spend(its, status, made, beginning)
     return made
 
 
 def _share(
     records: Sequence[HostedRunRow],
-    projects: Mapping[str, ProjectStanding],
+    projects: Mapping[str, ProjectStatus],
     capacities: Mapping[str, int],
     held: Mapping[str, Mapping[str, int]],
     made: Mapping[str, RunAllotment],
     now_us: int,
     period_us: int,
 ) -> None:
-    quotas = {project: standing.quota for project, standing in projects.items()}
+    quotas = {project: status.quota for project, status in projects.items()}
     kinds = {kind for quota in quotas.values() for kind in quota.gpus} | capacities.keys()
     for kind in sorted(kinds - {TRAINER}):
         bound = {project: quota.gpus[kind] for project, quota in quotas.items() if kind in quota.gpus}
@@ -192,11 +192,11 @@ def _admit(
 
 def _spend(
     records: Sequence[HostedRunRow],
-    standing: ProjectStanding,
+    status: ProjectStatus,
     made: Mapping[str, RunAllotment],
     beginning: Sequence[HostedRunRow],
 ) -> None:
-    limits = standing.quota.spending
+    limits = status.quota.spending
     if not limits:
         for run in records:
             made[run.id].allotted_nano_usd = None
@@ -204,14 +204,14 @@ def _spend(
     begins = {run.id for run in beginning}
     accounts = [_account(run, made[run.id], run.id in begins) for run in records]
     account = ProjectAccount(
-        runs=accounts, gone_nano_usd=standing.settled_nano_usd, gone_today_nano_usd=standing.settled_today_nano_usd
+        runs=accounts, gone_nano_usd=status.settled_nano_usd, gone_today_nano_usd=status.settled_today_nano_usd
     )
     given, taken = budgets.slices(account, limits), budgets.taken_back(account, limits)
     for run, before in zip(records, accounts, strict=True):
         change = given.get(run.id, 0) - taken.get(run.id, 0)
         made[run.id].allotted_nano_usd = before.allotted_nano_usd + change
         if before.begins and run.id not in given:
-            made[run.id].waits = _unfunded(account, standing.quota, before)
+            made[run.id].waits = _unfunded(account, status.quota, before)
 
 
 def _account(run: HostedRunRow, allotment: RunAllotment, begins: bool) -> RunAccount:

@@ -16,7 +16,7 @@ from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.protocol.api import ALIVE
 from elastic.protocol.run_control import ControlError
 from elastic.server.quotas import budgets
-from elastic.server.runner.allotment import ProjectStanding, RunAllotment, allot
+from elastic.server.runner.allotment import ProjectStatus, RunAllotment, allot
 from elastic.server.runner.launching import control_of
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, quotas, runs, webhooks
@@ -53,8 +53,8 @@ async def _held(
     async def ask(run: HostedRunRow) -> tuple[str, dict[str, int]]:
         held: dict[str, int] = {}
         with isolated.attempt(f"{run.id}: GPUs held"), contextlib.suppress(ControlError):
-            standing = await control_of(settings, run, STATUS_TIMEOUT_S).status()
-            held = {name: int(one.get("gpus", 0)) for name, one in standing.status["providers"].items()}
+            reply = await control_of(settings, run, STATUS_TIMEOUT_S).status()
+            held = {name: int(one.get("gpus", 0)) for name, one in reply.status["providers"].items()}
         return run.id, held
 
     asked = [
@@ -71,11 +71,11 @@ def _decide(
     with store.reading() as connection:
         found = quotas.all_quotas(connection)
         capacities = quotas.all_capacities(connection)
-        projects: dict[str, ProjectStanding] = {}
+        projects: dict[str, ProjectStatus] = {}
         for project in {run.project for run in records}:
             quota = found.get(project, quotas.QuotaRow(project=project))
             spent = quotas.settled_nano_usd(connection, project, day) if quota.spending else (0, 0)
-            projects[project] = ProjectStanding(quota=quota, settled_nano_usd=spent[0], settled_today_nano_usd=spent[1])
+            projects[project] = ProjectStatus(quota=quota, settled_nano_usd=spent[0], settled_today_nano_usd=spent[1])
     made = allot(records, projects, capacities, held, at_us, round(settings.fair_share_period_s * 1e6))
     changes = {run.id: change for run in records if (change := _changes(run, made[run.id]))}
     budgeted = [one for one in projects.values() if one.quota.spending]
@@ -111,11 +111,11 @@ def _changes(run: HostedRunRow, made: RunAllotment) -> dict[str, Any]:
 
 
 def _account_changes(
-    standing: ProjectStanding, account: quotas.AccountRow, records: Sequence[HostedRunRow], at_us: int
+    status: ProjectStatus, account: quotas.AccountRow, records: Sequence[HostedRunRow], at_us: int
 ) -> dict[str, Any]:
     """The next mark of what was spent, and which limits are nearly used."""
-    quota, day = standing.quota, budgets.day_of(at_us)
-    spent = standing.spending((run for run in records if run.project == quota.project), day)
+    quota, day = status.quota, budgets.day_of(at_us)
+    spent = status.spending((run for run in records if run.project == quota.project), day)
     uses = {"budget_usd": (spent.total, quota.budget_usd), "usd_per_day": (spent.today, quota.usd_per_day)}
     warned = [
         name

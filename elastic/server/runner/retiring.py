@@ -48,7 +48,7 @@ def _retire_uploads(store: Store, settings: ServerSettings, isolated: IsolatedLo
     storage = UploadStorage(settings)
 
     def over(connection: sa.Connection, project: str | None = None) -> list[sa.RowMapping]:
-        found = records.uploads_over(connection, project, storage.standing, settings.open_upload_days)
+        found = records.uploads_over(connection, project, storage.status, settings.open_upload_days)
         return [row for row, _, _ in found]
 
     with store.reading() as connection:

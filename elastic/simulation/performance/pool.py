@@ -111,7 +111,7 @@ class PoolMember:
             held.over = True
             self._pool.loop.after(self._switch.train_park_ns, partial(self._yield, _TRAIN, finished))
 
-    def tell_progress(self, step: int, done: int, of: int) -> None:
+    def report_progress(self, step: int, done: int, of: int) -> None:
         held = self._held.get(_ROLLOUT)
         if held is not None:
             self._pool.tell(e.RolloutProgressed(job=self._job, permit=held.permit.number, done=done, of=of))

@@ -35,7 +35,7 @@ class FaultKind(StrEnum):
     """Frames of a worker's connection are delivered twice for a while."""
     WEATHER = "weather"
     FLOOD = "flood"
-    """Strangers open connections, up to thousands at once."""
+    """Unauthenticated peers open connections, up to thousands at once."""
     DESCRIPTORS = "descriptors"
     """The orchestrator, or some workers, can open no connection and no file for a while."""
     PREEMPT = "preempt"

@@ -1,4 +1,4 @@
-"""The worlds of faults by their names: each is drawn from a seed, lived through and judged."""
+"""The worlds of faults by their names: each is drawn from a seed, lived through and checked."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar

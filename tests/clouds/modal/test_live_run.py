@@ -149,7 +149,7 @@ class OnModal:
 
     def nothing_was_lost(self) -> None:
         run = RunDirectory(self.run.run_dir)
-        assert _proof.judge_tokens(run) == (0, 0)
+        assert _proof.check_tokens(run) == (0, 0)
         assert replay(run).ledger.imbalance_ns() == 0
 
     def bills(self) -> tuple[float, float]:

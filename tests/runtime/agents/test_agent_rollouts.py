@@ -299,9 +299,9 @@ def test_an_agent_that_only_appends_has_one_branch() -> None:
         bench.rollouts.settle(turn, turn.tokens, b"mark %d" % number)
         bench.rollouts.deliver(turn)
     bench.rollouts.reward(AGENT, 0.5)
-    standing = bench.rollouts.end(AGENT, "")
+    status = bench.rollouts.end(AGENT, "")
     _, episode = bench.ended[MEMBERS[0]]
-    assert (standing.branches, standing.state, len(episode.data())) == (1, "finished", 1)
+    assert (status.branches, status.state, len(episode.data())) == (1, "finished", 1)
     assert episode.sampled.spans == [(2, 8), (12, 8), (22, 8)]
     assert episode.sampled.reward == 0.5
 
@@ -609,9 +609,9 @@ def test_a_branch_is_one_policys() -> None:
     ]
     assert [(turn.at.branch, turn.at.prompt_tokens) for turn in turns] == [(0, 2), (1, 12), (0, 12), (1, 22), (2, 32)]
     bench.rollouts.reward(AGENT, 1.0, "solver")
-    standing = bench.rollouts.reward(AGENT, -1.0, "critic")
-    assert standing.reward is None, "the model's own name has none"
-    assert {name: (one.turns, one.tokens, one.reward) for name, one in standing.policies.items()} == {
+    status = bench.rollouts.reward(AGENT, -1.0, "critic")
+    assert status.reward is None, "the model's own name has none"
+    assert {name: (one.turns, one.tokens, one.reward) for name, one in status.policies.items()} == {
         "solver": (2, 16, 1.0),
         "critic": (2, 16, -1.0),
     }
@@ -661,8 +661,8 @@ def test_a_policy_without_any_reward_is_no_zero() -> None:
     answered(bench, "solver", b"1", [], b"solved")
     answered(bench, "critic", b"2", [b"solved"], b"judged")
     bench.rollouts.reward(AGENT, 1.0, "solver")
-    standing = bench.rollouts.end(AGENT, "")
-    assert (standing.state, standing.cause) == ("failed", "it was ended without a reward for 'critic'")
+    status = bench.rollouts.end(AGENT, "")
+    assert (status.state, status.cause) == ("failed", "it was ended without a reward for 'critic'")
     for ask in (LookUp(0, AGENT, AgentCall("chat", b"3", policy="jury")),):
         with pytest.raises(CallRefused):
             bench.rollouts.look_up(ask)

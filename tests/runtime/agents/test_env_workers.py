@@ -166,7 +166,7 @@ async def test_an_env_worker_waits_for_what_is_due_and_says_what_came_of_it() ->
         far.send(m.EndTrajectory(2, m.AgentCaller(named="1-0-0"), "the environment raised"))
         shown = await heard(far)
         assert isinstance(shown, m.TrajectoryShown)
-        assert shown.standing.state == "failed"
+        assert shown.status.state == "failed"
     assert run.ended == [e.TrajectoryFailed(trajectory="1/0/0", cause="the environment raised")]
 
 
@@ -186,7 +186,7 @@ async def test_an_end_that_is_asked_for_again_is_one() -> None:
             far.send(m.EndTrajectory(request, m.AgentCaller(named="0-0-0"), ""))
             shown = await heard(far)
             assert isinstance(shown, m.TrajectoryShown)
-            assert shown.standing.state == "finished"
+            assert shown.status.state == "finished"
             assert run.streams.done("one") == 1
 
 

@@ -194,9 +194,9 @@ def test_only_who_has_a_trajectory_or_a_drivers_key_calls_models_elsewhere() -> 
         m.AgentCaller(driver="main", named="s"),
         m.AgentCaller(viewer="v"),
     ):
-        with pytest.raises(CallRefused) as stranger:
+        with pytest.raises(CallRefused) as foreign:
             bench.leave(caller=caller)
-        assert stranger.value.status == 404
+        assert foreign.value.status == 404
     bench.rollouts.end(AGENT, "")
     with pytest.raises(CallRefused) as over:
         bench.leave()

@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from elastic.server.api.auth import asking, judged
+from elastic.server.api.auth import asking, identified
 from elastic.server.api.writes import WriteRequest, WriteResult
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
@@ -43,7 +43,7 @@ class ModelRoute(APIRoute):
         async def handle_known(request: Request) -> Response:
             if "\0" in request.url.path or b"%00" in request.scope["query_string"]:
                 raise ApiProblem("invalid-request", "the address has the character NUL; allowed: any other")
-            request.state.requester = await judged(request)
+            request.state.requester = await identified(request)
             return await handle(request)
 
         return handle_known

@@ -15,7 +15,7 @@ from elastic.config import Config, ConfigError
 from elastic.core.cluster import JobRequest
 from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
 from elastic.pool.ports import JobEntry
-from elastic.pool.standing import JobStanding
+from elastic.pool.status import JobStatus
 from elastic.protocol.api import HostedJob, HostedPool, JobPlacement, JobSubmission, Listed, Submission
 from elastic.protocol.run_control import new_command_id
 from elastic.server import ids
@@ -266,7 +266,7 @@ def _checked(state: ServerState, body: JobSubmission, caller: Caller) -> tuple[s
 def _pool(settings: ServerSettings, name: str, caller: Caller) -> HostedPool:
     control = control_of(settings, name)
     try:
-        status = asked(control.standing()).status
+        status = asked(control.status()).status
     except ApiProblem as problem:
         if problem.kind != "pool-away":
             raise
@@ -278,7 +278,7 @@ def _job(settings: ServerSettings, pool: str, job: str, caller: Caller) -> Hoste
     return as_job(settings, pool, _found(settings, pool, job, caller))
 
 
-def _found(settings: ServerSettings, pool: str, job: str, caller: Caller) -> JobStanding:
+def _found(settings: ServerSettings, pool: str, job: str, caller: Caller) -> JobStatus:
     """Return what the pool tells of a job. Raises `ApiProblem` for one that the caller does not see."""
     control = control_of(settings, pool)
     if re.fullmatch(JOB_NAME, job):

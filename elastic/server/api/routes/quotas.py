@@ -11,7 +11,7 @@ from elastic.server.api.writes import WriteDep, WriteResult, edited
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.quotas import budgets
-from elastic.server.runner.allotment import ProjectStanding, going
+from elastic.server.runner.allotment import ProjectStatus, going
 from elastic.server.store import quotas, runs
 from elastic.server.store.database import now_us
 from elastic.server.store.quotas import TRAINER
@@ -62,9 +62,9 @@ def as_quota(connection: sa.Connection, row: quotas.QuotaRow) -> ProjectQuota:
     at_us = now_us()
     day = budgets.day_of(at_us)
     settled, settled_today = quotas.settled_nano_usd(connection, row.project, day)
-    standing = ProjectStanding(quota=row, settled_nano_usd=settled, settled_today_nano_usd=settled_today)
+    status = ProjectStatus(quota=row, settled_nano_usd=settled, settled_today_nano_usd=settled_today)
     its = runs.managed(connection, row.project)
-    spent = standing.spending(its, day)
+    spent = status.spending(its, day)
     live = [run for run in its if going(run)]
     gpus: dict[str, int] = {}
     for run in live:

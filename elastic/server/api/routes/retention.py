@@ -95,8 +95,8 @@ def _changed(
 def _plan(state: ServerState, project: str | None, limit: int) -> RetentionPlan:
     with state.store.reading() as connection:
         found = list(records.over(connection, project, now_us()))
-        standing = UploadStorage(state.settings).standing
-        unused = records.uploads_over(connection, project, standing, state.settings.open_upload_days)
+        status = UploadStorage(state.settings).status
+        unused = records.uploads_over(connection, project, status, state.settings.open_upload_days)
         uploads = [
             RetentionUpload(
                 upload=row["id"],

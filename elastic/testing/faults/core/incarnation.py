@@ -1,4 +1,5 @@
-"""One incarnation of a run's orchestrator in a world of faults: the production `Run` between light ports, and a judge.
+"""One incarnation of a run's orchestrator in a world of faults: the production `Run` between light ports, and a
+checker.
 
 - Orders take time to have effects, and the journal takes time to be durable.
 - A crashed incarnation hears nothing more; commands that it had decided but not carried out are lost.
@@ -82,7 +83,8 @@ def fresh_core(settings: WorldSettings) -> Scheduler:
 
 
 class SimulatedJournal:
-    """What an incarnation has heard (`elastic.runtime.ports.Journal`); `judge` is told before anything comes of it.
+    """What an incarnation has heard (`elastic.runtime.ports.Journal`); `check_event` is told before anything comes of
+    it.
 
     `committed` events are durable, and led to `committed_digest`, which is of use until the last crash. `save` is
     called now and then between two events.
@@ -92,7 +94,7 @@ class SimulatedJournal:
         self,
         outside: "SimulatedWorld",
         scheduler: Scheduler,
-        judge: Callable[[Nanoseconds, e.Event, Sequence[c.Command]], None],
+        check_event: Callable[[Nanoseconds, e.Event, Sequence[c.Command]], None],
         save: Callable[[], None],
     ) -> None:
         self.events: list[tuple[Nanoseconds, e.Event]] = []
@@ -102,7 +104,7 @@ class SimulatedJournal:
         self.up = True
         self._outside = outside
         self._scheduler = scheduler
-        self._judge = judge
+        self._check_event = check_event
         self._save = save
         self._decided: dict[object, int] = {}
         """With which event each command was decided first; of a release only the lease is known."""
@@ -127,7 +129,7 @@ class SimulatedJournal:
                 continue  # It is kept, and nothing else comes of it.
             what = command.lease if isinstance(command, c.ReleaseLease) else command
             self._decided.setdefault(what, len(self.events))
-        self._judge(now_ns, event, commands)
+        self._check_event(now_ns, event, commands)
 
     def saved(self) -> dict[object, int]:
         return self._decided
@@ -222,7 +224,7 @@ class Incarnation:
             settings.limits.retry_base_ns,
         )
         self.scheduler = fresh_core(settings)
-        self.journal = SimulatedJournal(outside, self.scheduler, self._judge, self._save)
+        self.journal = SimulatedJournal(outside, self.scheduler, self._check_event, self._save)
         self.saved: SavedRunState | None = None
         self.orders = TrainerOrders(self._tell_trainer)
         self._outside = outside
@@ -308,9 +310,9 @@ class Incarnation:
         """Call back once all that was fed is durable, never if it will not be."""
         self.journal.durable(then)
 
-    # The judge
+    # The checks
 
-    def _judge(self, now_ns: Nanoseconds, event: e.Event, commands: Sequence[c.Command]) -> None:
+    def _check_event(self, now_ns: Nanoseconds, event: e.Event, commands: Sequence[c.Command]) -> None:
         record = self.record
         record.note_event(event)
         for command in commands:

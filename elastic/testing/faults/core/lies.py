@@ -1,7 +1,7 @@
 """Lies of workers.
 
-- A `Liar`'s frames are of every type, with extreme and random values, drawn from the wire's own types: a new field is
-  lied about without a change here.
+- A `ByzantineWorker`'s frames are of every type, with extreme and random values, drawn from the wire's own types: a
+  new field is lied about without a change here.
 - `false_events` are lies as events: the core is tested with them although the gateway would refuse the frames.
 """
 
@@ -34,7 +34,7 @@ _TYPES = {kind: inspect.type_info(kind) for kind in KINDS}
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Liar:
+class ByzantineWorker:
     """`names` are what its texts are taken from: turns, groups and workers that there are, its own or others'."""
 
     def __init__(self, rng: Random, names: Callable[[], Sequence[str]]) -> None:

@@ -54,7 +54,7 @@ class ModelledPool:
                 raise SharedDeviceViolated(f"permit {permit} is yielded by a trainer that goes on computing")
             self._end()
 
-    def tell_progress(self, step: int, done: int, of: int) -> None:
+    def report_progress(self, step: int, done: int, of: int) -> None:
         self.progress.append((step, done, of))
 
     def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:

@@ -150,7 +150,7 @@ class ModelNodeAgent:
             case Signal(job=job, cause=cause, kill=kill):
                 one = self.residents[job]
                 if kill:
-                    self._judge_end(one, cause)
+                    self._check_end(one, cause)
                     self.world.soon(S // 10, lambda: self._end(one))
                 else:
                     self.world.stop_job(job, cause)
@@ -159,7 +159,7 @@ class ModelNodeAgent:
             case PermitRefused():
                 pass
 
-    def _judge_end(self, one: ModelResident, reason: str) -> None:
+    def _check_end(self, one: ModelResident, reason: str) -> None:
         world = self.world
         if "bytes of host memory" in reason and not one.host_bytes:
             world.fail(f"{one.job} is ended on {self.node} for what another one holds: {reason}")
@@ -480,7 +480,7 @@ class ModelJob:
         late = self.left_ns < self.shape.profile.rollout_ns // 5
         if self.phase is _ROLLOUT and late and self.told != permit:
             self.told = permit
-            self.part.tell_progress(92, 100)
+            self.part.report_progress(92, 100)
         self.later(max(S, min(_WORK_NS, self.left_ns)), lambda: self._work(permit, computed=computes))
 
     def _computes(self) -> bool:
@@ -549,7 +549,7 @@ class ModelJob:
         self.steps += 1
         self.world.progress_ns = self.world.loop.now_ns
         self.phase, self.syncing = _ROLLOUT, False
-        self.part.tell_steps(self.steps)
+        self.part.report_steps(self.steps)
         if self.steps >= self.request.steps:
             self.die("finished")
         elif self.stopping:

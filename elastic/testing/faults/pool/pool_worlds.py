@@ -372,9 +372,9 @@ class PoolWorld:
         shell = self.shell
         if shell is not None:
             self.within(lambda: act(shell))
-            self._judge_nodes()
+            self._check_nodes()
 
-    def _judge_nodes(self) -> None:
+    def _check_nodes(self) -> None:
         """There is an instance for each rollout node."""
         if self.shell is None or self.plan.spot is None:
             return
@@ -483,13 +483,13 @@ class PoolWorld:
         if node in self.node_agents:
             self.node_agents[node].die()
 
-    def tell_node_agent(self, node: NodeId, message: w.ToNodeAgent) -> None:
+    def send_to_node_agent(self, node: NodeId, message: w.ToNodeAgent) -> None:
         self._acts()
         node_agent = self.node_agents.get(node)
         if node_agent is not None and node_agent.wire is not None and node_agent.wire.open:
             node_agent.wire.carry(False, lambda: node_agent.hear(message))
 
-    def tell_job(self, job: JobId, message: w.ToJob) -> None:
+    def send_to_job(self, job: JobId, message: w.ToJob) -> None:
         self._acts()
         one = self.jobs[job]
         if one.wire is not None and one.wire.open:
@@ -621,7 +621,7 @@ class PoolWorld:
             self._live()
         except Unexpected as error:
             self.fail(f"what is wrong with one job ends the loop of all: {error}")
-        self._judge()
+        self._check_result()
         history = hashlib.blake2b(b"".join(self.journal), digest_size=16).hexdigest()
         return Lived(events=self.events, faults=self.faults_seen.total(), history=history)
 
@@ -654,7 +654,7 @@ class PoolWorld:
         """What is known of every job, also of those that have left the cluster."""
         return {**self.forgotten, **({} if self.shell is None else self.shell.cluster.jobs)}
 
-    def _judge(self) -> None:
+    def _check_result(self) -> None:
         shell = self.shell
         if shell is None or not self._is_over():
             cluster = None if shell is None else shell.cluster

@@ -142,11 +142,11 @@ class HostProcess:
 
     async def _play(self) -> None:
         world = self._world
-        host = EpisodeHost(world.make_environment, world.config.mixture[0].step_timeout_s, lambda said: link.say(said))
+        host = EpisodeHost(world.make_environment, world.config.mixture[0].step_timeout_s, lambda said: link.send(said))
 
         def welcomed() -> None:
             host.begin_anew()
-            link.say(facts(ModelEnvironment))
+            link.send(facts(ModelEnvironment))
 
         key = RunSecrets(b"%32d" % world.plan.seed).driver_key(self.name)
         away_s = world.config.run.orchestrator_timeout_s

@@ -10,7 +10,7 @@ from elastic.compose.plan import TRAINER_PROVIDER
 from elastic.core.types import NS_PER_S, EndCause, Nanoseconds, WorkerRole
 from elastic.protocol import wire
 from elastic.protocol.run_control import CapProvider, SetBudget, StopRun
-from elastic.testing.faults.core.lies import KINDS, Liar
+from elastic.testing.faults.core.lies import KINDS, ByzantineWorker
 from elastic.testing.faults.kinds import OF_RANKS, Fault, FaultKind
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import Impostor
@@ -18,7 +18,7 @@ from elastic.testing.faults.shell.network import Weather
 from elastic.testing.faults.shell.oracle import ALL, CLOCKS, CONNECTIONS, WEIGHTS
 from elastic.testing.faults.shell.process import Process
 from elastic.testing.faults.shell.relay import OF_THE_BYTES, OF_THE_LINK, SILENCE_S, RelayTrouble
-from elastic.testing.faults.shell.strangers import flood
+from elastic.testing.faults.shell.unauthenticated import flood
 from elastic.testing.faults.shell.world import ELASTIC, ORCHESTRATOR_TIMEOUT_S, STOPPED, World
 
 CALLBACKS_MAX = 60
@@ -30,7 +30,7 @@ LIMITED = 0.9
 """Share of cap commands that set a cap; the others lift one."""
 LEAP_S = 10_000.0
 LIES = 12
-STRANGERS_MIN, STRANGERS_MAX = 270, 3000
+UNAUTHENTICATED_MIN, UNAUTHENTICATED_MAX = 270, 3000
 """More connections than may wait to be let in; seldom many more."""
 SLOWNESS_MAX = 10.0
 ENDS_WITHIN_S = 2.0
@@ -197,10 +197,10 @@ def _lie(world: World, worker: Process) -> bool:
     if core is None or not worker.loop.transports:
         return False
     world.oracle.lies(worker.name)
-    liar = Liar(world.chance, lambda: [*core.turns.live, worker.name, "group", "x"])
+    byzantine = ByzantineWorker(world.chance, lambda: [*core.turns.live, worker.name, "group", "x"])
     for transport in list(worker.loop.transports):
         for _ in range(world.chance.randint(1, LIES)):
-            body = liar.frame(world.chance.choice(KINDS))
+            body = byzantine.frame(world.chance.choice(KINDS))
             transport.write(len(body).to_bytes(4, "big") + body)
     return True
 
@@ -391,12 +391,12 @@ def _change_weather(world: World, fault: Fault) -> None:
 
 
 def _flood(world: World, fault: Fault) -> None:
-    count = STRANGERS_MIN + int(fault.chance**6 * (STRANGERS_MAX - STRANGERS_MIN))
+    count = UNAUTHENTICATED_MIN + int(fault.chance**6 * (UNAUTHENTICATED_MAX - UNAUTHENTICATED_MIN))
     target = next((worker.name for worker in world.workers()), "nobody")
     silent = fault.target < 1 / 2
     coming = partial(flood, world.chance, count, world.address, world.config.run.name, target, silent)
     if world.address:
-        world.begin_process("strangers", Machine(world.clock), coming)
+        world.begin_process("unauthenticated peers", Machine(world.clock), coming)
 
 
 def _stillborn(world: World, fault: Fault) -> None:

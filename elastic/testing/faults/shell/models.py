@@ -241,7 +241,8 @@ class ModelEngine:
         for request in requests:
             if request.request_id not in self._requests:
                 tokens = turn_tokens(request.sampling.noise_seed, request.sampling.max_new_tokens)
-                tokens += [STOP] * (request.start + 1 - len(tokens))  # A liar may have gone on beyond the turn's end.
+                # A Byzantine worker may have gone on beyond the turn's end.
+                tokens += [STOP] * (request.start + 1 - len(tokens))
                 self._requests[request.request_id] = (request, tokens, request.start)
                 self._fresh.add(request.request_id)
         self._go_on()

@@ -327,5 +327,5 @@ def _comes_once(body: memoryview) -> bool:
     try:
         message = msgspec.msgpack.decode(body)
         return message[0] in ONCE or (message[0] == "Tokens" and bool(_decode_tokens(body).chunks.ends))
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, LookupError):  # a liar's
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, LookupError):  # a Byzantine worker's
         return False

@@ -119,7 +119,7 @@ class Oracle:
         self.held: dict[LeaseId, Held] = {}
         self._granted_late: set[LeaseId] = set()
         """Of these, leases that were granted while the core's time was behind: it has made up for that in between."""
-        self._liars: dict[WorkerId, None] = {}
+        self._byzantine: dict[WorkerId, None] = {}
         self.lasting: dict[WorkerId, Lasting] = {}
         """Those that lie for as long as they live."""
         self.impostors: dict[WorkerId, None] = {}
@@ -161,7 +161,7 @@ class Oracle:
         self._ailing_ns[worker] = NEVER_NS
 
     def lies(self, worker: WorkerId) -> None:
-        self._liars[worker] = None
+        self._byzantine[worker] = None
 
     def lies_on(self, worker: WorkerId) -> None:
         """Note that from now on the worker lies, and does not stop."""
@@ -173,12 +173,12 @@ class Oracle:
         self.impostors[worker] = None
 
     def has_lied(self, worker: WorkerId) -> bool:
-        return worker in self._liars
+        return worker in self._byzantine
 
     def _well(self, worker: WorkerId, for_s: float = 0.0) -> bool:
         """Return whether the worker has had no fault for `for_s`."""
         until_ns = max(self._ailing_ns[ALL], self._ailing_ns[worker]) + round(for_s * NS_PER_S)
-        return worker not in self._liars and self._now_ns() > until_ns
+        return worker not in self._byzantine and self._now_ns() > until_ns
 
     # What is done
 
@@ -225,14 +225,14 @@ class Oracle:
             self.found.append(AssertionError(f"{worker} has left with {what}"))
 
     def hear(self, core: Scheduler, event: e.Event, commands: Sequence[c.Command]) -> None:
-        """Judge what a core makes of an event, if it is the one that is watched."""
+        """Check what a core makes of an event, if it is the one that is watched."""
         if core is self.core:
             try:
-                self._judge(core, event, commands)
+                self._check_event(core, event, commands)
             except AssertionError as error:
                 self.found.append(error)
 
-    def _judge(self, core: Scheduler, event: e.Event, commands: Sequence[c.Command]) -> None:
+    def _check_event(self, core: Scheduler, event: e.Event, commands: Sequence[c.Command]) -> None:
         self.events += 1
         if self.lasting:
             self._follow_lasting(event, commands)
@@ -284,16 +284,16 @@ class Oracle:
             check(core)
 
     def _follow_lasting(self, event: e.Event, commands: Sequence[c.Command]) -> None:
-        liar = self.lasting.get(getattr(event, "worker", ""))
-        if liar is not None:
-            liar.events += 1
-            liar.heard_ns = self._now_ns()
+        byzantine = self.lasting.get(getattr(event, "worker", ""))
+        if byzantine is not None:
+            byzantine.events += 1
+            byzantine.heard_ns = self._now_ns()
         for command in commands:
             match command:
                 case c.StartTurn() if command.worker in self.lasting:
-                    liar = self.lasting[command.worker]
-                    liar.turns += 1
-                    liar.given_ns = min(liar.given_ns, self._now_ns())
+                    byzantine = self.lasting[command.worker]
+                    byzantine.turns += 1
+                    byzantine.given_ns = min(byzantine.given_ns, self._now_ns())
                 case c.FinishTurn():
                     for other in self.lasting.values():
                         other.others_finished += other.turns > 0
@@ -303,7 +303,7 @@ class Oracle:
     def _load_told(self, event: e.WeightsFailed) -> None:
         """Check a report of a failed load. An epoch's connection is closed before the next one begins, so a load
         that began before the connection was not ordered on it."""
-        if event.worker in self._liars:
+        if event.worker in self._byzantine:
             return
         since_ns, failed = self._lost_ns.get(event.worker, 0), self._loads_failed.get(event.worker, deque())
         if late := LATE_LOAD.match(event.reason):
@@ -325,7 +325,7 @@ class Oracle:
         if command.reason == EndCause.BARRED:
             needed = self.has_lied(command.worker)
         elif command.reason == EndCause.MISMATCHED:
-            # What a liar calls its log-probabilities need not be those of any weights.
+            # What a Byzantine worker calls its log-probabilities need not be those of any weights.
             needed = command.worker in self.impostors or self.has_lied(command.worker)
         else:
             needed = command.reason.startswith(OF_NO_CONCERN) or not self._well(command.worker)
@@ -349,7 +349,7 @@ class Oracle:
         _require(late_enough, Act.RETRY, f"{command.worker} loads {command.version} again without a back-off")
 
     def _count_anew(self, core: Scheduler) -> None:
-        """Judge by their time from now on the leases that were granted while the core's time was behind."""
+        """Check by their time from now on the leases that were granted while the core's time was behind."""
         for lease in self._granted_late & self.held.keys():
             self.held[lease] = self.held[lease]._replace(since_ns=self._now_ns(), core_ns=core.now_ns)
         self._granted_late.clear()

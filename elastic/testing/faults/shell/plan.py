@@ -8,7 +8,7 @@ import msgspec
 from elastic.testing.faults.kinds import KINDS_OF_RUNS, LASTING, OF_HOSTS, OF_RANKS, Fault, FaultKind, draw_fault
 
 LASTING_SHARE = 1 / 4
-"""Share of worlds of all kinds of faults with such a liar."""
+"""Share of worlds of all kinds of faults with such a Byzantine worker."""
 
 BUSY_S, LONG_BUSY_S = 2.0, 8.0
 LONG_BUSY_SHARE = 1 / 8

@@ -1,9 +1,9 @@
-"""Runs worlds: their faults, until the run has ended, and then their judgement."""
+"""Runs worlds: their faults, until the run has ended, and then their checks."""
 
 from elastic.testing.faults.kinds import Fault
 from elastic.testing.faults.outcome import Lived
+from elastic.testing.faults.shell.checker import check_world
 from elastic.testing.faults.shell.injection import inject
-from elastic.testing.faults.shell.judge import judge
 from elastic.testing.faults.shell.plan import WorldPlan, draw_plan
 from elastic.testing.faults.shell.stage import Stage, Tell, live_on_stage
 from elastic.testing.faults.shell.world import World
@@ -15,8 +15,8 @@ class RunWorld(World):
     def inject(self, fault: Fault) -> bool:
         return inject(self, fault)
 
-    def judge(self) -> None:
-        judge(self)
+    def check(self) -> None:
+        check_world(self)
 
 
 def simulate(seed: int, plan: WorldPlan | None = None, tell: Tell | None = None) -> Lived:

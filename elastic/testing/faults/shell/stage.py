@@ -148,7 +148,7 @@ class Stage:
 
 
 def live_on_stage(name: str, world: "DrivenWorld", drawn: tuple[Fault, ...]) -> Lived:
-    """Live through a world of this name until it is over and no process is left, and judge it. `drawn` are the faults
+    """Live through a world of this name until it is over and no process is left, and check it. `drawn` are the faults
     of its seed. Raises `WorldFailed`, also if it takes much too long."""
     stage, plan = world.stage, world.plan
     with stage.opened(plan.seed):
@@ -157,7 +157,7 @@ def live_on_stage(name: str, world: "DrivenWorld", drawn: tuple[Fault, ...]) -> 
             for fault in plan.faults:
                 stage.after(fault.at_s, partial(_inject, world, fault))
             _go_on(world)
-            world.judge()
+            world.check()
             return world.outcome()
         except Exception as error:
             found = f"at {stage.clock.now_ns / NS_PER_S:.3f} s: {type(error).__name__}: {error}"
@@ -178,7 +178,7 @@ def _go_on(world: "DrivenWorld") -> None:
             world.ended(process)
         if not goes_on:
             break
-    raise AssertionError(f"no end: {world.standing()}, alive {[process.name for process in stage.alive]}")
+    raise AssertionError(f"no end: {world.status()}, alive {[process.name for process in stage.alive]}")
 
 
 def options_of(only: tuple[FaultKind, ...], faults: tuple[Fault, ...], drawn: tuple[Fault, ...]) -> str:

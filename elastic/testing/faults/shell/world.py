@@ -288,7 +288,7 @@ class World:
     def is_over(self) -> bool:
         return self.result is not None
 
-    def standing(self) -> str:
+    def status(self) -> str:
         return f"result {self.result!r}"
 
     # Processes
@@ -627,7 +627,7 @@ class World:
 
     def _kept(self, trainer: WorkerId, host: TrainerHost) -> None:
         """Check that a trainer that leaves in good order between two steps has kept what it has trained."""
-        stands = host.standing()
+        stands = host.status()
         kept = {int(path.stem) for path in saved(self.run.path / "checkpoints")}
         if stands.version and not stands.groups and not stands.slots and stands.version not in kept:
             self.oracle.left_behind(trainer, f"no checkpoint of version {stands.version}")

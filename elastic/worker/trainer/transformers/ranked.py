@@ -80,7 +80,7 @@ class Lines:
         except OSError as error:
             self._broken(error)
 
-    def tell_all(self, order: m.ToRank) -> None:
+    def send_all(self, order: m.ToRank) -> None:
         self.tell([order] * len(self._lines))
 
     def answers(self) -> list[m.FromRank]:
@@ -304,7 +304,7 @@ class RankedTrainer:
         failed: Exception | None = None
         report: PublishReport | None = None
         with self._others.within(self._timeout_s + self._patience_s):
-            self._others.publications.tell_all(m.PublishShards(version, pulled))
+            self._others.publications.send_all(m.PublishShards(version, pulled))
             try:
                 report = self._part.publish(version, pulled)
             except Exception as error:  # Another rank may know better why.
@@ -324,7 +324,7 @@ class RankedTrainer:
 
     def follow(self, place: RelayPlace) -> None:
         self._part.follow(place)
-        self._others.publications.tell_all(m.FollowRelay(place))
+        self._others.publications.send_all(m.FollowRelay(place))
 
     def _together(self, order: m.RankOrder, work: Callable[[], T]) -> tuple[T, list[Switch]]:
         """Have all ranks do this; returns what it comes to here, and what it cost the others.
@@ -333,7 +333,7 @@ class RankedTrainer:
         are out of step.
         """
         with self._others.within(self._timeout_s):
-            self._others.orders.tell_all(order)
+            self._others.orders.send_all(order)
             try:
                 found = work()
             except (CheckpointError, ValueError) as refusal:

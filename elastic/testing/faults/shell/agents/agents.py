@@ -28,7 +28,7 @@ from elastic.testing.faults.shell.models import VOCABULARY
 
 T = TypeVar("T")
 
-DRIVER, STRANGER = "main", "stranger"
+DRIVER, OTHER_DRIVER = "main", "unknown"
 POLICIES = ("critic",)
 """Names of the model besides its own."""
 GROUP_SIZE = 2
@@ -131,14 +131,14 @@ class Agents:
         )
 
     async def _is_nobody_elses(self, trajectory: TrajectoryId) -> None:
-        """A stranger's driver reaches neither the trajectory nor its session."""
+        """Another driver reaches neither the trajectory nor its session."""
         if self._chance.random() > 1 / 8:
             return
         named = self._chance.choice((trajectory.replace("/", "-"), self._caller(trajectory).named or "nothing"))
-        stranger = m.AgentCaller(driver=STRANGER, named=named)
+        foreign = m.AgentCaller(driver=OTHER_DRIVER, named=named)
         try:
             await self._surely(
-                lambda front: front.request(lambda request: m.ShowTrajectory(request, stranger)), owned=False
+                lambda front: front.request(lambda request: m.ShowTrajectory(request, foreign)), owned=False
             )
         except FrontRefusal as refused:
             if refused.status == 404:

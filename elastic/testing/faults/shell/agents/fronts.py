@@ -344,7 +344,7 @@ class _Call:
                 answer = self._answer(news.choice)
                 self._front.record.settled.setdefault(self._trajectory, set()).add(answer)
                 digest = chained(self._chain[-1], answer.token_ids) if self._asked.chat else b""
-                self._link.say(m.SettleTurn(choice.turn.stream, choice.kept, digest))
+                self._link.send(m.SettleTurn(choice.turn.stream, choice.kept, digest))
             case ChoiceSettled():
                 choice.settled = True
 
@@ -353,7 +353,7 @@ class _Call:
         stop = self._asked.stop
         if choice.kept is None and stop in choice.token_ids:
             choice.kept = choice.token_ids.index(stop) + 1
-            self._link.say(m.CutTurn(choice.turn.stream, choice.kept))
+            self._link.send(m.CutTurn(choice.turn.stream, choice.kept))
         if self._asked.stream:
             said = choice.token_ids[: choice.kept]
             common = min(len(said), len(choice.shown))

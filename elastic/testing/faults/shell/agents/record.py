@@ -1,4 +1,4 @@
-"""What agents and their fronts have asked for, and what they were given: the truth by which a world is judged."""
+"""What agents and their fronts have asked for, and what they were given: the truth by which a world is checked."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,1 +1,1 @@
-"""A run that others train: a client outside asks for turns and offers weights, and judges what it is given."""
+"""A run that others train: a client outside asks for turns and offers weights, and checks what it is given."""

@@ -1,7 +1,7 @@
 """A trainer outside and its clients: they ask for turns, offer weights, pause, abort, vanish and ask again.
 
 They speak to fronts by what fronts' doors speak to (`elastic.front.doors.served`), outlive all of the run's processes,
-and judge what they are given:
+and check what they are given:
 
 - Every request is answered, with all of its tokens, each of the version that it is said to be of. One that ends early
   was aborted while it was under way.
@@ -199,7 +199,7 @@ class OutsideClient:
         if len(answer.choices) != request.choices:
             self._found(f"{len(answer.choices)} choices of {request.choices}")
         for number, choice in enumerate(answer.choices):
-            self._judge(request, number, choice, began_version, first_ns)
+            self._check_choice(request, number, choice, began_version, first_ns)
 
     async def _generated(self, run: LinkedRun, request: TokenRequest) -> TokenAnswer:
         """The answer, unless its front ends before it was written."""
@@ -219,7 +219,7 @@ class OutsideClient:
         await asyncio.wait([asking])
         return None if asking.cancelled() else asking.result()
 
-    def _judge(
+    def _check_choice(
         self, request: TokenRequest, number: int, choice: TokenChoice, least: int, asked_ns: Nanoseconds
     ) -> None:
         assert request.max_tokens is not None

@@ -17,8 +17,8 @@ from elastic.system.host import HOST
 from elastic.testing.faults.kinds import Fault, FaultKind
 from elastic.testing.faults.outcome import Lived
 from elastic.testing.faults.shell.answers import host_of
+from elastic.testing.faults.shell.checker import require
 from elastic.testing.faults.shell.injection import inject
-from elastic.testing.faults.shell.judge import require
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import ModelTrainer
 from elastic.testing.faults.shell.outside.client import HOLD_S, OutsideClient
@@ -112,7 +112,7 @@ class OutsideWorld(World):
                 self.shell.stop(DONE)
             self.after(BEGIN_AGAIN_S, self._stop)
 
-    def judge(self) -> None:
+    def check(self) -> None:
         require(self.result == DONE, f"the run failed: {self.result}")
         require(not any(cloud.leases for cloud in self.clouds.values()), "a lease is left")
         require(self.client.answered > 0, "no request was answered")

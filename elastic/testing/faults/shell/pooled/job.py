@@ -14,7 +14,7 @@ from elastic.core.types import WorkerId
 from elastic.pool.client import PoolClient, PoolMembership
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
-from elastic.testing.faults.shell.judge import require
+from elastic.testing.faults.shell.checker import require
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.models import ModelDevice
 from elastic.testing.faults.shell.oracle import ALL
@@ -50,7 +50,7 @@ RELAYS_APART = 1000
 class JobWorld(World):
     """The world of one job. The pool starts and ends its processes; what befalls its devices is the pool's doing too.
 
-    Acts are not judged for being needless: turns move and workers leave because slices end.
+    Acts are not checked for being needless: turns move and workers leave because slices end.
     """
 
     def __init__(self, shape: JobShape, name: str, number: int, host: "PooledWorld", stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""A world of jobs in a pool: it lives until all jobs have ended and the pool was stopped, and judges them."""
+"""A world of jobs in a pool: it lives until all jobs have ended and the pool was stopped, and checks them."""
 
 import contextlib
 import hashlib
@@ -33,8 +33,8 @@ from elastic.protocol.run_control import ControlError, StopRun
 from elastic.system.isolation import LoopFaults
 from elastic.testing.faults.kinds import KINDS_OF_POOLS, Fault, FaultKind
 from elastic.testing.faults.outcome import Lived
+from elastic.testing.faults.shell.checker import check_world, require
 from elastic.testing.faults.shell.injection import inject
-from elastic.testing.faults.shell.judge import judge, require
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.pooled.devices import NodeDevice
 from elastic.testing.faults.shell.pooled.job import JobWorld
@@ -290,7 +290,7 @@ class PooledWorld:
             self._command(StopPool(id="stop"))
         return self.over
 
-    def standing(self) -> str:
+    def status(self) -> str:
         cluster = self.cluster
         states = {} if cluster is None else {job: record.state.value for job, record in cluster.jobs.items()}
         permits = {} if cluster is None else {p.number: (p.job, p.phase.value) for p in cluster.permits.values()}
@@ -361,14 +361,14 @@ class PooledWorld:
 
     # The end.
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Raise `AssertionError` with what is wrong."""
         cluster = self.cluster
         assert cluster is not None
         for job in self.jobs:
             record = cluster.jobs[job.name]
             require(record.state is JobState.FINISHED, f"{job.name} is {record.state}: {record.reason}")
-            judge(job)
+            check_world(job)
             require(record.steps_done == job.plan.steps, f"the pool knows of {record.steps_done} steps of {job.name}")
         require(not cluster.permits and not cluster.groups, "all jobs have ended, and not everything was given back")
         with contextlib.closing(PoolJournal(self._directory)) as journal:

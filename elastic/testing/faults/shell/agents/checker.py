@@ -1,4 +1,4 @@
-"""Judges a run that agents have driven.
+"""Checks a run that agents have driven.
 
 - An answer that an agent was given whole is trained, token for token and once; where an agent names one policy, in the
   first branch that has it. What no front has asked to be settled is trained nowhere.

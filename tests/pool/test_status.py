@@ -7,7 +7,7 @@ from elastic.core.cluster import Cluster, ClusterError, NodeKind, PoolSpec, Wait
 from elastic.core.cluster import events as e
 from elastic.core.cluster.history import cluster_digest
 from elastic.core.cluster.types import PhaseKind
-from elastic.pool.standing import PoolStatus, bills, plan_of, standing
+from elastic.pool.status import PoolStatus, bills, plan_of, pool_status
 from policies.clusters import CLUSTER_POLICIES
 from tests.cluster.conftest import THREE_OF_EACH, S, timed_job
 
@@ -32,7 +32,7 @@ def cluster_of(spec: PoolSpec, *jobs: str) -> Cluster:
 def test_bills_and_what_is_nobodys_sum_to_what_the_pool_pays_at_any_time() -> None:
     cluster = cluster_of(THREE_OF_EACH, "one", "two")
     for now_ns in (3 * S, 50 * S, 3_600 * S):
-        told = standing(cluster, now_ns)
+        told = pool_status(cluster, now_ns)
         owed = sum(job.usd for job in told.jobs)
         assert owed + told.usd_unbilled == pytest.approx(told.usd)
         assert told.usd == pytest.approx(3 * (2 + 5) * now_ns / (3_600 * S))
@@ -52,7 +52,7 @@ def test_a_bill_that_is_asked_for_is_the_one_that_comes() -> None:
 def test_asking_changes_nothing() -> None:
     cluster = cluster_of(THREE_OF_EACH, "one", "two")
     before = cluster_digest(cluster)
-    standing(cluster, 500 * S)
+    pool_status(cluster, 500 * S)
     plan_of(cluster, timed_job("three", slo=3.0))
     assert cluster_digest(cluster) == before
 
@@ -91,14 +91,14 @@ def test_who_waits_for_room_knows_its_place_and_moves_up() -> None:
     cluster = cluster_of(ONE_OF_EACH, "one", "two")
     for job in ("three", "four"):
         cluster.handle(e.JobSubmitted(request=timed_job(job, slo=4.0)), 4 * S)
-    assert [job.queue_place for job in standing(cluster, 5 * S).jobs] == [None, None, 1, 2]
+    assert [job.queue_place for job in pool_status(cluster, 5 * S).jobs] == [None, None, 1, 2]
     cluster.handle(e.CancelRequested(job="three"), 6 * S)
-    assert [job.queue_place for job in standing(cluster, 7 * S).jobs] == [None, None, None, 1]
+    assert [job.queue_place for job in pool_status(cluster, 7 * S).jobs] == [None, None, None, 1]
 
 
 def test_what_would_be_saved_if_a_job_left() -> None:
-    jobs = {job.name: job for job in standing(cluster_of(THREE_OF_EACH, "one", "two")).jobs}
+    jobs = {job.name: job for job in pool_status(cluster_of(THREE_OF_EACH, "one", "two")).jobs}
     assert jobs["one"].saved_if_left_usd_per_hour == 0.0
     assert jobs["one"].planned_slowdown == pytest.approx(1.0)
-    alone = standing(cluster_of(ONE_OF_EACH, "one")).jobs
+    alone = pool_status(cluster_of(ONE_OF_EACH, "one")).jobs
     assert alone[0].saved_if_left_usd_per_hour == pytest.approx(7.0)

@@ -1,7 +1,7 @@
-"""Whether tests and worlds notice a mutant, judged in a process forked from one that has all but the code under test.
+"""Whether tests and worlds notice a mutant, checked in a process forked from one that has all but the code under test.
 
-The judges come in order of how quickly they find what is wrong: the unit tests nearest to the mutated module, a few
-worlds full of faults, every unit test of the core and the policies, more worlds. A world judges by its invariants and
+The checkers come in order of how quickly they find what is wrong: the unit tests nearest to the mutated module, a few
+worlds full of faults, every unit test of the core and the policies, more worlds. A world checks by its invariants and
 its record of what has happened; that its history differs is no verdict. Code that uses far more CPU time than it ever
 needs hangs, and is noticed.
 """
@@ -23,14 +23,14 @@ from benchmarks._mutants import Mutant
 TESTS = ("tests/core", "tests/policies")
 CLUSTER_TESTS = ("tests/cluster",)
 JOBS_POLICIES = ("placement", "regrouping", "repartitioning", "charging", "tails", "drift", "clusters")
-"""Modules that decide about many jobs: their own tests and worlds judge them."""
+"""Modules that decide about many jobs: their own tests and worlds check them."""
 FEW_WORLDS = range(8)
 MORE_WORLDS = range(8, 60)
 WORLD_CPU_S = 10
 TEST_CPU_S = 20
 """Many times what the slowest world, the slowest test takes."""
 MEMORY_BYTES = 4 << 30
-JUDGES = ("nearest tests", "worlds", "all tests", "more worlds")
+CHECKERS = ("nearest tests", "worlds", "all tests", "more worlds")
 BROKEN_OFF = "hang or crash"
 
 
@@ -54,12 +54,12 @@ class _Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._mutant.source(), str(self._mutant.path), "exec"), module.__dict__)
 
 
-def judge(mutants: Sequence[Mutant | None], at_once: int) -> Iterator[tuple[Mutant | None, str | None]]:
+def check_mutants(mutants: Sequence[Mutant | None], at_once: int) -> Iterator[tuple[Mutant | None, str | None]]:
     """Each mutant with what has noticed it, None where nothing has, as verdicts come in; None is the code unchanged.
 
     Must not be called once the code under test is imported here.
     """
-    import hypothesis  # noqa: F401  (what every judge needs is imported once)
+    import hypothesis  # noqa: F401  (what every check needs is imported once)
     import pytest  # noqa: F401
 
     running: dict[int, Mutant | None] = {}
@@ -70,7 +70,7 @@ def judge(mutants: Sequence[Mutant | None], at_once: int) -> Iterator[tuple[Muta
             running[_fork(mutant)] = mutant
         pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
-        yield running.pop(pid), None if code == 0 else (JUDGES[code - 1] if code > 0 else BROKEN_OFF)
+        yield running.pop(pid), None if code == 0 else (CHECKERS[code - 1] if code > 0 else BROKEN_OFF)
 
 
 def _fork(mutant: Mutant | None) -> int:
@@ -81,7 +81,7 @@ def _fork(mutant: Mutant | None) -> int:
 
 
 def _verdict(mutant: Mutant | None) -> int:
-    """0, or the number of the judge who noticed."""
+    """0, or the number of the checker that noticed."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     sink = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
@@ -90,13 +90,13 @@ def _verdict(mutant: Mutant | None) -> int:
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
     if mutant is not None:
         sys.meta_path.insert(0, _Mutated(mutant))
-    judges = (
+    checkers = (
         lambda: _fails(nearest_tests(mutant)),
         lambda: _goes_wrong(FEW_WORLDS, mutant),
         lambda: _fails(CLUSTER_TESTS if of_many_jobs(mutant) else TESTS),
         lambda: _goes_wrong(MORE_WORLDS, mutant),
     )
-    for number, notices in enumerate(judges, start=1):
+    for number, notices in enumerate(checkers, start=1):
         try:
             if notices():
                 return number

@@ -1,4 +1,4 @@
-"""Judges a finished run against the result that follows from its seed.
+"""Checks a finished run against the result that follows from its seed.
 
 If a disk has lost synced data, or a user has resumed a run that had failed, the run may have gone on from an earlier
 moment. Then the weights that the trainer has in the end count.
@@ -21,18 +21,18 @@ from elastic.report.refusals import refused_of
 from elastic.runtime.episodes import stable_hash
 from elastic.runtime.journal import EvaluatedRow, EvaluationRow, GroupRow, StepRow, TrajectoryRow
 from elastic.testing.faults.kinds import LASTING, FaultKind
-from elastic.testing.faults.shell.agents.judge import check_agents, contexts_of
+from elastic.testing.faults.shell.agents.checker import check_agents, contexts_of
 from elastic.testing.faults.shell.models import SKIPPED, ModelEnvironment, NoSettings, drawn, scored, turn_tokens
 from elastic.testing.faults.shell.world import World
 
 EVENTS_MAX, EVENTS_PER_INTERVAL = 200, 4
 """Events of one worker that lies and lies: its turns', and heartbeats."""
 KNOWN_AFTER, KNOWN_AFTER_TURNS = 1.05, 4
-"""When a liar is known for one: how many times the limit of a token it was heard since it was given its first turn, and
-how many turns others have finished since."""
+"""When a Byzantine worker is known for one: how many times the limit of a token it was heard since it was given its
+first turn, and how many turns others have finished since."""
 
 
-def judge(world: World) -> None:
+def check_world(world: World) -> None:
     """Raise `AssertionError` with everything that is wrong."""
     plan, forgot = world.plan, world.disk.forgot
     if world.oracle.impostors and (world.result or "").endswith(DISBELIEVED):
@@ -154,14 +154,15 @@ def _check_lasting(world: World) -> None:
     alone = all(fault.kind in LASTING or fault.kind is FaultKind.WEATHER for fault in world.plan.faults)
     with history_of(world.run) as history:
         named = {refused.worker for refused in refused_of(history) if refused.what != "report"}
-    for worker, liar in world.oracle.lasting.items():
-        lied_s = (world.clock.now_ns - liar.since_ns) / NS_PER_S
+    for worker, byzantine in world.oracle.lasting.items():
+        lied_s = (world.clock.now_ns - byzantine.since_ns) / NS_PER_S
         events_max = EVENTS_MAX + EVENTS_PER_INTERVAL * lied_s / scheduler.heartbeat_interval_s
-        require(liar.events <= events_max, f"{liar.events} events of {worker}, which lies and lies")
-        served_s = (liar.heard_ns - liar.given_ns) / NS_PER_S
-        known = served_s > KNOWN_AFTER * scheduler.turn_stall_timeout_s and liar.others_finished >= KNOWN_AFTER_TURNS
+        require(byzantine.events <= events_max, f"{byzantine.events} events of {worker}, which lies and lies")
+        served_s = (byzantine.heard_ns - byzantine.given_ns) / NS_PER_S
+        others = byzantine.others_finished
+        known = served_s > KNOWN_AFTER * scheduler.turn_stall_timeout_s and others >= KNOWN_AFTER_TURNS
         unnamed = alone and known and worker not in named
-        require(not unnamed, f"nobody has named {worker}, which lies and lies and was given {liar.turns} turns")
+        require(not unnamed, f"nobody has named {worker}, which lies and lies and was given {byzantine.turns} turns")
 
 
 def _check_impostors(world: World, core: Scheduler) -> None:

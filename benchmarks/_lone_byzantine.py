@@ -1,6 +1,6 @@
-"""One liar with a valid session: a process of its own, which says nothing but what the protocol allows.
+"""One Byzantine worker with a valid session: a process of its own, which says nothing but what the protocol allows.
 
-python -m benchmarks._lone_liar ARM TICKET     (the ticket as JSON)
+python -m benchmarks._lone_byzantine ARM TICKET     (the ticket as JSON)
 """
 
 import asyncio
@@ -31,7 +31,7 @@ LONG = "x" * TEXT_MAX
 _Said: TypeAlias = tuple[Chunk, list[int], list[float]]
 
 
-class LoneLiar:
+class LoneByzantineWorker:
     def __init__(self, arm: str, ticket: Ticket) -> None:
         self._arm, self._ticket = arm, ticket
         self._turns: dict[str, wire.Generate] = {}
@@ -137,7 +137,7 @@ class LoneLiar:
 async def main() -> None:
     os.nice(10)
     with contextlib.suppress(ConnectionLost, SessionRefused):
-        await LoneLiar(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Ticket)).live()
+        await LoneByzantineWorker(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Ticket)).live()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from elastic.testing.faults.shell.network import NetworkLoop
 STAY_S = 8.0
 
 
-class _Stranger(asyncio.Protocol):
+class _Peer(asyncio.Protocol):
     """Sends a message or nothing, and leaves at the first answer."""
 
     def __init__(self, says: bytes) -> None:
@@ -30,7 +30,7 @@ async def flood(chance: Random, count: int, address: str, run: str, worker: str,
     for _ in range(count):
         try:
             says = b"" if silent else _words(chance, run, worker)
-            await loop.create_connection(partial(_Stranger, says), host, port)
+            await loop.create_connection(partial(_Peer, says), host, port)
         except OSError:
             return
     await asyncio.sleep(STAY_S)
@@ -40,7 +40,7 @@ async def flood(chance: Random, count: int, address: str, run: str, worker: str,
 
 def _words(chance: Random, run: str, worker: str) -> bytes:
     """Return nothing, noise, half a message, or a Hello with a false token."""
-    version, who = wire.PROTOCOL_VERSION, "stranger"
+    version, who = wire.PROTOCOL_VERSION, "unknown"
     hello = wire.encode(wire.Hello(version, worker, "guessed", chance.random() < 1 / 2, 1, who, run))
     return chance.choice(
         (

@@ -1,4 +1,5 @@
-"""A live orchestrator, honest workers (production agents around model engines), and liars that hold valid sessions."""
+"""A live orchestrator, honest workers (production agents around model engines), and Byzantine workers that hold valid
+sessions."""
 
 import asyncio
 import contextlib
@@ -33,7 +34,7 @@ from elastic.report.refusals import refused_of
 from elastic.runtime.journal import GroupRow, JournalRecord, PullRow, RunDirectory, StepRow, TrajectoryRow, TurnRow
 from elastic.system.host import HOST, Host
 from elastic.system.thread_lane import Lane
-from elastic.testing.faults.core.lies import KINDS, Liar
+from elastic.testing.faults.core.lies import KINDS, ByzantineWorker
 from elastic.testing.faults.shell.models import (
     LoadWatch,
     ModelDevice,
@@ -50,15 +51,15 @@ from elastic.worker.trainer_host import TrainerHost
 
 STEPS, GROUPS, GROUP_SIZE, TURNS, TOKENS_PER_TURN = 8, 3, 4, 3, 6
 HONEST = 2
-HONEST_CREDIT, LIARS_CREDIT = 1, 6
-"""Turns that each takes at a time: few for the honest, so that liars are given some, too."""
-LIARS = 16
-"""Sessions of liars at a time."""
-LIAR = "liar"
+HONEST_CREDIT, BYZANTINE_CREDIT = 1, 6
+"""Turns that each takes at a time: few for the honest, so that Byzantine workers are given some, too."""
+SESSIONS = 16
+"""Sessions of Byzantine workers at a time."""
+BYZANTINE = "byzantine"
 TOKEN_S = 0.002
-"""Of the honest: nothing but the liars is to hold a run up."""
+"""Of the honest: nothing but the Byzantine workers is to hold a run up."""
 WAIT_FOR_TURN_S = 0.02
-"""A liar that wants a turn of its own first lies without one if none comes."""
+"""A Byzantine worker that wants a turn of its own first lies without one if none comes."""
 PATIENCE_S = 120.0
 CAPABILITIES = Capabilities(
     engine="model", replayable_sampling=True, max_context_tokens=512, device="none", tflops=100.0, max_batch=4
@@ -93,7 +94,7 @@ CONFIGURATION = {
 
 
 class ToldLies:
-    """How far the liars are: a run goes on as they do, so that they lie from its beginning to its end."""
+    """How far the Byzantine workers are: a run goes on as they do, so that they lie from its beginning to its end."""
 
     def __init__(self, frames: int) -> None:
         self.frames = frames
@@ -111,7 +112,7 @@ class ToldLies:
 
 
 class PacedEnvironment(ModelEnvironment):
-    """Of as many turns each, none of which ends before the liars are as far."""
+    """Of as many turns each, none of which ends before the Byzantine workers are as far."""
 
     def __init__(self, told: ToldLies, numbers: "itertools.count[int]") -> None:
         super().__init__(NoSettings())
@@ -167,7 +168,7 @@ class Honest:
         self.weights = weights
 
 
-class Liars:
+class ByzantineWorkers:
     """Workers that join as others do, may take a turn or two, and tell one lie; each of the next kind."""
 
     def __init__(self, told: ToldLies, rng: Random, names: Callable[[], Sequence[str]]) -> None:
@@ -176,7 +177,7 @@ class Liars:
         self._names = names
 
     async def work(self, ticket: Ticket) -> None:
-        kind, rng, lie = next(self._kinds), self._rng, Liar(self._rng, self._names)
+        kind, rng, lie = next(self._kinds), self._rng, ByzantineWorker(self._rng, self._names)
         ready_first = kind is not wire.Ready and rng.random() < 0.9
         waits_s = rng.choice((0.0, 0.0, WAIT_FOR_TURN_S))
         own: set[int] = set()
@@ -200,7 +201,7 @@ class Liars:
 
         if ready_first:
             connection.send(wire.Ready(CAPABILITIES, rng.choice((0, 1, None))))
-            connection.send(wire.Heartbeat(LIARS_CREDIT, 0, 0, 1, {Account.DECODE: 1}, 0, 0.0, 0, 0))
+            connection.send(wire.Heartbeat(BYZANTINE_CREDIT, 0, 0, 1, {Account.DECODE: 1}, 0, 0.0, 0, 0))
         asyncio.get_running_loop().call_later(waits_s, tell)
         await _listen(connection, hear)
 
@@ -256,7 +257,7 @@ async def play(frames: int, seed: int) -> PlayedRun:
         providers = [
             OwnWorkers(TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
             OwnWorkers("spot", HONEST, honest.work),
-            *([OwnWorkers(LIAR, LIARS, Liars(told, Random(seed), names).work)] if frames else []),
+            *([OwnWorkers(BYZANTINE, SESSIONS, ByzantineWorkers(told, Random(seed), names).work)] if frames else []),
         ]
         journal = kept.begin_journal(config.journal)
         run = orchestrator(config, kept, journal, providers, environment, relay=str(directory / "relay"))
@@ -285,20 +286,21 @@ BESIDE_CREDIT = 3
 
 @dataclass
 class RunBeside:
-    """A run of one honest worker, with a liar beside it or alone."""
+    """A run of one honest worker, with a Byzantine worker beside it or alone."""
 
     steps_per_s: float
-    """From the end of the first step on: how long the trainer takes to begin is none of the liar's doing."""
+    """From the end of the first step on: how long the trainer takes to begin is none of the Byzantine worker's
+    doing."""
     journal_bytes: int
     turns_of_liar: int
     named: list[str]
-    """What the report says of the liar."""
+    """What the report says of the Byzantine worker."""
     honest_fenced: int
     failed: str
 
 
 async def play_beside(arm: str, steps: int, token_s: float) -> RunBeside:
-    """One run with a liar of this arm, or without any if it is empty."""
+    """One run with a Byzantine worker of this arm, or without any if it is empty."""
     body = {**CONFIGURATION, "run": {"seed": 7, "steps": steps}}
     body["scheduler"] = {**cast(dict[str, Any], CONFIGURATION["scheduler"]), **LIMITS_BESIDE}
     config = Config.model_validate(body)
@@ -310,7 +312,7 @@ async def play_beside(arm: str, steps: int, token_s: float) -> RunBeside:
         providers = [
             OwnWorkers(TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
             OwnWorkers("spot", 1, honest.work),
-            *([OwnWorkers(LIAR, 1, partial(_lone_liar, arm), loses_barred=True)] if arm else []),
+            *([OwnWorkers(BYZANTINE, 1, partial(_lone_byzantine, arm), loses_barred=True)] if arm else []),
         ]
         journal = kept.begin_journal(config.journal)
         environment = cast(Callable[[], Environment], partial(ModelEnvironment, NoSettings()))
@@ -321,20 +323,20 @@ async def play_beside(arm: str, steps: int, token_s: float) -> RunBeside:
         for _, _, commands in replay(config, kept.path, run.scheduler):
             for command in commands:
                 if isinstance(command, c.StartTurn):
-                    turns += command.worker.startswith(LIAR)
+                    turns += command.worker.startswith(BYZANTINE)
                 elif isinstance(command, c.FenceWorker) and command.worker.startswith("spot"):
                     fenced.add(command.reason)
         with history_of(kept) as history:
             ends_ns = [row.t_ns for row in history.rows(StepRow)]
-            named = [str(refused) for refused in refused_of(history) if refused.worker.startswith(LIAR)]
+            named = [str(refused) for refused in refused_of(history) if refused.worker.startswith(BYZANTINE)]
         size_bytes = sum(path.stat().st_size for path in kept.path.glob("journal*.sqlite*"))
     steps_per_s = (len(ends_ns) - 1) / (ends_ns[-1] - ends_ns[0]) * 1e9 if len(ends_ns) > 1 else 0.0
     blamed = {reason for reason in fenced if not reason.startswith(("its lease", "released"))}
     return RunBeside(steps_per_s, size_bytes, turns, named, len(blamed), failed)
 
 
-async def _lone_liar(arm: str, ticket: Ticket) -> None:
-    command = (sys.executable, "-m", "benchmarks._lone_liar", arm, msgspec.json.encode(ticket).decode())
+async def _lone_byzantine(arm: str, ticket: Ticket) -> None:
+    command = (sys.executable, "-m", "benchmarks._lone_byzantine", arm, msgspec.json.encode(ticket).decode())
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
     try:
         await process.wait()
@@ -358,10 +360,10 @@ def _read(played: PlayedRun, kept: RunDirectory, config: Config, live: Scheduler
     running = True
     for _, event, commands in replay(config, kept.path, live):
         for command in commands:
-            if running and isinstance(command, c.FenceWorker) and not command.worker.startswith(LIAR):
+            if running and isinstance(command, c.FenceWorker) and not command.worker.startswith(BYZANTINE):
                 played.fenced.add(command.worker)
             elif isinstance(command, c.StartTurn):
-                played.turns_of_liars += command.worker.startswith(LIAR)
+                played.turns_of_liars += command.worker.startswith(BYZANTINE)
         running &= not (isinstance(event, e.WeightsPublished) and event.version == STEPS)
     with kept.newest_journal() as journal:
         for kind, columns in COMPARED.items():
@@ -370,13 +372,13 @@ def _read(played: PlayedRun, kept: RunDirectory, config: Config, live: Scheduler
                 played.rows[kind.TABLE, key] = values
         for step in journal.rows(StepRow):
             played.rows["groups", step.step] = step.record.groups_trained, step.record.groups_dropped
-        pulls = [pull for pull in journal.rows(PullRow) if not pull.worker.startswith(LIAR)]
+        pulls = [pull for pull in journal.rows(PullRow) if not pull.worker.startswith(BYZANTINE)]
         played.faults += [f"pull {pull}" for pull in pulls if pull.error]
     if live.ledger.imbalance_ns():
         played.faults.append("the ledger is out of balance")
 
 
 def wrong_rows(quiet: PlayedRun, lied: PlayedRun) -> list[Any]:
-    """Journal rows of the run with liars that are not as in the run without."""
+    """Journal rows of the run with Byzantine workers that are not as in the run without."""
     keys = quiet.rows.keys() | lied.rows.keys()
     return [key for key in keys if quiet.rows.get(key) != lied.rows.get(key)] + lied.faults

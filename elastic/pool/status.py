@@ -27,13 +27,13 @@ NS_PER_S = 1_000_000_000
 NANO_USD = 1_000_000_000
 
 
-class NodeAgentStanding(msgspec.Struct, kw_only=True):
+class NodeAgentStatus(msgspec.Struct, kw_only=True):
     pid: int = 0
     up: bool = False
     residents: list[JobId] = []
 
 
-class MachineStanding(msgspec.Struct, kw_only=True):
+class MachineStatus(msgspec.Struct, kw_only=True):
     """The machine of a node that has joined by ticket, with its ticket's `label`: it has `count` devices, such as
     `device`. `relay`: the one of its site that its workers use, if any."""
 
@@ -46,7 +46,7 @@ class MachineStanding(msgspec.Struct, kw_only=True):
     memory_bytes: int
 
 
-class NodeStanding(msgspec.Struct, kw_only=True):
+class NodeStatus(msgspec.Struct, kw_only=True):
     """A node: the job that computes on it, where its time went, the host memory that each job's resident takes, and the
     devices that residents see, all of the machine's if it names none. `machine`: of a node that has joined by ticket;
     one that is `draining` is let go once no job has a place on it."""
@@ -59,13 +59,13 @@ class NodeStanding(msgspec.Struct, kw_only=True):
     permit: int | None
     accounts_s: dict[DeviceAccount, float]
     residents: dict[JobId, int]
-    node_agent: NodeAgentStanding
+    node_agent: NodeAgentStatus
     devices: list[DeviceName] = []
-    machine: MachineStanding | None = None
+    machine: MachineStatus | None = None
     draining: bool = False
 
 
-class GroupStanding(msgspec.Struct, kw_only=True):
+class GroupStatus(msgspec.Struct, kw_only=True):
     name: GroupName
     members: list[JobId]
     rollout: list[NodeId]
@@ -75,7 +75,7 @@ class GroupStanding(msgspec.Struct, kw_only=True):
     usd_per_hour: float
 
 
-class PermitStanding(msgspec.Struct, kw_only=True):
+class PermitStatus(msgspec.Struct, kw_only=True):
     """A permit. `phase` is that of its cycle, or "both"."""
 
     number: int
@@ -87,7 +87,7 @@ class PermitStanding(msgspec.Struct, kw_only=True):
     recalled: bool
 
 
-class WaitStanding(msgspec.Struct, kw_only=True):
+class WaitStatus(msgspec.Struct, kw_only=True):
     what: str
     key: str
     since_s: float
@@ -102,7 +102,7 @@ class StoryPart(msgspec.Struct, frozen=True):
     cause: str
 
 
-class JobStanding(msgspec.Struct, kw_only=True):
+class JobStatus(msgspec.Struct, kw_only=True):
     """A job, which may have left the cluster. The fields from `directory` on are of its process, not of the cluster."""
 
     name: JobId
@@ -151,11 +151,11 @@ class PoolStatus(msgspec.Struct, kw_only=True):
     usd: float
     usd_unbilled: float
     usd_per_hour: float
-    nodes: list[NodeStanding]
-    groups: list[GroupStanding]
-    jobs: list[JobStanding]
-    permits: list[PermitStanding]
-    waits: list[WaitStanding]
+    nodes: list[NodeStatus]
+    groups: list[GroupStatus]
+    jobs: list[JobStatus]
+    permits: list[PermitStatus]
+    waits: list[WaitStatus]
     events: int = 0
     digest: str = ""
     stopping: bool = False
@@ -164,7 +164,7 @@ class PoolStatus(msgspec.Struct, kw_only=True):
     jobs_left_out: int = 0
 
 
-class PlacementStanding(msgspec.Struct, kw_only=True):
+class PlacementStatus(msgspec.Struct, kw_only=True):
     """A place for a job: in a group with its members, or in a new group if `group` is None."""
 
     group: GroupName | None
@@ -186,12 +186,12 @@ class PlacementPlan(msgspec.Struct, kw_only=True):
 
     job: JobId
     slo: float
-    placement: PlacementStanding | None = None
+    placement: PlacementStatus | None = None
     refusals: list[PlacementRefusal] = []
     why: str = ""
 
 
-def standing(
+def pool_status(
     cluster: Cluster, now_ns: Nanoseconds | None = None, jobs: Iterable[JobRecord] | None = None
 ) -> PoolStatus:
     """Return nodes, groups, jobs, permits, waits and bills at `now_ns`, or at the cluster's last event.
@@ -209,7 +209,7 @@ def standing(
         usd_per_hour=cluster.price_per_hour() / NANO_USD,
         nodes=[_node(node, now_ns) for node in cluster.state.nodes.values()],
         groups=[
-            GroupStanding(
+            GroupStatus(
                 name=group.name,
                 members=list(group.members),
                 rollout=list(group.rollout),
@@ -221,11 +221,11 @@ def standing(
             for group in cluster.groups.values()
         ],
         jobs=[
-            job_standing(cluster, record, billed[record.request.id], places.get(record.request.id)) for record in shown
+            job_status(cluster, record, billed[record.request.id], places.get(record.request.id)) for record in shown
         ],
         permits=[_permit(permit, now_ns) for permit in cluster.permits.values()],
         waits=[
-            WaitStanding(
+            WaitStatus(
                 what=wait.what,
                 key=wait.key,
                 since_s=wait.since_ns / NS_PER_S,
@@ -248,7 +248,7 @@ def plan_of(cluster: Cluster, request: JobRequest) -> PlacementPlan:
     if choice is None:
         found.why = cluster.short_of(request)
         return found
-    found.placement = PlacementStanding(
+    found.placement = PlacementStatus(
         group=choice.group,
         how=choice.how,
         rollout=list(choice.rollout),
@@ -290,10 +290,10 @@ def usd(owed: int) -> float:
     return owed / NS_PER_HOUR / NANO_USD
 
 
-def _node(node: NodeRecord, now_ns: Nanoseconds) -> NodeStanding:
+def _node(node: NodeRecord, now_ns: Nanoseconds) -> NodeStatus:
     accounts = dict(node.accounts_ns)
     accounts[node.account] = accounts.get(node.account, 0) + now_ns - node.settled_ns
-    return NodeStanding(
+    return NodeStatus(
         name=node.id,
         phase=node.phase,
         group=node.group,
@@ -302,7 +302,7 @@ def _node(node: NodeRecord, now_ns: Nanoseconds) -> NodeStanding:
         permit=node.permit,
         accounts_s={account: length_ns / NS_PER_S for account, length_ns in accounts.items()},
         residents=dict(node.residents),
-        node_agent=NodeAgentStanding(),
+        node_agent=NodeAgentStatus(),
         draining=node.draining,
     )
 
@@ -317,12 +317,12 @@ def queue_places(cluster: Cluster) -> dict[JobId, int]:
     return {job: place for place, job in enumerate(queued, 1)}
 
 
-def job_standing(cluster: Cluster, record: JobRecord, billed: int, queue_place: int | None = None) -> JobStanding:
+def job_status(cluster: Cluster, record: JobRecord, billed: int, queue_place: int | None = None) -> JobStatus:
     """Return what the cluster knows of one job. It owes `billed` nano-dollars times nanoseconds per hour."""
     request, seat, story = record.request, record.seat, story_of(record)
     cycle_ns = cluster.groups[seat.group].cycle_ns if seat is not None else 0
     solo_ns = request.plan.solo_ns if request.plan is not None else 0
-    return JobStanding(
+    return JobStatus(
         name=request.id,
         arrival=record.arrival,
         state=record.state,
@@ -350,8 +350,8 @@ def job_standing(cluster: Cluster, record: JobRecord, billed: int, queue_place: 
     )
 
 
-def _permit(permit: Permit, now_ns: Nanoseconds) -> PermitStanding:
-    return PermitStanding(
+def _permit(permit: Permit, now_ns: Nanoseconds) -> PermitStatus:
+    return PermitStatus(
         number=permit.number,
         job=permit.job,
         phase="both" if permit.both else permit.phase,
