@@ -13,6 +13,7 @@ from elastic.protocol.api import AccessRole
 from elastic.protocol.http_server import serving
 from elastic.protocol.sockets import address_of, listening_socket
 from elastic.server.api.app import create_app, peer_limits
+from elastic.server.history import apart
 from elastic.server.identity.sign_ins import SignInChecks
 from elastic.server.intake import checking
 from elastic.server.intake.upload_files import UploadStorage
@@ -109,7 +110,8 @@ async def serve(
     app = create_app(store, settings, wake, lags, faults)
     provider = app.state.server.provider
     checks = None if provider is None else SignInChecks(store, settings, provider, faults)
-    threading.Thread(target=checking.warm, name="checks", daemon=True).start()
+    for warm in (apart.warm, checking.warm):
+        threading.Thread(target=warm, name="processes beside", daemon=True).start()
     stopped = _signalled()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(runner.run(), name="runner") if runner else None

@@ -4,17 +4,20 @@ import os
 import pwd
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
-from elastic.server.history.apart import PER_OWNER, CannotBeRead, ReadingProcesses
+from elastic.server.history.apart import LIMITS, PER_OWNER, CannotBeRead, ReadingProcesses
 from elastic.server.history.journals import Wanted, figures_of, metrics_of
 
 LIMIT_S = 20.0
@@ -38,6 +41,8 @@ def processes() -> Iterator[ReadingProcesses]:
     made.end()
 
 
+OWN = [Path("/proc/self" + "/task/.." * number) for number in range(2 * LIMITS.kept)]
+"""Directories, each of an owner of its own, whose real path names the process that reads it."""
 BREAKING = [
     ("import os, signal; os.kill(os.getpid(), signal.SIGBUS)", LIMIT_S),
     ("import time; time.sleep(600)", 0.5),
@@ -84,6 +89,38 @@ def test_a_user_who_truncates_what_is_mapped_ends_no_server(tmp_path: Path) -> N
         hostile.join()
         writer.kill()
         writer.communicate()
+
+
+def test_orders_that_come_at_once_share_the_processes_that_are_kept(processes: ReadingProcesses) -> None:
+    def reader(place: Path) -> psutil.Process:
+        return psutil.Process(int(Path(processes.read(LIMIT_S, os.path.realpath, place)).name))
+
+    with ThreadPoolExecutor(3 * len(OWN)) as threads:
+        readers = set(threads.map(reader, 3 * OWN))
+    assert len(readers) <= LIMITS.kept
+    assert reader(OWN[0]) in readers
+    for one in readers:
+        one.send_signal(signal.SIGKILL)
+    while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in readers):
+        time.sleep(0.01)
+    assert reader(OWN[0]) not in readers, "what has died meanwhile is asked nothing"
+
+
+def test_beside_those_that_are_stuck_another_process_begins(processes: ReadingProcesses, tmp_path: Path) -> None:
+    def hang(number: int) -> None:
+        stuck = tmp_path / f"stuck{number}.py"
+        stuck.write_text("import time; time.sleep(600)")
+        with pytest.raises(CannotBeRead):
+            processes.read(4.0, runpy.run_path, stuck)
+
+    with ThreadPoolExecutor(LIMITS.kept) as threads:
+        hanging = [threads.submit(hang, number) for number in range(LIMITS.kept)]
+        while processes.busy < LIMITS.kept:
+            time.sleep(0.01)
+        assert processes.read(LIMIT_S, figures_of, tmp_path) is None
+        assert processes.busy == LIMITS.kept
+        for one in hanging:
+            one.result()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")

@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 MEMORY_BYTES = 2**30
 """Of one process, besides the files that it maps."""
 PER_OWNER = 2
-LIMITS = SideLimits(processes=16, per_owner=PER_OWNER, kept=4, waiting_per_owner=64, wait_s=5.0)
+LIMITS = SideLimits(processes=16, per_owner=PER_OWNER, kept=4, waiting=256, waiting_per_owner=64, wait_s=5.0)
 _apart = False
 """Whether this process is one of these."""
 
@@ -91,6 +91,7 @@ def _owner_of(directory: Path) -> Hashable:
 
 
 _processes = ReadingProcesses()
+warm = _processes.warm
 
 
 def _answer(order: Any) -> _ReadAnswer:

@@ -16,7 +16,7 @@ from traces.errors import untrusted
 
 log = structlog.get_logger(__name__)
 
-LIMITS = SideLimits(processes=2, per_owner=1, kept=2, waiting_per_owner=8, wait_s=20.0)
+LIMITS = SideLimits(processes=2, per_owner=1, kept=2, waiting=64, waiting_per_owner=8, wait_s=20.0)
 """Owners are projects."""
 _LOOKED_AT = (
     "elastic.providers",
