@@ -93,7 +93,7 @@ def test_a_user_who_truncates_what_is_mapped_ends_no_server(tmp_path: Path) -> N
 
 def test_orders_that_come_at_once_share_the_processes_that_are_kept(processes: ReadingProcesses) -> None:
     def reader(place: Path) -> psutil.Process:
-        return psutil.Process(int(Path(processes.read(LIMIT_S, os.path.realpath, place)).name))
+        return psutil.Process(int(processes.read(LIMIT_S, Path.resolve, place).name))
 
     with ThreadPoolExecutor(3 * len(OWN)) as threads:
         readers = set(threads.map(reader, 3 * OWN))
