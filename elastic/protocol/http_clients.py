@@ -2,13 +2,36 @@
 
 import os
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from ssl import SSLContext
+from ssl import PROTOCOL_TLS_CLIENT, SSLContext, SSLObject, SSLSocket
 from typing import Any
 
+import certifi
 import httpx
 
 from elastic.protocol.proxies import HttpSettingsError, proxy_for, without_password
 from elastic.system.host import here
+
+
+class PublicTrust(SSLContext):
+    """Trusts the public certificates. To read them takes 20 ms, so that waits until a server speaks TLS."""
+
+    _read = False
+
+    def wrap_socket(self, *arguments: Any, **options: Any) -> SSLSocket:
+        self._read_once()
+        return super().wrap_socket(*arguments, **options)
+
+    def wrap_bio(self, *arguments: Any, **options: Any) -> SSLObject:
+        self._read_once()
+        return super().wrap_bio(*arguments, **options)
+
+    def _read_once(self) -> None:
+        if not self._read:
+            self.load_verify_locations(certifi.where())
+            self._read = True
+
+
+_PUBLIC = PublicTrust(PROTOCOL_TLS_CLIENT)
 
 
 def sync_client(
@@ -22,6 +45,7 @@ def sync_client(
         proxy = found.url if found else None
         if url.startswith("https:"):
             options.setdefault("verify", _trust())
+    options.setdefault("verify", _PUBLIC)
     try:
         return httpx.Client(trust_env=False, proxy=proxy, transport=transport, **options)
     except httpx.InvalidURL as error:
@@ -32,14 +56,14 @@ def far_client(url: str, **options: Any) -> httpx.AsyncClient:
     """A client of the server at `url`: through the environment's proxy, if it names one for it, and trusting whom the
     environment trusts. It keeps no cookies. Raises `HttpSettingsError`."""
     found = proxy_for(url)
-    if url.startswith("https:"):
-        options.setdefault("verify", _trust())
+    options.setdefault("verify", _trust() if url.startswith("https:") else _PUBLIC)
     none = CookieJar(policy=DefaultCookiePolicy(allowed_domains=[]))
     return httpx.AsyncClient(trust_env=False, proxy=found.url if found else None, cookies=none, **options)
 
 
 def async_client(**options: Any) -> httpx.AsyncClient:
     """A client that goes through no proxy."""
+    options.setdefault("verify", _PUBLIC)
     return httpx.AsyncClient(trust_env=False, **options)
 
 

@@ -54,9 +54,9 @@ class HttpRelay:
         self._answer_timeout_s = answer_timeout_s
         headers = {"authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-        verify = anchored_context(anchor) if anchor and url.startswith("https:") else True
+        anchored: dict[str, Any] = {"verify": anchored_context(anchor)} if anchor and url.startswith("https:") else {}
         # Proxies are for the way out; a relay is named by the run itself.
-        self._client = sync_client(url, by_proxy=False, headers=headers, timeout=timeout, verify=verify)
+        self._client = sync_client(url, by_proxy=False, headers=headers, timeout=timeout, **anchored)
 
     def put(self, key: str, *parts: Buffer) -> None:
         size = sum(memoryview(part).nbytes for part in parts)

@@ -1,19 +1,23 @@
 """Ways to servers: none through a proxy to this machine, and a proxy that is in the way is named."""
 
+import asyncio
 import re
 import socket
+import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.protocol.api_client import Client, ServerUnreachable
-from elastic.protocol.http_clients import sync_client
+from elastic.protocol.http_clients import PublicTrust, async_client, sync_client
 from elastic.protocol.proxies import HttpSettingsError, proxies_of_boto, proxy_for
+from elastic.protocol.tls import run_certificate
 from elastic.server.settings import ServerSettings
 from elastic.server.support.bundle import _health
 
@@ -157,6 +161,29 @@ def test_certificates_that_cannot_be_read_are_one_message(monkeypatch: pytest.Mo
     monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
     with pytest.raises(HttpSettingsError, match=r"SSL_CERT_FILE: '/nowhere/ca\.pem' has no certificates"):
         sync_client("https://far.example", by_proxy=True)
+
+
+def test_public_certificates_are_read_when_a_server_speaks_tls() -> None:
+    trust = PublicTrust(ssl.PROTOCOL_TLS_CLIENT)
+    assert trust.cert_store_stats()["x509_ca"] == 0
+    trust.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname="far.example")
+    assert trust.cert_store_stats()["x509_ca"] > 100
+
+
+async def test_a_server_that_nobody_vouches_for_is_refused(tmp_path: Path) -> None:
+    certificate = run_certificate(tmp_path, ["127.0.0.1"])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate.chain, certificate.key)
+    listening = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+    url = f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async with listening, async_client() as client:
+        with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+            await client.get(url)
+        with (
+            sync_client(url, by_proxy=False) as client,
+            pytest.raises(httpx.ConnectError, match="certificate verify failed"),
+        ):
+            await asyncio.to_thread(client.get, url)
 
 
 def test_clients_are_made_in_one_place() -> None:
