@@ -6,10 +6,11 @@
   which an answer begins with `<think>`.
 """
 
+import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def learned_merges(text: str, count: int) -> list[tuple[str, str]]:
     return merges
 
 
-def tokenizer_files() -> dict[str, str]:
+@functools.cache
+def tokenizer_files() -> Mapping[str, str]:
     """The files of the tokenizer by name, for a model whose vocabulary has `VOCABULARY` tokens or more."""
     added = (*SPECIAL, *PLAIN)
     merges = learned_merges(_TEXT, VOCABULARY - len(BYTE_CHARACTERS) - len(added))
