@@ -23,6 +23,10 @@ settings.load_profile("change")
 # tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Nothing here asks a public server, and httpx would read all public certificates for every client: a folder is read
+# only where a certificate has to be looked for.
+os.environ.setdefault("SSL_CERT_DIR", str(Path(__file__).parent))
+
 # Whoever starts the tests in the background may have switched these off, and what a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -65,8 +69,10 @@ def _changed() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays to the end: nobody looks through it for garbage again and again."""
+    """What is imported and collected by now stays to the end: nobody looks through it for garbage again and again, nor
+    through what a test makes as often as by default."""
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -7,6 +7,7 @@ and of the session live on from one to the next. Slow tests come first: none is 
 import os
 import signal
 import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
@@ -58,10 +59,8 @@ class _Runners:
         self._shares = list(shares_of(session.items))
         self._next = iter(range(len(self._shares)))
         self._pids: dict[Connection, int] = {}
-        self._at: dict[Connection, tuple[str, Any]] = {}
-        """The test that each has begun."""
-        self._taken: dict[Connection, int] = {}
-        """Tests that each was given and has not begun."""
+        self._taken: dict[Connection, deque[pytest.Item]] = {}
+        """Tests that each was given and has not told of, in their order."""
 
     def run(self) -> None:
         config: Any = self._session.config
@@ -88,29 +87,28 @@ class _Runners:
             _Runner(self._session, self._shares, theirs).run(number)
         theirs.close()
         self._pids[ours] = pid
+        self._taken[ours] = deque()
 
     def _hear(self, told: Connection) -> None:
-        hook = self._session.config.hook
         try:
-            what, *more = told.recv()
+            reports: list[dict[str, Any]] | None = told.recv()
         except EOFError:
             self._ended(told)
             return
-        match what:
-            case "wants":
-                number = next(self._next, None)
-                self._taken[told] = self._taken.get(told, 0) + (0 if number is None else len(self._shares[number]))
-                told.send(number)
-            case "begins":
-                self._at[told] = (more[0], more[1])
-                self._taken[told] -= 1
-                hook.pytest_runtest_logstart(nodeid=more[0], location=more[1])
-            case "ends":
-                del self._at[told]
-                hook.pytest_runtest_logfinish(nodeid=more[0], location=more[1])
-            case _:
-                report = hook.pytest_report_from_serializable(config=self._session.config, data=more[0])
-                hook.pytest_runtest_logreport(report=report)
+        if reports is None:
+            number = next(self._next, None)
+            self._taken[told].extend([] if number is None else self._shares[number])
+            told.send(number)
+        else:
+            self._tell(self._taken[told].popleft(), reports)
+
+    def _tell(self, item: pytest.Item, reports: Sequence[dict[str, Any]]) -> None:
+        hook = self._session.config.hook
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for data in reports:
+            report = hook.pytest_report_from_serializable(config=self._session.config, data=data)
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         if self._session.shouldfail:
             raise self._session.Failed(self._session.shouldfail)
         if self._session.shouldstop:
@@ -119,21 +117,24 @@ class _Runners:
     def _ended(self, told: Connection) -> None:
         _, status = os.waitpid(self._pids.pop(told), 0)
         if status:
-            nodeid, location = self._at.pop(told, ("between tests", ("", 0, "between tests")))
-            code, left = os.waitstatus_to_exitcode(status), self._taken.get(told, 0)
-            why = f"the process that ran it ended with {code}; it had taken {left} more tests, which nobody runs"
+            at, *left = self._taken[told] or [None]
+            nodeid, location = (at.nodeid, at.location) if at else ("between tests", ("", 0, "between tests"))
+            code = os.waitstatus_to_exitcode(status)
+            why = f"the process that ran it ended with {code}; it had taken {len(left)} more tests, which nobody runs"
             report = pytest.TestReport(nodeid, location, {}, "failed", why, "call")
             self._session.config.hook.pytest_runtest_logreport(report=report)
 
 
 class _Runner:
-    """One of the processes. As a plugin it tells of its tests what the terminal would show."""
+    """One of the processes. As a plugin it tells of its tests what the terminal would show, once each has ended."""
 
     def __init__(self, session: pytest.Session, shares: Sequence[Share], line: Connection) -> None:
         self._session = session
         self._config = session.config
         self._shares = shares
         self._line = line
+        self._reports: list[Any] = []
+        """Of the test that runs now."""
 
     def run(self, number: int) -> NoReturn:
         status = 1
@@ -159,18 +160,18 @@ class _Runner:
 
     def _items(self) -> Iterator[pytest.Item]:
         while True:
-            self._line.send(("wants",))
+            self._line.send(None)
             number = self._line.recv()
             if number is None:
                 return
             yield from self._shares[number]
 
-    def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
-        self._line.send(("begins", nodeid, location))
-
-    def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
-        self._line.send(("ends", nodeid, location))
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        self._line.send(("reports", data))
+        shown = report.when == "call" or not report.passed or report.sections or self._config.option.durations
+        if shown:
+            data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+            self._reports.append(data)
+
+    def pytest_runtest_logfinish(self) -> None:
+        self._line.send(self._reports)
+        self._reports.clear()
