@@ -1,6 +1,7 @@
 """Other ways to plan and to train, on jobs whose phases vary from step to step: what each saves, and what it risks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from statistics import mean
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import msgspec
 
 from elastic.core.cluster import PoolSpec
-from elastic.core.cluster.cycle import CycleMember, cycle_ns, load_ns
+from elastic.core.cluster.cycle import CycleMember, load_ns
 from elastic.core.cluster.groups import CycleModel
 from elastic.core.cluster.policy import ClusterPolicies
 from elastic.core.cluster.types import JobState
@@ -17,7 +18,7 @@ from elastic.simulation.jobs.plans import NS_PER_H, PlanWorld
 from policies.charging import IdleAsAlone
 from policies.clusters import CLUSTER_POLICIES
 from policies.drift import NoDrift
-from policies.placement import PlacementRules, tightest
+from policies.placement import TightestWithoutMoves
 from policies.tails import NoTails
 
 QUANTILES = {"worst": 1.0, "p99": 0.99, "p95": 0.95, "mean": None}
@@ -83,11 +84,22 @@ class PiecewiseCycle:
         return max(longest_ns + self._switch_ns, load_ns(members), sum(each.train_ns + more_ns for each in members))
 
 
+@dataclass(frozen=True, slots=True)
+class PieceByPiece(TightestWithoutMoves):
+    """Places jobs by the cycles of groups that train in pieces."""
+
+    switch_ns: int = 0
+
+    @property
+    def cycle(self) -> CycleModel:
+        return PiecewiseCycle(self.switch_ns)
+
+
 def train_when(spec: PoolSpec, arrivals: Sequence[Arrival], switch_s: float | None) -> dict[str, Any]:
     """Cost and mean slowdown where training waits for all groups (None), or begins with the first."""
-    cycle: CycleModel = cycle_ns if switch_s is None else PiecewiseCycle(int(switch_s * 1e9))
+    rules = TightestWithoutMoves() if switch_s is None else PieceByPiece(switch_ns=int(switch_s * 1e9))
     policies = ClusterPolicies(
-        placement=PlacementRules(choose=tightest, fullest_first=True, cycle=cycle),
+        placement=rules,
         tail=NoTails(),
         drift=NoDrift(),
         charging=IdleAsAlone(),

@@ -61,6 +61,7 @@ from benchmarks._shared_device import (
     DeviceUse,
     Sharing,
 )
+from elastic.core.device_sharing import Slo
 from elastic.core.types import NS_PER_S
 from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.load import RequestRecord, Targets, report, violated_minutes
@@ -68,7 +69,7 @@ from elastic.engine.coserving.service import percentile
 from elastic.engine.coserving.swapping import Swapping
 from elastic.engine.kv import KvLayout, PagePool
 from elastic.engine.kv.slab import SlabBackend
-from policies.admission import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
+from policies.admission import ExclusiveAdmission, NoAdmission, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
 from traces import data_path
 from traces.serving import ServingRequest, read_serving_trace, scaled, window_at

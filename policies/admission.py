@@ -6,58 +6,16 @@ longer must wait, or be cut smaller. An iteration cannot be interrupted, so that
 after must be spared for, too: it waits for the iteration, and its prefill delays the decodes' next tokens.
 """
 
-from collections.abc import Sequence
 from enum import StrEnum
 from itertools import accumulate
-from typing import Protocol
 
 import msgspec
 
+from elastic.core.device_sharing import ArrivingPrefill, QueuedPrefill, ServingView, Slo
 from elastic.core.types import Nanoseconds
 
 UNBOUNDED_NS: Nanoseconds = 2**62
 """More slack than any iteration needs."""
-
-
-class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """Serving's latency targets: time to first token, and time per output token."""
-
-    ttft_ns: Nanoseconds
-    tpot_ns: Nanoseconds
-
-
-class QueuedPrefill(msgspec.Struct, frozen=True, gc=False):
-    """A request without a first token. `cost_ns` is what is left of its prefill, as profiled for its mode
-    (monolithic or chunked), with the decode steps that share its iterations."""
-
-    arrival_ns: Nanoseconds
-    cost_ns: Nanoseconds
-
-
-class ArrivingPrefill(msgspec.Struct, frozen=True, gc=False):
-    """A request that may arrive during a rollout iteration, with the burst that it may end.
-
-    `cost_ns` is the cost of all of that prefill, `next_ns` the part that would share serving's next iteration.
-    """
-
-    cost_ns: Nanoseconds = 0
-    next_ns: Nanoseconds = 0
-
-
-class ServingView(msgspec.Struct, frozen=True, kw_only=True):
-    """The pending work of serving on this device. `queued` is in the order of execution."""
-
-    now_ns: Nanoseconds
-    queued: Sequence[QueuedPrefill] = ()
-    last_tokens_ns: Sequence[Nanoseconds] = ()
-    """When each active decode produced its most recent token."""
-    decode_ns: Nanoseconds = 0
-    """Returns the time of the next iteration of these decodes, with the queued prefills that share it."""
-    arriving: ArrivingPrefill = ArrivingPrefill()
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.queued or self.last_tokens_ns)
 
 
 class Role(StrEnum):
@@ -92,12 +50,6 @@ def tpot_slack_ns(view: ServingView, budget_ns: Nanoseconds) -> Nanoseconds:
     if not view.last_tokens_ns:
         return UNBOUNDED_NS
     return min(view.last_tokens_ns) + budget_ns - view.now_ns - view.decode_ns - view.arriving.next_ns
-
-
-class AdmissionPolicy(Protocol):
-    def allowance_ns(self, view: ServingView) -> Nanoseconds:
-        """The longest rollout iteration that may begin now; none may where it is not positive."""
-        ...
 
 
 class SloAdmission(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,43 +9,11 @@ observation gives the next.
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Protocol
 
 import msgspec
 
+from elastic.core.device_sharing import Budget
 from elastic.core.types import NS_PER_S, Nanoseconds
-
-
-class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """What rollouts may hold until the next observation.
-
-    `pages` is the most that they may have mapped: what is above must be given back now, request by request.
-    `serving_pages` is the most that serving may have mapped. `reserve_pages` must stay unmapped when rollouts
-    take another page. `expected_pages` is the serving use on which `pages` was based.
-    """
-
-    pages: int
-    serving_pages: int
-    reserve_pages: int = 0
-    expected_pages: int = 0
-    pressure: bool = False
-    cuts: int = 0
-
-
-class MemoryPolicy(Protocol):
-    @property
-    def lease_ns(self) -> Nanoseconds:
-        """How long a page of rollout prefix cache is kept after its last use."""
-        ...
-
-    def begin_step(self, total_pages: int, recent_pages: Sequence[int]) -> Budget:
-        """The budget of a new step, from samples of serving's use since the last (oldest first)."""
-        ...
-
-    def observe(self, budget: Budget, total_pages: int, serving_pages: int, needed_pages: int) -> Budget:
-        """The budget now that serving uses `serving_pages`. `needed_pages` is zero, or how many more it is about to
-        map although not so many are free."""
-        ...
 
 
 class PreemptiveMemory(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,19 +1,13 @@
 """Which group a job joins, on which nodes, and which running jobs move: compositions of small rules.
 
 `PlacementRules` is all of them. Its fields tell what a group must keep (saturation, SLOs), how long a group's cycle
-lasts, who is chosen among what is possible, and whether jobs move; `PLACEMENTS` names the compositions.
-
-- `weave`: Weave, Algorithm 1, as printed.
-- `ours`: without the saturation test; among equals the fullest place that ends no later; jobs come together when others
-  leave, where that pays for the restart.
-- `solo`: everybody alone. `gavel`: jobs take turns by whole steps (Gavel's fractions, under SLOs).
-- `random`, `most_idle`: as the papers describe them; "can accommodate" is taken to mean host memory alone.
-- `naive`: into the first group with memory, without a plan.
+lasts, which of the possible places is chosen, and whether jobs move. Its subclasses are the compositions, from Weave's
+Algorithm 1 to the baselines of the papers, of which "can accommodate" is taken to mean host memory alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from elastic.core.cluster.cycle import cycle_ns, whole_jobs_ns
 from elastic.core.cluster.groups import CycleModel, JobGroup, PlannedMember, planned
@@ -23,6 +17,7 @@ from elastic.core.types import NS_PER_S
 from policies.regrouping import GrowingView, Newcomer, brought_together
 from policies.repartitioning import formed_anew
 
+ChooserName: TypeAlias = Literal["first_cheapest", "tightest", "drawn", "idlest"]
 Chooser: TypeAlias = Callable[[Iterator[PlacementChoice], PoolView, JobRequest], PlacementChoice | None]
 
 
@@ -87,6 +82,14 @@ def idlest(choices: Iterator[PlacementChoice], pool: PoolView, request: JobReque
     return min(choices, key=busy, default=None)
 
 
+CHOOSERS: Mapping[ChooserName, Chooser] = {
+    "first_cheapest": first_cheapest,
+    "tightest": tightest,
+    "drawn": drawn,
+    "idlest": idlest,
+}
+
+
 def scrambled(number: int) -> int:
     """Return a pseudo-random number for an integer (splitmix64)."""
     number = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -99,14 +102,16 @@ def scrambled(number: int) -> int:
 class PlacementRules:
     """A placement policy.
 
+    - `choose`: which of the possible places a job gets.
+    - `whole_jobs`: jobs take turns by whole steps, so a group's cycle is the sum of its members' steps.
     - `shares`: jobs may join other jobs. `saturation`: no saturated group takes another job (Weave §4.2).
     - `keeps_slos`: no planned cycle exceeds what a member accepts. `scales`: a group may grow by rollout nodes.
     - `fullest_first`: of a group's rollout nodes the fullest sufficient one is tried first, else the first one.
     - `moves`: running jobs are brought together, if that pays within their remaining time.
     """
 
-    choose: Chooser = first_cheapest
-    cycle: CycleModel = cycle_ns
+    choose: ChooserName = "first_cheapest"
+    whole_jobs: bool = False
     shares: bool = True
     saturation: bool = False
     keeps_slos: bool = True
@@ -114,8 +119,12 @@ class PlacementRules:
     fullest_first: bool = False
     moves: bool = False
 
+    @property
+    def cycle(self) -> CycleModel:
+        return whole_jobs_ns if self.whole_jobs else cycle_ns
+
     def place(self, request: JobRequest, pool: PoolView) -> PlacementChoice | None:
-        return self.choose(self._choices(request, pool), pool, request)
+        return CHOOSERS[self.choose](self._choices(request, pool), pool, request)
 
     def refusals(self, request: JobRequest, pool: PoolView) -> list[PlacementRefusal]:
         newcomer = Newcomer(request)
@@ -258,13 +267,76 @@ class PlacementRules:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Solo(PlacementRules):
+    """Places each job alone."""
+
+    shares: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gavel(PlacementRules):
+    """Has jobs take turns by whole steps."""
+
+    whole_jobs: bool = True
+    scales: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Naive(PlacementRules):
+    """Places a job in the first group that has the memory, without a plan."""
+
+    keeps_slos: bool = False
+    scales: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Random(PlacementRules):
+    """Places a job at random, wherever there is the memory."""
+
+    choose: ChooserName = "drawn"
+    keeps_slos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MostIdle(PlacementRules):
+    """Places a job in the group with the largest share of idle time that has the memory."""
+
+    choose: ChooserName = "idlest"
+    keeps_slos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Weave(PlacementRules):
+    """Places jobs by Weave's Algorithm 1, as printed."""
+
+    saturation: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Tightest(PlacementRules):
+    """Chooses the fullest of the cheapest places that let a group end no later, and brings jobs together when others
+    leave, where that pays for the restart. It has no saturation test."""
+
+    choose: ChooserName = "tightest"
+    fullest_first: bool = True
+    moves: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TightestWithoutMoves(Tightest):
+    """As `Tightest`, but a job stays where it was placed."""
+
+    moves: bool = False
+
+
 PLACEMENTS: Mapping[str, PlacementRules] = {
-    "solo": PlacementRules(shares=False),
-    "gavel": PlacementRules(cycle=whole_jobs_ns, scales=False),
-    "naive": PlacementRules(keeps_slos=False, scales=False),
-    "random": PlacementRules(choose=drawn, keeps_slos=False),
-    "most_idle": PlacementRules(choose=idlest, keeps_slos=False),
-    "weave": PlacementRules(saturation=True),
-    "ours": PlacementRules(choose=tightest, fullest_first=True, moves=True),
-    "ours_without_moves": PlacementRules(choose=tightest, fullest_first=True),
+    "solo": Solo(),
+    "gavel": Gavel(),
+    "naive": Naive(),
+    "random": Random(),
+    "most_idle": MostIdle(),
+    "weave": Weave(),
+    "ours": Tightest(),
+    "ours_without_moves": TightestWithoutMoves(),
 }

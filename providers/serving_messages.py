@@ -1,7 +1,7 @@
 """What passes between a serving host and those who borrow from it, and the settings of both."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -140,6 +140,13 @@ class LendingSettings(_HostSection):
         return self
 
 
+class SharingPolicySettings(_HostSection):
+    """The policy that makes one of a shared device's decisions, by the name under which it is installed."""
+
+    policy: str = Field(description="a policy that is installed (`elastic.policies`)")
+    settings: dict[str, Any] = Field({}, description="the policy's own keys")
+
+
 class ExecutorSettings(_HostSection):
     """A real serving model on the host's device instead of a modelled one: rollouts share the device by the co-serving
     executor. Then `device` does not count, and of `lending` only `window_s`, `kv_high_share` and `kv_low_share` do."""
@@ -164,6 +171,16 @@ class ExecutorSettings(_HostSection):
     stall_s: float = Field(2.0, gt=0, description="time without progress after which a turn is routed elsewhere")
     length_scale: float = Field(1 / 16, gt=0, description="by which the trace's prompts and answers are scaled")
     profiles: Path | None = Field(None, description="directory in which cost profiles are kept")
+    admission: SharingPolicySettings = Field(
+        SharingPolicySettings.model_validate({"policy": "slo"}),
+        description="when a rollout iteration may begin: slo: in serving's slack; exclusive: while serving has nothing "
+        "to do; none: whenever it can; or another that is installed",
+    )
+    memory: SharingPolicySettings = Field(
+        SharingPolicySettings.model_validate({"policy": "preemptive"}),
+        description="how serving and rollouts share KV memory: preemptive: a headroom and one cut under pressure; "
+        "fine_grained: what serving lacks, each time; static: a share each; or another that is installed",
+    )
 
 
 class ServedLoad(_HostSection):

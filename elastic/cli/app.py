@@ -68,6 +68,10 @@ PANELS = {
             "or both.",
         ),
         "config": ("configuration", "Say what the keys of a configuration mean."),
+        "policies": (
+            "configuration",
+            "List the policies that are installed, by the decision that each makes, with their settings.",
+        ),
         "doctor": (
             "doctor",
             "Check this machine and its pools; with CONFIG also what its providers' clouds say: credentials, quotas, "

@@ -1,4 +1,4 @@
-"""`elastic config`: what the keys of a configuration mean.
+"""`elastic config` and `elastic policies`: what the keys of a configuration mean, and which policies it may name.
 
 `python -m elastic.cli.configuration > docs/configuration.md` makes the page.
 """
@@ -11,15 +11,19 @@ import typer
 
 from elastic.cli.options import AsJson, group
 from elastic.cli.output import console, emit
-from elastic.compose.reference import KeyMeaning, explained, key_meanings
+from elastic.cli.tables import show_listing
+from elastic.compose.reference import POLICIES, KeyMeaning, explained, installed_policies, key_meanings
+from elastic.config import ConfigError
+from elastic.core.decisions import DECISIONS
 
 HEAD = """# Configuration
 
 Every key of a run's TOML file, with its unit and default, as the models of settings say: those of all runs first, then
 those of the providers, engines, environments and pools of functions that come with Elastic, then those of a pool of
 nodes that jobs share (POOL.toml; what a job asks of it is in the run's own `[job]`). `elastic config explain
-KEY` prints the same of one key or section, also of what others have installed, and `elastic run CONFIG --dry-run` what
-a configuration changes. `--set KEY=VALUE` overrides any of them.
+KEY` prints the same of one key or section, also of policies' settings and of what others have installed; `elastic
+policies` lists policies, and `elastic run CONFIG --dry-run` what a configuration changes. `--set KEY=VALUE` overrides
+any of them.
 
 <!-- Made by `python -m elastic.cli.configuration > docs/configuration.md`. -->
 """
@@ -51,10 +55,34 @@ def explain(
         shown.print(f"  {one.meaning}", soft_wrap=True, highlight=False)
 
 
+def policies(
+    decision: Annotated[
+        str, typer.Argument(metavar="DECISION", help="Only those that make this decision, such as routing.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the policies that are installed, by the decision that each makes, with their settings.
+
+    Example: elastic policies placement
+    """
+    if decision and decision not in DECISIONS:
+        raise ConfigError(f"elastic policies: found {decision!r}; allowed: {', '.join(DECISIONS)}")
+    found = [one for one in installed_policies() if decision in ("", one.decision)]
+    if as_json:
+        emit({"policies": found})
+        return
+    rows = [
+        [one.decision, one.policy, one.fault or one.meaning, ", ".join(one.settings) or "none", one.code]
+        for one in found
+    ]
+    show_listing(["decision", "policy", "what it does", "settings", "code"], rows)
+
+
 def reference() -> str:
     """The page in Markdown."""
     parts = [HEAD]
-    for (section, applies), keys in groupby(key_meanings(), lambda one: (one.section, one.applies)):
+    shown = [one for one in key_meanings() if not one.applies.startswith(POLICIES)]
+    for (section, applies), keys in groupby(shown, lambda one: (one.section, one.applies)):
         parts.append(f"## {section or 'Top'}{f', {applies}' if applies else ''}\n")
         parts.append("| key | what | default | unit | meaning |\n| --- | --- | --- | --- | --- |")
         parts.append("\n".join(map(_row, keys)) + "\n")

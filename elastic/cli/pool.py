@@ -399,7 +399,7 @@ def _check_former(config: PoolConfig, path: Path) -> None:
     for what, was, now in (
         ("pool.rollout and pool.train", former.spec(), config.spec()),
         ("pool.rollout.kind", former.pool.rollout.kind, config.pool.rollout.kind),
-        ("pool.policy", former.pool.policy, config.pool.policy),
+        ("pool.policy, placement, tail, drift and charging", former.policy_names, config.policy_names),
         ("limits", former.wait_limits(), config.wait_limits()),
     ):
         if was != now:

@@ -7,7 +7,7 @@ fields are its settings, so it has nothing else that it could remember.
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -20,12 +20,20 @@ from elastic.system.plain_values import shown, told
 ENTRY_POINTS = "elastic.policies"
 NO_POLICY = "none"
 """What configurations say where nothing is to be decided."""
+AUTO = "auto"
+"""What configurations say where their other keys decide which policy it is."""
 
 
 def policy_names(decision: str) -> list[str]:
     """What configurations call the policies that are installed for a decision."""
     of_decision = f"{decision}."
     return sorted(name.removeprefix(of_decision) for name in installed(ENTRY_POINTS) if name.startswith(of_decision))
+
+
+def settings_of(kind: type[Any]) -> Mapping[str, Any]:
+    """Return a policy's settings by name, each with its type, annotations included."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hints[name] for name in _fields(kind)}
 
 
 def asked_of(decision: str) -> list[str]:
@@ -68,6 +76,13 @@ def named_policy(
         ) from error
 
 
+def refuse_settings(settings: Mapping[str, Any], where: str, *section: str) -> None:
+    """Raises `ConfigError` for settings of a section that names no policy."""
+    if settings:
+        problem = f"found {', '.join(settings)}, and no policy to take them; allowed: none"
+        raise ConfigError(ConfigProblem(problem, (*section, "settings"), where))
+
+
 def policy_kind(decision: str, name: str, where: str, key: tuple[str, ...], others: Iterable[str] = ()) -> type[Any]:
     """The class of the policy of this name. Raises `ConfigError` for one that is not installed, cannot be loaded, or is
     not what the decision asks for."""
@@ -85,7 +100,7 @@ def policy_kind(decision: str, name: str, where: str, key: tuple[str, ...], othe
         wanted = " and ".join(asked_of(decision))
         problem = (
             f"found {full!r}, whose {points[full].value} is {shown(kind)}; allowed: a frozen msgspec.Struct or "
-            f"dataclass with {wanted} (elastic.core.policy.{DECISIONS[decision].__name__})"
+            f"dataclass with {wanted} ({DECISIONS[decision].__module__}.{DECISIONS[decision].__name__})"
         )
         raise ConfigError(ConfigProblem(problem, key, where))
     return kind

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from elastic.compose.checkpoints import checkpoints
 from elastic.compose.data import counted
+from elastic.compose.device_sharing import sharing_policies
 from elastic.compose.evaluation import with_tasks
 from elastic.compose.scheduling import TRAINER_PROVIDER, policies
 from elastic.config import (
@@ -36,6 +37,7 @@ from elastic.system.named_code import CodeUnusable, missing
 from elastic.worker.trainer import generates, resolve_trainer, seeding_engines, trainer_device
 from elastic.worker.trainer.base import TrainerKind, TrainerSettings
 from providers.base import INCREMENTS_S, Billing, Provider, ProviderSettings
+from providers.serving_messages import ServedLoad
 
 PROVIDERS_OPTION = "--providers"
 RANKS_A_CORE = 8
@@ -242,6 +244,8 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         config = config.model_copy(update={"seeding": config.seeding.model_copy(update={"policy": "none"})})
     for name, chosen in settings.items():
         _check_engine(config, chosen.engine, where, "providers", name, "engine")
+        if isinstance(chosen, ServedLoad) and chosen.executor is not None:
+            sharing_policies(chosen.executor, where, "providers", name, "executor")
     policies(config, where)
     return RunPlan(
         config=config,

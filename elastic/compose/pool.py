@@ -234,7 +234,7 @@ def run_pool(directory: Path, wiring: PoolWiring | None = None) -> int:
 async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) -> None:
     """Be the pool of this directory, which nobody else is, until it is stopped."""
     journal = PoolJournal(directory)
-    cluster, last_ns = journal.open_pool(config.spec(), config.wait_limits(), config.policies(), config.pool.policy)
+    cluster, last_ns = journal.open_pool(config.spec(), config.wait_limits(), config.policies(), config.policy_names)
     began, anew = _began(journal, last_ns)
     limits = config.limits
     set_aside = msgspec.json.decode(journal.note(SET_ASIDE) or "{}", type=dict[DeviceName, str])

@@ -1,11 +1,13 @@
 """A pool's configuration: one TOML file, validated, with errors that name the key and what is allowed."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from elastic.compose.named_policies import AUTO, NO_POLICY, named_policy, refuse_settings
 from elastic.compose.nanoseconds import in_nanoseconds
 from elastic.config import (
     ConfigError,
@@ -17,11 +19,14 @@ from elastic.config import (
 )
 from elastic.core.cluster.policy import ClusterPolicies
 from elastic.core.cluster.types import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.core.decisions import OF_POOLS
 from elastic.pool.machines import JoinRules
 from elastic.protocol.endpoint import Address, is_wildcard
 from elastic.system.devices import DeviceName, devices_here, machine_gpus
 from elastic.system.files import write_whole
-from policies.clusters import CLUSTER_POLICIES
+from policies.clusters import PLACED_ANEW, TAILS
+from policies.drift import NoDrift
+from policies.tails import NoTails
 from providers.markets import SpotMarket, SpotSettings, SpotTraceSettings
 
 GB = 1_000_000_000
@@ -32,15 +37,63 @@ POOL_CONFIG = "pool.json"
 _WAITS = WaitLimits()
 
 
-def cluster_policies(name: str) -> ClusterPolicies:
-    """Return the policies of a pool by their name. Raises `ValueError` for another."""
-    if name not in CLUSTER_POLICIES:
-        raise ValueError(f"unknown policy; allowed: {', '.join(CLUSTER_POLICIES)}")
-    return CLUSTER_POLICIES[name]
-
-
 class _PoolPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
+class PoolPolicyConfig(_PoolPart):
+    """The policy that makes one of a pool's decisions, by the name under which it is installed (`elastic.policies`)."""
+
+    policy: str = Field(
+        AUTO,
+        description="a policy that is installed; `auto`: the one that goes with `pool.policy`; `none`, of tails and "
+        "drift: nothing moves",
+    )
+    settings: dict[str, Any] = Field({}, description="the policy's own keys")
+
+
+_AS_PLACED = PoolPolicyConfig()  # type: ignore[call-arg]
+_NOBODY: Mapping[str, Any] = {"tail": NoTails(), "drift": NoDrift()}
+
+
+def cluster_policies(
+    name: str, sections: Mapping[str, PoolPolicyConfig] | None = None, where: str = "the pool's configuration"
+) -> ClusterPolicies:
+    """Return the policies of a pool: the placement of this name with what goes with it, except where `sections`, by
+    decision, name another policy or settings. Raises `ConfigError` for what is not installed, and for settings that a
+    policy does not have."""
+    chosen = sections or {}
+    return ClusterPolicies(
+        **{decision: _decided(decision, name, chosen.get(decision, _AS_PLACED), where) for decision in OF_POOLS}
+    )
+
+
+def _decided(decision: str, placement: str, section: PoolPolicyConfig, where: str) -> Any:
+    name, own, key = section.policy, {}, (decision, "policy")
+    if name == AUTO:
+        name, own = _beside(decision, placement)
+        key = ("pool", "policy") if decision == "placement" else key
+    if name == NO_POLICY and decision in _NOBODY:
+        refuse_settings(section.settings, where, decision)
+        return _NOBODY[decision]
+    words = (AUTO, NO_POLICY) if decision in _NOBODY else () if key[0] == "pool" else (AUTO,)
+    settings = {**own, **section.settings}
+    return named_policy(
+        decision, name, settings, where=where, key=key, settings_key=(decision, "settings"), others=words
+    )
+
+
+def _beside(decision: str, placement: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the settings of the policy that goes with a placement."""
+    match decision:
+        case "placement":
+            return placement, {}
+        case "tail":
+            return ("long", TAILS[placement]) if placement in TAILS else (NO_POLICY, {})
+        case "drift":
+            return ("slo_at_stake" if placement in PLACED_ANEW else NO_POLICY), {}
+        case _:
+            return "idle_as_alone", {}
 
 
 class PoolNodesConfig(_PoolPart):
@@ -85,7 +138,11 @@ class PoolSection(_PoolPart):
         "pool", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="what commands and its directory call it"
     )
     directory: GivenPath = Field(Path("pools"), description="where pools keep their journals and logs, each in its own")
-    policy: str = Field("ours", description="policy that places jobs and divides costs: policies/clusters.py")
+    policy: str = Field(
+        "ours",
+        description="policy that places jobs, with the others that go with it: one that is installed as "
+        "placement.NAME; the sections placement, tail, drift and charging name others",
+    )
     host: str = Field(
         "127.0.0.1", min_length=1, description="address on which node agents and jobs dial; beyond loopback by TLS"
     )
@@ -116,12 +173,6 @@ class PoolSection(_PoolPart):
         if advertise:
             Address.parse(advertise, 0)
         return advertise
-
-    @field_validator("policy")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        cluster_policies(name)
-        return name
 
 
 class PoolLimits(_PoolPart):
@@ -164,6 +215,10 @@ class PoolConfig(_PoolPart):
     """A whole pool."""
 
     pool: PoolSection
+    placement: PoolPolicyConfig = Field(default_factory=PoolPolicyConfig, description="where jobs are placed")  # type: ignore[arg-type]
+    tail: PoolPolicyConfig = Field(default_factory=PoolPolicyConfig, description="when a rollout's tail moves")  # type: ignore[arg-type]
+    drift: PoolPolicyConfig = Field(default_factory=PoolPolicyConfig, description="which job is placed anew")  # type: ignore[arg-type]
+    charging: PoolPolicyConfig = Field(default_factory=PoolPolicyConfig, description="who pays for a group's time")  # type: ignore[arg-type]
     limits: PoolLimits = Field(default_factory=PoolLimits)  # type: ignore[arg-type]
 
     @property
@@ -189,8 +244,22 @@ class PoolConfig(_PoolPart):
         return JoinRules(gpus=kind.gpus, memory_bytes=kind.memory_bytes, devices=self.pool.devices)
 
     def policies(self) -> ClusterPolicies:
-        """Return the policies of `pool.policy`."""
-        return cluster_policies(self.pool.policy)
+        """Return the policies of `pool.policy` and of the sections that name others. Raises `ConfigError`."""
+        return cluster_policies(self.pool.policy, self.sections)
+
+    @property
+    def policy_names(self) -> str:
+        """The names of the policies, with the settings that are given. A pool that goes on has the same."""
+        others = [
+            f"{decision}.{section.policy} {json.dumps(section.settings, sort_keys=True)}"
+            for decision, section in self.sections.items()
+            if section != _AS_PLACED
+        ]
+        return ", ".join([self.pool.policy, *others])
+
+    @property
+    def sections(self) -> Mapping[str, PoolPolicyConfig]:
+        return {decision: getattr(self, decision) for decision in OF_POOLS}
 
     def wait_limits(self) -> WaitLimits:
         return in_nanoseconds(WaitLimits, self.limits)
@@ -198,7 +267,9 @@ class PoolConfig(_PoolPart):
 
 def load_pool(path: Path) -> PoolConfig:
     """Read a POOL.toml or a pool's own `pool.json`. Raises `ConfigError` with one line per problem."""
-    return validate(PoolConfig, read_sections(path), str(path))
+    config = validate(PoolConfig, read_sections(path), str(path))
+    cluster_policies(config.pool.policy, config.sections, str(path))
+    return config
 
 
 def save_pool(config: PoolConfig) -> Path:

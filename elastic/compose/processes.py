@@ -78,6 +78,7 @@ def _log_pace() -> None:
 
 def run_serving_host() -> int:
     """Be a serving host until a signal, with the settings that its provider put into the environment."""
+    from elastic.compose.device_sharing import sharing_policies
     from elastic.worker import serving_host
     from elastic.worker.accounts import DeviceAccounts
     from elastic.worker.agent import run_agent
@@ -93,11 +94,13 @@ def run_serving_host() -> int:
             raise RuntimeError(end.reason)
 
     settings = serving_host.parse_settings(os.environ.get(serving_host.HOST_VARIABLE, ""))
+    executor, named = settings.executor, (serving_host.HOST_VARIABLE, "executor")
+    sharing = None if executor is None else sharing_policies(executor, *named)
     _log_pace()
     # Before anything is offered: from the order to lend on, every second of it would be the run's.
     warm_up()
     try:
-        run_loop(serving_host.serve_host(settings, start_agent))
+        run_loop(serving_host.serve_host(settings, start_agent, sharing))
     finally:
         end_own_kin()
     return 0

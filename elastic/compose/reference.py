@@ -1,5 +1,7 @@
 """Every key of a run's configuration, and of a pool's: meaning, unit, default and bounds, by the models of settings."""
 
+import contextlib
+import dataclasses
 import json
 import types
 from collections.abc import Iterator, Mapping
@@ -11,9 +13,11 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from elastic.compose.named_policies import ENTRY_POINTS, policy_kind, policy_names, settings_of
 from elastic.compose.plan import TRACE_PLAYERS
 from elastic.compose.pool_config import PoolConfig
 from elastic.config import Config, ConfigError
+from elastic.core.decisions import DECISIONS, OF_DEVICES, OF_POOLS, OF_RUNS
 from elastic.system.installed import installed, is_ours
 
 UNITS = {
@@ -23,6 +27,7 @@ UNITS = {
     "usd": "$",
     "per_s": "1/s",
     "ms": "ms",
+    "ns": "ns",
     "s": "s",
     "gbps": "Gbit/s",
     "gb": "GB",
@@ -44,13 +49,23 @@ _INSTALLED = (
 """Where the settings of what is installed stand, its group of entry points, and when they apply."""
 
 
+_SECTIONS = {
+    **dict.fromkeys(OF_RUNS, "{}"),
+    "curriculum": "",
+    **dict.fromkeys(OF_POOLS, "{}"),
+    **dict.fromkeys(OF_DEVICES, "providers.NAME.executor.{}"),
+}
+"""The section with a decision's `settings`; empty where a policy has none."""
+
+
+POLICIES = "with policy "
 _BY_KIND = ("engine", "trainer")
 """Places in which each kind has a section of its own."""
 
 
 class KeyMeaning(msgspec.Struct, frozen=True, kw_only=True):
-    """`applies` says for which provider, engine, environment or pool of functions the key is, or that it is a pool's;
-    empty for a key of all runs."""
+    """`applies` says for which provider, engine, environment, pool of functions or policy the key is, or that it is a
+    pool's; empty for a key of all runs."""
 
     key: str
     section: str
@@ -77,7 +92,103 @@ def key_meanings() -> list[KeyMeaning]:
             if isinstance(settings, type) and issubclass(settings, BaseModel):
                 section = f"{place}.{point.name}" if place in _BY_KIND else place
                 found += _of(settings, section, applies.format(kind=point.name))
-    return [*found, *_of(PoolConfig, "", "in POOL.toml")]
+    return [*found, *_of(PoolConfig, "", "in POOL.toml"), *_of_policies()]
+
+
+class InstalledPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy that is installed: what it decides, the name that configurations give it, where its code is, what it
+    does, and its settings by name with their types. `fault` says why it cannot be used, if it cannot."""
+
+    decision: str
+    policy: str
+    code: str
+    meaning: str = ""
+    settings: dict[str, str] = {}
+    fault: str = ""
+
+
+def installed_policies() -> list[InstalledPolicy]:
+    """Return all policies that are installed, by decision and name."""
+    found: list[InstalledPolicy] = []
+    for decision in DECISIONS:
+        for name in policy_names(decision):
+            code = installed(ENTRY_POINTS)[f"{decision}.{name}"].value
+            try:
+                kind = policy_kind(decision, name, ENTRY_POINTS, (decision, "policy"))
+            except ConfigError as error:
+                found.append(InstalledPolicy(decision=decision, policy=name, code=code, fault=str(error)))
+                continue
+            settings = {key: _typed(annotation) for key, annotation in settings_of(kind).items()}
+            meaning = _first_sentence(kind)
+            found.append(InstalledPolicy(decision=decision, policy=name, code=code, meaning=meaning, settings=settings))
+    return found
+
+
+def _of_policies() -> Iterator[KeyMeaning]:
+    """Yield the settings of policies; those that several policies of a decision have in common once."""
+    for decision, section in _SECTIONS.items():
+        place, pools = f"{section.format(decision)}.settings", " in POOL.toml" if decision in OF_POOLS else ""
+        found: dict[tuple[str, str], dict[str, type[Any]]] = {}
+        for name in policy_names(decision) if section else ():
+            with contextlib.suppress(ConfigError):  # `elastic policies` says which cannot be used, and why.
+                kind = policy_kind(decision, name, ENTRY_POINTS, (decision, "policy"))
+                for key, annotation in settings_of(kind).items():
+                    found.setdefault((key, _typed(annotation)), {})[name] = kind
+        for (key, typed), kinds in found.items():
+            described = {_described(settings_of(kind)[key]) for kind in kinds.values()}
+            defaults = {_defaults(kind).get(key, "") for kind in kinds.values()}
+            if "" in defaults and all(kind.__module__.startswith("policies.") for kind in kinds.values()):
+                defaults = {"as the configuration's own keys say"}
+            yield KeyMeaning(
+                key=f"{place}.{key}",
+                section=place,
+                kind=typed,
+                default=defaults.pop() if len(defaults) == 1 else "the policy's own",
+                unit=_unit(key),
+                meaning="; ".join(sorted(filter(None, described))) or _of_which(kinds),
+                applies=f"{POLICIES}{', '.join(kinds)}{pools}",
+            )
+
+
+def _of_which(kinds: Mapping[str, type[Any]]) -> str:
+    if len(kinds) > 1:
+        return f"a setting of these policies, which {next(iter(kinds.values())).__module__} describes"
+    return f"a setting of this policy: {_first_sentence(next(iter(kinds.values())))}"
+
+
+def _first_sentence(kind: type[Any]) -> str:
+    words = " ".join((kind.__doc__ or kind.__name__).split())
+    return words.partition(". ")[0].rstrip(".")
+
+
+def _defaults(kind: type[Any]) -> Mapping[str, str]:
+    """Return the defaults of a policy's settings as JSON; none of those that are required."""
+    if issubclass(kind, msgspec.Struct):
+        fields = {one.name: one.default for one in msgspec.structs.fields(kind) if one.default is not msgspec.NODEFAULT}
+    else:
+        fields = {one.name: one.default for one in dataclasses.fields(kind) if one.default is not dataclasses.MISSING}
+    return {name: "none" if value is None else json.dumps(value, default=str) for name, value in fields.items()}
+
+
+def _typed(annotation: Any) -> str:
+    metas = [one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, msgspec.Meta)]
+    bounds = [
+        f"{sign} {bound:g}"
+        for one in metas
+        for at, sign in _BOUNDS.items()
+        if (bound := getattr(one, at, None)) is not None
+    ]
+    return " ".join([_type(annotation), ", ".join(bounds)]).strip()
+
+
+def _described(annotation: Any) -> str:
+    return next(
+        (one.description for one in getattr(annotation, "__metadata__", ()) if getattr(one, "description", None)), ""
+    )
+
+
+def _unit(name: str) -> str:
+    return next((unit for end, unit in UNITS.items() if name == end or name.endswith(f"_{end}")), "")
 
 
 def explained(asked: str) -> list[KeyMeaning]:
@@ -91,7 +202,8 @@ def explained(asked: str) -> list[KeyMeaning]:
     parts = asked.split(".")
     if parts[0] == "providers" and len(parts) > 1 and parts[1]:
         kind = f"for `kind = {TRACE_PLAYERS.get(parts[1], parts[1])!r}`"
-        meanings = [one for one in meanings if one.applies == kind] or meanings
+        own = [one for one in meanings if one.applies == kind]
+        meanings = [*own, *(one for one in meanings if one.applies.startswith(POLICIES))] if own else meanings
         wanted.append(".".join(["providers", "NAME", *parts[2:]]))
     for name in wanted if asked else ():
         found = [one for one in meanings if one.key == name] or [
@@ -146,7 +258,7 @@ def _of(kind: type[BaseModel], section: str, applies: str) -> Iterator[KeyMeanin
             section=section,
             kind=_kind(field),
             default=_default(field),
-            unit=next((unit for end, unit in UNITS.items() if name == end or name.endswith(f"_{end}")), ""),
+            unit=_unit(name),
             meaning=field.description or "",
             applies=applies,
         )

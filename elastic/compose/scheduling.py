@@ -7,9 +7,9 @@ from msgspec import UNSET
 
 from elastic.compose.data import curricula
 from elastic.compose.evaluation import planned_evaluation
-from elastic.compose.named_policies import NO_POLICY, named_policy
+from elastic.compose.named_policies import AUTO, NO_POLICY, named_policy, refuse_settings
 from elastic.compose.nanoseconds import in_nanoseconds
-from elastic.config import LOSSES, Config, ConfigError, ConfigProblem, PolicyConfig
+from elastic.config import LOSSES, Config, PolicyConfig
 from elastic.core.patience import TIMES_MOST
 from elastic.core.policy import Policies
 from elastic.core.types import NS_PER_S, Limits, Plan, PlannedEnvironment, StalenessDrop
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from elastic.compose.plan import RunPlan
 
 TRAINER_PROVIDER = "trainer"
-AUTO = "auto"
 
 SLOW_TOKENS_PER_S = 30
 """Decode speed of a turn of a large model in a full batch, on a moderate device."""
@@ -135,9 +134,7 @@ def _decided(decision: str, config: Config, where: str) -> Any:
     if name == NO_POLICY and decision == "seeding":
         name = "fixed"
     elif name == NO_POLICY and NO_POLICY in words:
-        if section.settings:
-            problem = f"found {', '.join(section.settings)}, and no policy to take them; allowed: none"
-            raise ConfigError(ConfigProblem(problem, (decision, "settings"), where))
+        refuse_settings(section.settings, where, decision)
         return None
     return named_policy(
         decision,

@@ -1,8 +1,10 @@
-"""The decisions that policies make, each by its name, and the contract of who makes it."""
+"""The decisions that policies make, each by its name, and the contract of the policy that makes it."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from elastic.core.cluster.policy import ChargingPolicy, DriftPolicy, PlacementPolicy, TailPolicy
+from elastic.core.device_sharing import AdmissionPolicy, MemoryPolicy
 from elastic.core.policy import (
     BalancingPolicy,
     CurriculumPolicy,
@@ -16,7 +18,7 @@ from elastic.core.policy import (
     SelectionPolicy,
 )
 
-DECISIONS: Mapping[str, type[Any]] = {
+OF_RUNS: Mapping[str, type[Any]] = {
     "routing": RoutingPolicy,
     "balancing": BalancingPolicy,
     "seeding": SeedingPolicy,
@@ -28,3 +30,15 @@ DECISIONS: Mapping[str, type[Any]] = {
     "sampling": SamplingPolicy,
     "curriculum": CurriculumPolicy,
 }
+OF_POOLS: Mapping[str, type[Any]] = {
+    "placement": PlacementPolicy,
+    "tail": TailPolicy,
+    "drift": DriftPolicy,
+    "charging": ChargingPolicy,
+}
+OF_DEVICES: Mapping[str, type[Any]] = {
+    "admission": AdmissionPolicy,
+    "memory": MemoryPolicy,
+}
+"""Of serving devices that rollouts share."""
+DECISIONS: Mapping[str, type[Any]] = {**OF_RUNS, **OF_POOLS, **OF_DEVICES}

@@ -1,20 +1,27 @@
-"""What the policies' conformance suite needs: policies under test, and a run full of faults that asks them."""
+"""What the policies' conformance suite needs: policies under test, and what asks them: a run and a pool full of faults,
+and a serving device."""
 
 import functools
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import msgspec
 
 from elastic.compose.named_policies import named_policy
+from elastic.core.decisions import OF_DEVICES, OF_POOLS, OF_RUNS
+from elastic.core.device_sharing import ArrivingPrefill, Budget, QueuedPrefill, ServingView
 from elastic.core.types import NS_PER_S, Plan
 from elastic.testing.faults.core.settings import MS, SimulatedProviderSettings, WorldSettings
 from elastic.testing.faults.core.world import simulate
+from elastic.testing.faults.pool.pool_worlds import PoolWorld, draw_pool, with_tails
+from policies.clusters import CLUSTER_POLICIES
 from policies.curriculum import OrderedPasses
 
 ROWS = 3
@@ -37,6 +44,11 @@ WORLD = WorldSettings(
     fault_span_ns=4 * NS_PER_S,
 )
 """A small run in which every decision is to be made: leases end by time, and turns wait for each other."""
+
+
+POOLS_MOST = 8
+MOMENTS, PAGES = 100, 64
+"""Of a serving device: times at which its policies are asked, and pages of its KV memory."""
 
 
 class PolicyMistake(AssertionError):
@@ -73,7 +85,8 @@ class TwiceAsked:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._one, name)
-        return functools.partial(self._asked, name, found) if callable(found) else found
+        is_method = callable(getattr(type(self._one), name, None))
+        return functools.partial(self._asked, name, found) if is_method else found
 
     def _asked(self, name: str, ask: Callable[..., Any], *arguments: Any) -> Any:
         self.questions += 1
@@ -86,29 +99,85 @@ class TwiceAsked:
 
 @dataclass(frozen=True)
 class RunLived:
-    """What a run came to: a hash of all that has happened in it, and how many questions each policy was asked."""
+    """What a run, a pool and a device came to: hashes of all that has happened, and how many questions each policy was
+    asked."""
 
     history: str
     questions: Mapping[str, int]
 
 
 def live_through(together: Sequence[PolicyUnderTest], seed: int) -> RunLived:
-    """A run that asks these policies, of different decisions, while all kinds of faults strike. Its journal is replayed
-    after each event.
+    """Live through what asks these policies, of different decisions: a run or a pool while all kinds of faults strike,
+    whose journal is replayed, or a serving device.
 
-    Raises `PolicyMistake` where a policy gives two answers to a question, and `WorldFailed` where an invariant of the
-    core does not hold, the run does not end, or its replay comes to something else.
+    Raises `PolicyMistake` where a policy gives two answers to a question or an answer that it may not give, and
+    `WorldFailed` or `AssertionError` where an invariant of the core does not hold, a run or a pool does not end, or its
+    replay comes to something else.
     """
     asked = {str(one): TwiceAsked(one) for one in together}
-    place: dict[str, Any] = {one.decision: asked[str(one)] for one in together}
-    if (curriculum := place.pop("curriculum", None)) is not None:
-        place["curricula"] = {"": OrderedPasses(ROWS, seed, curriculum.order)}
+    place = {one.decision: asked[str(one)] for one in together}
+    lived = ((OF_RUNS, _run), (OF_POOLS, _pools), (OF_DEVICES, _device))
     try:
-        history = simulate(seed, msgspec.structs.replace(WORLD, policies=place), digests=True).history
+        history = "".join(live(own, seed) for kind, live in lived if (own := {d: place[d] for d in place if d in kind}))
     finally:
         if mistakes := [f"{name}: {mistake}" for name, one in asked.items() for mistake in one.mistakes]:
             raise PolicyMistake(mistakes[0])
     return RunLived(history, {name: one.questions for name, one in asked.items()})
+
+
+def _run(asked: Mapping[str, TwiceAsked], seed: int) -> str:
+    place: dict[str, Any] = dict(asked)
+    if (curriculum := place.pop("curriculum", None)) is not None:
+        place["curricula"] = {"": OrderedPasses(ROWS, seed, curriculum.order)}
+    return simulate(seed, msgspec.structs.replace(WORLD, policies=place), digests=True).history
+
+
+def _pools(asked: Mapping[str, TwiceAsked], seed: int) -> str:
+    """One pool after the other until each policy was asked, of `POOLS_MOST` at most; in every second one tails move."""
+    found = ""
+    for number in range(POOLS_MOST):
+        plan = draw_pool(seed + number)
+        plan = plan if number % 2 else with_tails(plan)
+        policies = msgspec.structs.replace(CLUSTER_POLICIES["ours"], **asked)
+        found += PoolWorld(plan, policies=policies).run().history
+        if number and all(one.questions for one in asked.values()):
+            break
+    return found
+
+
+def _device(asked: Mapping[str, TwiceAsked], seed: int) -> str:
+    """What a device's policies answer at moments that the seed draws."""
+    rng, answers = Random(seed), list[object]()
+    admission, memory = asked.get("admission"), asked.get("memory")
+    if admission is not None:
+        answers += [admission.allowance_ns(_moment(rng)) for _ in range(MOMENTS)]
+    if memory is not None:
+        answers.append(memory.lease_ns)
+        for _ in range(MOMENTS // 10):
+            budget = memory.begin_step(PAGES, [rng.randrange(PAGES) for _ in range(rng.randrange(5))])
+            for _ in range(10):
+                answers.append(_held_to(budget))
+                budget = memory.observe(budget, PAGES, rng.randrange(PAGES), rng.choice((0, 0, rng.randrange(9))))
+    return hashlib.blake2b(repr(answers).encode(), digest_size=16).hexdigest()
+
+
+def _moment(rng: Random) -> ServingView:
+    now_ns = rng.randrange(NS_PER_S, 2 * NS_PER_S)
+    return ServingView(
+        now_ns=now_ns,
+        queued=[
+            QueuedPrefill(now_ns - rng.randrange(NS_PER_S), rng.randrange(100 * MS)) for _ in range(rng.randrange(3))
+        ],
+        last_tokens_ns=[now_ns - rng.randrange(50 * MS) for _ in range(rng.randrange(3))],
+        decode_ns=rng.randrange(20 * MS),
+        arriving=ArrivingPrefill(rng.randrange(200 * MS), rng.randrange(20 * MS)),
+    )
+
+
+def _held_to(budget: Budget) -> Budget:
+    if not 0 <= budget.pages <= PAGES or not 0 <= budget.serving_pages <= PAGES:
+        raise PolicyMistake(f"a budget of {PAGES} pages: found {budget}; allowed: from 0 to all of them for each")
+    return budget
 
 
 def history_elsewhere(together: Sequence[PolicyUnderTest], seed: int) -> str:

@@ -19,6 +19,7 @@ import structlog
 import torch
 
 from elastic.config import ConfigError, EngineConfig, validate
+from elastic.core.device_sharing import SharingPolicies, Slo
 from elastic.core.types import NS_PER_S, FinishReason, SamplingParameters
 from elastic.engine.base import GenerateRequest, RolloutEngine
 from elastic.engine.coserving.executor import CoServing, CoServingStatistics
@@ -35,8 +36,6 @@ from elastic.engine.model.qwen3 import Qwen3
 from elastic.engine.torch.runner import device_named, dtype_on
 from elastic.protocol import wire
 from elastic.protocol.openai.errors import FrontError
-from policies.admission import Slo, SloAdmission
-from policies.kvmemory import PreemptiveMemory
 from providers.serving_messages import HOST_VARIABLE, ExecutorSettings, HostSettings, LoadReport, ServiceReport
 from traces.serving import ServingRequest
 
@@ -98,7 +97,7 @@ class ExecutorDevice:
     """The host's executor with its endpoint and its load. Raises `ValueError` or `CheckpointError` where the serving
     model cannot be used with these settings."""
 
-    def __init__(self, settings: HostSettings, executor: ExecutorSettings) -> None:
+    def __init__(self, settings: HostSettings, executor: ExecutorSettings, sharing: SharingPolicies) -> None:
         self.lending = settings.lending
         self._executor_settings = executor
         config, self._tensors = _serving_model(executor)
@@ -117,8 +116,8 @@ class ExecutorDevice:
         self.executor = CoServing(
             ModelSpec(config, engine, dtype_on(device)),
             open_backend(executor.kv_pages + SPARE_PAGES, page_bytes, device),
-            SloAdmission(slo=slo, longest_ns=round(executor.longest_share * slo.ttft_ns)),
-            PreemptiveMemory(headroom_share=executor.headroom_share, lease_ns=round(executor.lease_s * NS_PER_S)),
+            sharing.admission,
+            sharing.memory,
             stall_timeout_ns=round(executor.stall_s * NS_PER_S),
             profiles=executor.profiles,
         )
@@ -252,10 +251,10 @@ class _Look(NamedTuple):
     kv_share: float
 
 
-def open_device(settings: HostSettings, executor: ExecutorSettings) -> ExecutorDevice:
+def open_device(settings: HostSettings, executor: ExecutorSettings, sharing: SharingPolicies) -> ExecutorDevice:
     """Raises `ConfigError` where the serving model cannot be used with these settings."""
     try:
-        return ExecutorDevice(settings, executor)
+        return ExecutorDevice(settings, executor, sharing)
     except (ValueError, CheckpointError, VmmError) as error:
         raise ConfigError(f"{HOST_VARIABLE}: executor: {error}") from error
 

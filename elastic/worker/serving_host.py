@@ -27,6 +27,7 @@ from starlette.routing import Route
 
 import traces
 from elastic.config import ConfigError, ConfigProblem
+from elastic.core.device_sharing import SharingPolicies
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.engine.coserving.front import ServingFront
 from elastic.protocol import wire
@@ -211,9 +212,9 @@ def create_app(
     )
 
 
-async def serve_host(settings: HostSettings, start_agent: StartAgent) -> None:
+async def serve_host(settings: HostSettings, start_agent: StartAgent, sharing: SharingPolicies | None = None) -> None:
     """Serve until told to stop by a signal, or nobody has shown the token for `orchestrator_timeout_s`; a worker that
-    still runs then is ended first.
+    still runs then is ended first. A real serving model, where the settings have one, shares its device by `sharing`.
 
     Raises `ConfigError` when the address cannot be listened on, or the serving model cannot be used.
     """
@@ -230,7 +231,9 @@ async def serve_host(settings: HostSettings, start_agent: StartAgent) -> None:
         return
     from elastic.worker.serving_executor import open_device
 
-    device = open_device(settings, settings.executor)
+    if sharing is None:
+        raise ValueError("a real serving model needs the policies by which rollouts share its device")
+    device = open_device(settings, settings.executor, sharing)
     async with device.running(requests):
         await _serve(settings, device, start_agent, device.front)
 

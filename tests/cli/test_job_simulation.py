@@ -70,7 +70,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--jobs", str(EXAMPLE), "--policy", "best"), "--policy: found 'best': unknown policy; allowed: solo, gavel"),
+        (("--jobs", str(EXAMPLE), "--policy", "best"), "--policy: pool.policy: found 'best'; allowed: 'gavel', "),
         (("--jobs", str(EXAMPLE), "--policy", "optimum"), "(of an optimum there would be only a bound here"),
         (("--jobs", str(EXAMPLE), "--seed", "3"), "--seed does not apply"),
         (("some.toml", "--policy", "ours"), "--policy is for --jobs"),

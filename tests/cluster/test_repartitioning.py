@@ -231,5 +231,5 @@ def test_at_most_so_many_neighbours_are_looked_at() -> None:
 
 
 def test_only_where_a_cycle_is_one_of_turns() -> None:
-    rules = PlacementRules(cycle=PLACEMENTS["gavel"].cycle, moves=True)
+    rules = PlacementRules(whole_jobs=True, moves=True)
     assert formed_anew(rules, pool_of((P, Q), (R, S), (T,)), ["g2"]) == []

@@ -3,15 +3,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.core.device_sharing import ArrivingPrefill, QueuedPrefill, ServingView, Slo
 from policies.admission import (
     UNBOUNDED_NS,
-    ArrivingPrefill,
     ExclusiveAdmission,
     NoAdmission,
-    QueuedPrefill,
     Role,
-    ServingView,
-    Slo,
     SloAdmission,
     tpot_slack_ns,
     ttft_slack_ns,

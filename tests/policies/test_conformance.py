@@ -24,6 +24,12 @@ DEFAULTS = [
     PolicyUnderTest("selection", "non_zero_variance"),
     PolicyUnderTest("sampling", "dynamic", {"most": 2.0}),
     PolicyUnderTest("curriculum", "by_difficulty"),
+    PolicyUnderTest("placement", "ours"),
+    PolicyUnderTest("tail", "long"),
+    PolicyUnderTest("drift", "slo_at_stake"),
+    PolicyUnderTest("charging", "idle_as_alone"),
+    PolicyUnderTest("admission", "slo", {"slo": {"ttft_ns": 5 * 10**8, "tpot_ns": 10**8}, "longest_ns": 10**8}),
+    PolicyUnderTest("memory", "preemptive"),
 ]
 OTHERS = [
     PolicyUnderTest("routing", "static"),
@@ -31,17 +37,30 @@ OTHERS = [
     PolicyUnderTest("provisioning", "take_all"),
     PolicyUnderTest("selection", "every_group"),
     PolicyUnderTest("sampling", "fixed"),
+    PolicyUnderTest("placement", "weave"),
+    PolicyUnderTest("admission", "exclusive"),
+    PolicyUnderTest("memory", "fine_grained"),
 ]
-BESIDES = [PolicyUnderTest("routing", "turn_wise")]
+BESIDES = [
+    PolicyUnderTest("routing", "turn_wise"),
+    PolicyUnderTest("placement", "gavel"),
+    PolicyUnderTest("memory", "static"),
+]
+PLACEMENTS = [
+    [PolicyUnderTest("placement", name)] for name in ("solo", "naive", "random", "most_idle", "ours_without_moves")
+]
 
 
-@pytest.fixture(params=[DEFAULTS, OTHERS, BESIDES], ids=["defaults", "others", "besides"])
+TOGETHER = [DEFAULTS, OTHERS, BESIDES, *PLACEMENTS]
+
+
+@pytest.fixture(params=TOGETHER, ids=["defaults", "others", "besides", *(str(one) for (one,) in PLACEMENTS)])
 def policies_under_test(request: pytest.FixtureRequest) -> list[PolicyUnderTest]:
     return request.param
 
 
 def test_none_of_ours_is_left_out() -> None:
-    tried = {str(one) for one in (*DEFAULTS, *OTHERS, *BESIDES)}
+    tried = {str(one) for together in TOGETHER for one in together}
     assert tried >= {name for name, point in installed(ENTRY_POINTS).items() if point.module.startswith("policies.")}
 
 

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.kvmemory import Budget, FineGrainedMemory, MemoryPolicy, PreemptiveMemory, StaticPartition
+from elastic.core.device_sharing import Budget, MemoryPolicy
+from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
 
 TOTAL = 100
 POLICIES: list[MemoryPolicy] = [PreemptiveMemory(), FineGrainedMemory(), StaticPartition()]

@@ -38,10 +38,10 @@ def test_the_example_is_a_pool_and_comes_back_from_its_directory(tmp_path: Path)
         (("usd_per_gpu_hour = 5.28", "usd_per_gpu_hour = -5.28"), ("pool.train.usd_per_gpu_hour", "found -5.28")),
         (("usd_per_gpu_hour = 5.28\n", ""), ("pool.train.usd_per_gpu_hour: required but missing",)),
         (("memory_gb = 8", "memory_gb = -1"), ("pool.rollout.memory_gb", "found -1")),
-        (('policy = "ours"', 'policy = "best"'), ("pool.policy: unknown policy; allowed: solo, gavel", "found 'best'")),
+        (('policy = "ours"', 'policy = "best"'), ("pool.policy: found 'best'; allowed: 'gavel', 'most_idle'",)),
         (('name = "lab"', 'name = "a/b"'), ("pool.name", "found 'a/b'")),
         (("profile_s = 300", "profile_s = 0"), ("limits.profile_s", "greater than 0", "found 0")),
-        (("[limits]", "[limit]"), ("limit: unknown key; allowed: limits, pool",)),
+        (("[limits]", "[limit]"), ("limit: unknown key; allowed: charging, drift, limits, ",)),
     ],
 )
 def test_what_is_no_pool(tmp_path: Path, change: tuple[str, str], words: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 import torch
 
+from elastic.compose.device_sharing import sharing_policies
 from elastic.config import ConfigError, EngineConfig
 from elastic.core.types import SamplingParameters, WeightMode
 from elastic.engine.base import GenerateRequest
@@ -31,7 +32,7 @@ def make(profiles: Path, lending: dict[str, float] | None = None, **executor: ob
         {"token": "t", "executor": {**SMALL, "profiles": profiles, **executor}, "lending": lending or {}}
     )
     assert settings.executor is not None
-    return open_device(settings, settings.executor)
+    return open_device(settings, settings.executor, sharing_policies(settings.executor, "the test"))
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 import torch
 
+from elastic.core.device_sharing import AdmissionPolicy, Budget, MemoryPolicy
 from elastic.core.types import NS_PER_S, Account, Nanoseconds, WeightMode
 from elastic.engine.base import ChunkSink
 from elastic.engine.coserving.memory import SharedMemory
@@ -28,8 +29,6 @@ from elastic.engine.coserving.swapping import Swapping
 from elastic.engine.coserving.usage import DeviceUsage, UsageMeter
 from elastic.engine.kv import PageBackend
 from elastic.weights.source import TensorSource
-from policies.admission import AdmissionPolicy
-from policies.kvmemory import Budget, MemoryPolicy
 
 STOP_TIMEOUT_S = 10.0
 PASS_GROWTH = 4

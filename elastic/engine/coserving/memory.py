@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
+from elastic.core.device_sharing import MemoryPolicy
 from elastic.core.types import NS_PER_S, Nanoseconds
 from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.spec import PageLending
 from elastic.engine.kv import PageBackend, PagePool
-from policies.kvmemory import MemoryPolicy
 
 SPARE_PAGES = 2
 """One for each model's padding; they are never lent."""

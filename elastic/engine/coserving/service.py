@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.admission import Slo
+from elastic.core.device_sharing import Slo
 
 WINDOW_S = 5.0
 """A target counts as broken for as long as the P99 of what arrived then is above it."""

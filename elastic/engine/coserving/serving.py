@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from elastic.core.device_sharing import ArrivingPrefill, QueuedPrefill, ServingView
 from elastic.core.types import Nanoseconds
 from elastic.engine.base import GenerateRequest
 from elastic.engine.coserving.profile import Prefill, Shape
@@ -15,7 +16,6 @@ from elastic.engine.coserving.spec import ModelSpec, PageLending
 from elastic.engine.kv import PagePool
 from elastic.engine.torch.scheduler import Sequence as Running
 from elastic.engine.torch.scheduler import Work
-from policies.admission import ArrivingPrefill, QueuedPrefill, ServingView
 
 RECENT_REQUESTS = 100
 """The next request's prompt is taken to be no longer than theirs."""

@@ -136,12 +136,12 @@ def spec_of(workload: Workload, where: str) -> PoolSpec:
 def simulate_jobs(workload: Workload, policy: str, where: str) -> tuple[PoolReport, list[NodeSlice]]:
     """Live through the workload under the named policy. Raises `ConfigError`, also for a job that no pool can take."""
     try:
-        policies = cluster_policies(policy)
-    except ValueError as error:
+        policies = cluster_policies(policy, where="--policy")
+    except ConfigError as error:
         bound = (
             " (of an optimum there would be only a bound here: benchmarks/jobs_scale.py)" if policy in OPTIMA else ""
         )
-        raise ConfigError(f"--policy: found {policy!r}: {error}{bound}") from None
+        raise ConfigError(f"{error}{bound}") from None
     spec, arrivals = spec_of(workload, where), arrivals_of(workload, where)
     world = JobsWorld(spec, policies, arrivals, limits=WaitLimits(), seed=workload.seed)
     for arrival in arrivals:

@@ -8,4 +8,5 @@ from elastic.testing.policy_conformance import *  # noqa: F403
 
 @pytest.fixture
 def policies_under_test() -> list[PolicyUnderTest]:
-    return [PolicyUnderTest("routing", "preferred", {"providers": ["serving", "spot"]})]
+    preferred = PolicyUnderTest("routing", "preferred", {"providers": ["serving", "spot"]})
+    return [preferred, PolicyUnderTest("charging", "by_use")]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from elastic.config import EngineConfig
+from elastic.core.device_sharing import AdmissionPolicy, ServingView
 from elastic.core.types import FinishReason, WeightMode
 from elastic.engine.base import GenerateRequest, TokenChunk
 from elastic.engine.coserving.executor import CoServing
@@ -21,7 +22,7 @@ from elastic.engine.model.checkpoint import model_tensors
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.weights.source import TensorSource
-from policies.admission import AdmissionPolicy, NoAdmission, ServingView
+from policies.admission import NoAdmission
 from policies.kvmemory import PreemptiveMemory
 
 TIMEOUT_S = 30.0

@@ -10,12 +10,13 @@ import msgspec
 import pytest
 import torch
 
+from elastic.core.device_sharing import Slo
 from elastic.core.types import Account, FinishReason, WeightMode
 from elastic.engine.coserving.profile import CostProfile, Grid, Prefill, Shape, write_profile
 from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.coserving.swapping import Swapping
 from elastic.weights.source import TensorSource, WeightChanges
-from policies.admission import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
+from policies.admission import ExclusiveAdmission, NoAdmission, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
 from tests.engine.coserving.conftest import load, raising
 

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.core.device_sharing import Slo
 from elastic.engine.coserving.service import WINDOW_S, ServiceLog, milliseconds
-from policies.admission import Slo
 
 MS = 1_000_000
 

@@ -165,11 +165,11 @@ def draw_pool(seed: int, faults: PoolFaults | None = None) -> PoolSetting:
         unstartable_ns=BRIEFLY_NS if brief else NEVER_NS,
     )
     if Random(f"{seed}/tails").random() < TAILS_SHARE:
-        return _with_tails(plan)
+        return with_tails(plan)
     return _adrift(plan) if faults.until_ns and Random(f"{seed}/adrift").random() < ADRIFT_SHARE else plan
 
 
-def _with_tails(plan: PoolSetting) -> PoolSetting:
+def with_tails(plan: PoolSetting) -> PoolSetting:
     """Return a pool whose jobs roll out for long on the same two nodes, so that tails move."""
     long = PhasePlan(rollout_ns=300 * S, train_ns=40 * S)
     jobs = [
@@ -222,12 +222,18 @@ def _draw_job(rng: Random, number: int, spec: PoolSpec) -> JobDraw:
 
 
 class PoolWorld:
-    """One world; it is the shell's ports, too. `run` lives through it. `watch` hears of every event."""
+    """One world; it is the shell's ports, too. `run` lives through it. `watch` hears of every event. `policies` decide
+    in place of those that the plan names."""
 
-    def __init__(self, plan: PoolSetting, watch: Callable[[e.ClusterEvent], None] | None = None) -> None:
+    def __init__(
+        self,
+        plan: PoolSetting,
+        watch: Callable[[e.ClusterEvent], None] | None = None,
+        policies: ClusterPolicies | None = None,
+    ) -> None:
         self.plan, self.faults, self._watch = plan, plan.faults, watch
         self.rng = Random(f"{plan.seed}/faults")
-        self.policies = CLUSTER_POLICIES[plan.policy]
+        self.policies = policies or CLUSTER_POLICIES[plan.policy]
         if plan.unplaceable:
             placement = PoisonedPlacement(self.policies.placement, plan.unplaceable, lambda: self.faulty)
             self.policies = msgspec.structs.replace(self.policies, placement=placement)
