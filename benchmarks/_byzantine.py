@@ -191,7 +191,7 @@ class ByzantineWorkers:
                 body = _harmless(lie.frame(kind), own)
                 connection.transport.write(len(body).to_bytes(4) + body)
                 with contextlib.suppress(OSError, RuntimeError):
-                    connection.transport.write_eof()  # whoever listens has heard everything once it hangs up, too
+                    connection.transport.write_eof()  # the listener has read everything once it hangs up, too
                 self._told.tell(wire.kind_of(kind))
 
         def hear(orders: list[wire.FromOrchestrator]) -> None:

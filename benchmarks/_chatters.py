@@ -1,8 +1,8 @@
 """Agents that cost little of what they share with a front: they stream chats over kept connections, read by hand.
 
 A *runner* has one turn that is as long as it can be. A *talker* has short ones, each behind the last: it sends its
-messages, reads the answer, and sends both with another message, at an even pace. Whoever is a *probe* is told with each
-event how many tokens there were, so that the delay of each of them can be had.
+messages, reads the answer, and sends both with another message, at an even pace. A chatter that is a *probe* is told
+with each event how many tokens there were, so that the delay of each of them can be had.
 
 They live in a process of their own (`ChatterProcess`), which is asked over a pipe.
 """

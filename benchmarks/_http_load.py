@@ -65,7 +65,7 @@ class ReadConnection(asyncio.Protocol):
 
 
 class ReadPool:
-    """Connections that are kept, as many as there are; whoever wants one more waits for it."""
+    """Connections that are kept, as many as there are; a caller that wants one more waits for it."""
 
     def __init__(self, host: str, port: int) -> None:
         self._place = host, port

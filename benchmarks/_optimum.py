@@ -102,7 +102,7 @@ class Optimiser:
         return Optimum(sum(cost for _, cost in chosen), proven=True, groups=tuple(group for group, _ in chosen))
 
     def bound(self, active: Iterable[JobId]) -> int:
-        """No partition costs less: whoever keeps its SLO needs so much of a node's time, and nodes are whole."""
+        """No partition costs less: a job that keeps its SLO needs so much of a node's time, and nodes are whole."""
         rollout = train = 0.0
         for job in active:
             request = self._jobs[job]

@@ -40,7 +40,7 @@ class PostgresCluster:
         self._run("pg_ctl", "start", "-w", "-t", str(STARTED_TIMEOUT_S), "-l", f"{self._directory}/log", "-o", options)
 
     def stop(self) -> None:
-        """At once: whoever is connected is cut off."""
+        """At once: every client that is connected is cut off."""
         self._run("pg_ctl", "stop", "-m", "immediate", "-w")
 
     def new_database(self) -> str:

@@ -405,7 +405,7 @@ def killed_of_three(directory: Path, policy: Path) -> dict[str, Any]:
 
 
 def order_kept_share(past: Sequence[Moment], from_s: float, until_s: float, jobs: int) -> float:
-    """Of the turns with rollouts within a time, those that are of whoever had the turn a round of all jobs before."""
+    """Of the turns with rollouts within a time, those of the job that had the turn a round of all jobs before."""
     turns = [
         command.job
         for moment in past

@@ -785,7 +785,7 @@ class TrainerConfig(LossConfig):
     """What every kind of trainer has.
 
     Beside its keys stand sections, named by kinds of trainers, with what is a trainer's own: its `Settings` say what
-    that is, and whoever is about to use them validates them (`elastic.worker.trainer`).
+    that is, and the process that uses them validates them (`elastic.worker.trainer`).
     """
 
     model_config = ConfigDict(extra="allow")
@@ -957,7 +957,7 @@ class EngineConfig(_Section):
     """What every rollout engine has; the orchestrator sends it to each worker as it joins.
 
     Beside its keys stand sections, named by kinds of engines, with what is an engine's own: its `Settings` say what
-    that is, and whoever is about to use them validates them (`elastic.engine`).
+    that is, and the process that uses them validates them (`elastic.engine`).
     """
 
     model_config = ConfigDict(extra="allow")

@@ -99,7 +99,7 @@ class KeyedPool:
     def _ended(self, key: str, call: asyncio.Task[Any]) -> None:
         del self._calls[key]
         if not call.cancelled():
-            call.exception()  # whoever asked may have left: nobody else would look at it
+            call.exception()  # the caller may have left: nobody else would look at it
 
     def _timed_out(self, timeout_s: float) -> FunctionTimedOut:
         return FunctionTimedOut(f"{self.function} did not answer within {timeout_s:g} s")

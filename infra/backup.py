@@ -64,7 +64,7 @@ def restore(home: Path, database: str, copy: Path) -> None:
 
 
 def _copy_sqlite(path: Path, place: Path) -> None:
-    """As of one moment, whoever writes meanwhile."""
+    """As of one moment, whatever is written meanwhile."""
     source, target = open_sqlite(path, "ro"), open_sqlite(place, "rwc")
     try:
         source.backup(target)

@@ -299,7 +299,7 @@ class BaseProvider(Generic[SettingsT]):
             self._end_at(lease, lease.expires_at_ns, self.market.expiry())
         workers = tuple(ticket.worker for ticket in lease.request.tickets)
         self._emit(LeaseGranted(lease=lease.request.lease, workers=workers, expires_at_ns=lease.expires_at_ns))
-        # Whoever asks counts what is asked for against the offer, and may now ask for the rest.
+        # The core counts what is asked for against the offer, and may now ask for the rest.
         self.announce(again=True)
         self.granted(lease.request.lease)
 

@@ -174,7 +174,7 @@ class Ec2Provider(VendorProvider[Ec2Settings]):
             self.run_in_background(self._hear(), "notices")
 
     async def acquire(self, request: LeaseRequest) -> None:
-        # Whoever asks has read the last offer, and books the lease at its price.
+        # The core has read the last offer, and books the lease at its price.
         self._offers[request.lease] = self._ec2.last_offer
         await super().acquire(request)
 

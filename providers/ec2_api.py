@@ -356,7 +356,8 @@ class Ec2Api:
     # What could be had
 
     def prices(self, since_s: float | None = None) -> dict[SpotPool, list[PricePoint]]:
-        """Return each pool's prices since `since_s` (or an hour ago), and the one of then. Raises `Ec2Error`."""
+        """Return each pool's prices since `since_s` (or an hour ago), with the price at that time. Raises
+        `Ec2Error`."""
         now = datetime.now(UTC)
         since = now - timedelta(hours=HISTORY_HOURS) if since_s is None else datetime.fromtimestamp(since_s, UTC)
         pages = self._pages(

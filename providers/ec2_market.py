@@ -76,7 +76,10 @@ class Ec2Settings(ProviderSettings):
     usd_max: float | None = Field(None, gt=0, description="what this provider's instances may cost in all")
     boot_s: float = Field(90.0, ge=0, allow_inf_nan=False, description="from the grant to the worker's first word")
     max_life_s: float = Field(
-        86_400.0, ge=300, le=30 * 86_400, description="after this an instance ends itself, whoever has forgotten it"
+        86_400.0,
+        ge=300,
+        le=30 * 86_400,
+        description="after this an instance ends itself, also where its run has forgotten it",
     )
     install_s: float = Field(
         1800.0, ge=60, le=86_400, description="an instance whose worker has not begun by then ends itself"

@@ -4,8 +4,8 @@
   its longest life in any case, and early if it does not come to start its worker: nothing goes on because somebody was
   not there to end it.
 - The ticket is the worker's token, spent on first use and void with its lease. It stands in the user data, which
-  whoever may read the instance's attributes can see; or only the name of a secret does, which the instance reads by its
-  profile.
+  everybody who may read the instance's attributes can see; or only the name of a secret does, which the instance reads
+  by its profile.
 """
 
 import shlex

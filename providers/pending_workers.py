@@ -73,7 +73,7 @@ class PendingWorkers:
             raise LookupError(f"{worker} was somebody else already")
         applicant = self.applicants.pop(ticket, None)
         if applicant is None:
-            raise LookupError(f"whoever came with ticket {ticket} has gone again")
+            raise LookupError(f"the worker that came with ticket {ticket} has gone again")
         try:
             self._tickets.spend(ticket, worker)
         except TicketRefused as error:

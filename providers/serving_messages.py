@@ -206,7 +206,9 @@ class HostSettings(ServedLoad):
     return_grace_s: float = Field(0.2, ge=0, description="time a worker has to hand over its tokens when it must go")
     return_timeout_s: float = Field(5.0, gt=0)
     orchestrator_timeout_s: float | None = Field(
-        None, gt=0, description="time without an order or a look by whoever shows the token, after which the host ends"
+        None,
+        gt=0,
+        description="time without an order or a look by a client that shows the token, after which the host ends",
     )
 
     def to_json(self) -> str:

@@ -98,7 +98,7 @@ def _row(run: RunDirectory) -> dict[str, str]:
 
 
 def _source(run: RunDirectory) -> dict[str, str] | None:
-    """Return what whoever pulls the run's weights needs to know: where they are, and whose signature counts."""
+    """Return what a program that pulls the run's weights needs to know: where they are, and whose signature counts."""
     with run.newest_journal() as journal:
         meta = journal.meta()
     if PUBLISHER not in meta or RELAY not in meta:

@@ -113,11 +113,13 @@ def _revoke_ticket(run: RunDirectory, ticket: str, *, as_json: bool) -> None:
 
 
 def _endpoint(run: RunDirectory) -> Endpoint:
-    """Where a run that goes on hears whoever joins it."""
+    """Where a run that goes on hears the workers that join it."""
     with run.newest_journal() as journal:
         meta = journal.meta()
     if not is_claimed(run.path) or "endpoint" not in meta:
-        bad_input(f"run {run.name} does not go on now: nobody would answer whoever joins it; `elastic run` starts one")
+        bad_input(
+            f"run {run.name} does not go on now: nobody would answer a worker that joins it; `elastic run` starts one"
+        )
     config = load_run_config(run.path)
     if not any(kind_of(config.providers, name) == "joined" for name in meta.get("providers", "").split(",")):
         bad_input(f"run {run.name} takes nobody who joins by ticket; it would with --providers joined")

@@ -207,7 +207,7 @@ class TurnRequested(_Event, frozen=True, omit_defaults=True):
 
 
 class TurnCut(_Event, frozen=True):
-    """The answer ends behind the turn's first `kept` tokens, for whoever asked for it: nothing behind them is trained.
+    """The answer ends behind the turn's first `kept` tokens, for the caller: nothing behind them is trained.
 
     The turn is over, if it was not. `lost` are accepted tokens that are cut off, by the worker that sampled them. It
     was `aborted` where somebody else than its client has ended it.

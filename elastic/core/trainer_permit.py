@@ -1,8 +1,8 @@
 """The permit to compute on the trainer's device, where other jobs share that.
 
-Asked for, granted until a time, recalled before that, yielded. Permits are numbered upwards by whoever gives them, so
-that what is said of an older one counts no more. Where nothing is shared there is no permit, and none is needed.
-Source: Weave §4.3, §5.1; docs/jobs.md.
+Asked for, granted until a time, recalled before that, yielded. Permits are numbered upwards by the pool that gives
+them, so that what is said of an older one counts no more. Where nothing is shared there is no permit, and none is
+needed. Source: Weave §4.3, §5.1; docs/jobs.md.
 """
 
 from collections.abc import Callable, Mapping

@@ -109,7 +109,7 @@ class TurnManager:
                 self._start(*match)
                 sent += 1
             queue.changed = goes_on = sent == SENT_AT_ONCE
-        # Whoever waits for anything else waits for a place, too.
+        # A turn that waits for anything else waits for a place, too.
         if (sent or not queue.heads) and timers.waiting("place", "queue"):
             self._clear_queue_waits()
         if queue.heads:

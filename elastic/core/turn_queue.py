@@ -3,8 +3,8 @@
 - A line has the turns with the same needs, the one that was requested first at its head.
 - The heads are known at any time, in the order of their requests; a change costs O(log n) in the turns of its line and
   in the lines.
-- `changed` says that a line has got another head. Until then, and until a worker has got room, whoever has found no
-  worker for the heads need not look again.
+- `changed` says that a line has got another head. Until then, and until a worker has got room, a caller that has found
+  no worker for the heads need not look again.
 """
 
 from bisect import bisect_left, insort

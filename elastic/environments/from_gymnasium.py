@@ -193,6 +193,6 @@ def highlighted(text: str) -> str:
 
 
 def _example(space: Any) -> str:
-    """An element that is the same whoever asks."""
+    """An element that is the same for every caller."""
     space.seed(0)
     return as_text(space.sample())

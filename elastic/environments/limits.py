@@ -74,7 +74,8 @@ def say_where_it_stands(after_s: float, over: threading.Event, say: Callable[[st
 
 
 def end_with_input() -> None:
-    """End this process as soon as its standard input does: with whoever holds the other end, whatever is under way."""
+    """End this process as soon as its standard input does: together with the process that holds the other end,
+    whatever is under way."""
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 4096):

@@ -1,8 +1,9 @@
 """The node agent of an env worker's log: a process beside it through which all goes that it and its children print.
 
-What looks like a key of a run is hidden, whoever has printed it and by whatever call, however it is cut into pieces.
-The log is bounded: a full one keeps its beginning and its newest part. The node agent ends once nobody can print any
-more, so that last words reach the log of a worker that was killed. This file runs by itself, without the package.
+What looks like a key of a run is hidden, whichever code has printed it and by whatever call, however it is cut into
+pieces. The log is bounded: a full one keeps its beginning and its newest part. The node agent ends once nobody can
+print any more, so that last words reach the log of a worker that was killed. This file runs by itself, without the
+package.
 """
 
 import contextlib
@@ -84,7 +85,7 @@ class KeptLog:
 
     def _write(self, said: bytes) -> None:
         left = memoryview(self._key.sub(HIDDEN, said))
-        with contextlib.suppress(OSError):  # The disk is full: whoever prints goes on.
+        with contextlib.suppress(OSError):  # The disk is full: the printing code goes on.
             while left:
                 left = left[os.write(self._out, left) :]
             if self._is_file and os.fstat(self._out).st_size > LOG_BYTES_MAX:

@@ -59,7 +59,7 @@ REQUEST_ID_CHARS_MAX = 128
 UNTRAINED = {"x-elastic-trained": "false"}
 """Of answers to viewers."""
 METRICS_WAIT_S = 5.0
-"""For the run to tell its metrics: whoever scrapes them comes again soon."""
+"""For the run to tell its metrics: the scraper comes again soon."""
 TASK_BYTES_MAX = 1024 * 1024
 """Of a driver's task, which the run journals."""
 
@@ -140,7 +140,7 @@ class AgentFront:
         return find_caller(self.secrets, request.headers, named or named_in_path(request.scope))
 
     async def asked(self, route: str, request: Request) -> tuple[AgentCaller, Asked | CountCall | UpstreamCall]:
-        """Who asks for what. Whoever has no key is told so before anything of the body is read."""
+        """Who asks for what. A caller without a key is told so before anything of the body is read."""
         caller = self.caller(request)
         asked = await read_body(reader_of(route), self.model, request, self.renders)
         if isinstance(asked, UpstreamCall):
@@ -297,7 +297,7 @@ class _Answers:
         except ClientLeft:
             pass
         except asyncio.CancelledError:
-            # Whoever waits for the answer of a front that ends asks another one.
+            # A caller that waits for the answer of a front that ends asks another one.
             await reply.tear()
         finally:
             front.calls.discard(task)

@@ -1,8 +1,8 @@
 """A front's connection to its run, over the Unix socket in the run's directory.
 
-The run may die and be started again at any time: the link dials again, and whoever waits for an answer is told that
-the link was lost (`LinkLost`). It hands the run the socket at which the fronts listen, so that the run's next process
-has it, too.
+The run may die and be started again at any time: the link dials again, and a caller that waits for an answer is told
+that the link was lost (`LinkLost`). It hands the run the socket at which the fronts listen, so that the run's next
+process has it, too.
 """
 
 import asyncio
@@ -185,7 +185,8 @@ class RunLink:
     async def stands(self) -> None:
         """Wait until there is a connection of which more can be said and heard.
 
-        One that has just ended may not be known as lost yet; whoever asks again at once would never let that be known.
+        One that has just ended may not be known as lost yet; a caller that asks again at once would never let that be
+        known.
         """
         while not self.up:
             self._stands.clear()

@@ -16,7 +16,7 @@ from elastic.system.supervision import RecordedProcesses, WatchedProcess, end_le
 
 
 class ProcessLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """How to start a process. Whoever started it, or comes after that, gets `kept` again once it has ended."""
+    """How to start a process. The process that started it, or its successor, gets `kept` again once it has ended."""
 
     command: Sequence[str]
     environment: Mapping[str, str]

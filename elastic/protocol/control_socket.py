@@ -78,7 +78,7 @@ class LineSocket:
         except Exception:
             log.exception("control request not answered")
         finally:
-            # Whoever does not read its answer is cut off.
+            # A client that does not read its answer is cut off.
             with contextlib.suppress(OSError):
                 writer.close()
 

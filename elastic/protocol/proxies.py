@@ -43,7 +43,7 @@ def proxy_for(url: str, environment: Mapping[str, str] = os.environ) -> Proxy | 
     if is_loopback(parts.hostname or "") or _bypassed(parts.hostname or "", environment):
         return None
     for name in (f"{parts.scheme}_proxy", "all_proxy"):
-        # Whoever calls a CGI program chooses its HTTP_PROXY.
+        # The client of a CGI program chooses its HTTP_PROXY.
         spellings = (name,) if name == "http_proxy" and "REQUEST_METHOD" in environment else (name, name.upper())
         for variable in spellings:
             if value := environment.get(variable, "").strip():

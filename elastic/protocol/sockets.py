@@ -31,7 +31,7 @@ def address_of(listener: socket.socket) -> Address:
 class DialRates:
     """Bounds how often each address dials: `at_once`, and `per_s` on average. It remembers `ADDRESSES_KEPT`.
 
-    This machine itself is not bounded: a proxy here dials for many, and whoever is here can do worse.
+    This machine itself is not bounded: a proxy here dials for many, and a process here can do worse.
     """
 
     def __init__(self, at_once: int, per_s: float = DIALS_PER_S) -> None:

@@ -185,7 +185,7 @@ def check_pin(transport: asyncio.BaseTransport, fingerprint: str) -> None:
 
 
 def anchored_context(anchor: str) -> ssl.SSLContext:
-    """To reach whoever has a certificate that is, or was issued by, this one (PEM), under whatever name."""
+    """To reach a peer whose certificate is, or was issued by, this one (PEM), under whatever name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

@@ -201,7 +201,7 @@ def tables(report: PoolReport) -> list[Table]:
             for one in report.cycles
         ],
         note="As planned when the last job had joined: a cycle has one turn of each member in each phase. Lasted: the "
-        "median of its members' cycles, whoever was in the group then.",
+        "median of its members' cycles, whichever jobs were in the group then.",
     )
     nodes = Table(
         title="Nodes",

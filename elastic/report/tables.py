@@ -741,7 +741,7 @@ def _agreements(summary: Summary) -> Table:
             for one in summary.agreements[:MOST_ROWS]
         ],
         note="The mean difference between a worker's and the trainer's log-probabilities of the same tokens with the "
-        "same weights, in nats. Whoever is wrong does not generate with the weights that it names, and was fenced."
+        "same weights, in nats. A worker marked wrong does not generate with the weights that it names, and was fenced."
         + _more(summary.agreements, "workers are nearer, and in the JSON"),
     )
 

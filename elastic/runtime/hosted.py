@@ -177,8 +177,8 @@ class EpisodeHosts:
         return RemoteEnvironment(self, environment)
 
     async def free(self, environment: str) -> ConnectedHost:
-        """The env worker with the fewest episodes, once there is any: for how long there may be none, whoever starts
-        them says."""
+        """The env worker with the fewest episodes, once there is any: for how long there may be none, the code that
+        starts them says."""
         while True:
             there = [
                 host
@@ -190,7 +190,7 @@ class EpisodeHosts:
             self._come.clear()
             await self._come.wait()
 
-    # Whoever dials in (`elastic.runtime.agents.hub`)
+    # Env workers that dial in (`elastic.runtime.agents.hub`)
 
     @property
     def connections(self) -> int:

@@ -195,7 +195,7 @@ class Run:
             if not self.closed:
                 self._alarm.arm()
         except Exception as error:
-            # Whoever brought the event cannot help; a core that broke off halfway must not go on.
+            # The event's sender cannot help; a core that broke off halfway must not go on.
             self._inbox.clear()
             self._break(event, error)
         finally:

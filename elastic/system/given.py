@@ -36,7 +36,7 @@ def read_json(path: Path) -> Any:
     """What a JSON file says, infinities included, which models' configs have. Raises `OSError`, and `ValueError` for
     what is no JSON."""
     if path.exists() and not path.is_dir() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a file")  # Reading a pipe would wait for whoever writes it.
+        raise OSError(errno.EINVAL, "not a file")  # Reading a pipe would wait for its writer.
     try:
         return json.loads(read_text(path), parse_constant=_constant)
     except RecursionError:

@@ -1,7 +1,7 @@
 """What a process asks of the machine that it is on: clocks, threads, files, chance. `here` says which machine that is.
 
-It is this one, unless whoever began the process has set `HOST` in the context of its loop, as worlds of faults do for
-each of their processes. So code that waits, blocks, or depends on time or chance asks `here()`.
+It is this one, unless the code that began the process has set `HOST` in the context of its loop, as worlds of faults
+do for each of their processes. So code that waits, blocks, or depends on time or chance asks `here()`.
 """
 
 import contextlib

@@ -144,7 +144,7 @@ class IsolatedLoop:
     def wake(self) -> None:
         """Have the loop look now. Any thread may call this."""
         if self._runs_on is not None:
-            with contextlib.suppress(RuntimeError):  # It has been closed: whoever comes next will look.
+            with contextlib.suppress(RuntimeError):  # It has been closed: the next caller will look.
                 self._runs_on.call_soon_threadsafe(self._woken.set)
 
     async def persist(self, item: str, work: Callable[[], Awaitable[T]]) -> T:

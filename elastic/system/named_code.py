@@ -1,7 +1,7 @@
 """Code that a configuration names: `FILE.py:NAME`, relative to the configuration, or `MODULE:NAME`.
 
-Whoever reads a configuration takes the name apart and looks for the file; nothing is imported. Only the process that
-is to run the code loads it. The orchestrator, a server and `--dry-run` never do.
+A process that reads a configuration takes the name apart and looks for the file; nothing is imported. Only the process
+that is to run the code loads it. The orchestrator, a server and `--dry-run` never do.
 """
 
 import functools

@@ -74,7 +74,7 @@ def told(error: BaseException, characters: int = TOLD_CHARACTERS) -> str:
     """Return what an exception says, its type first, as one line of so many characters at most. Never raises."""
     try:
         text = str(error)
-    except BaseException as another:  # Also `SystemExit`: whoever tells of an error is not ended by its words.
+    except BaseException as another:  # Also `SystemExit`: code that reports an error is not ended by its words.
         text = f"a message whose str raises {type(another).__name__}"
     said = [printable(type(error).__name__), _clipped(" ".join(text.split()), characters)]
     return ": ".join(part for part in said if part)

@@ -1,8 +1,9 @@
 """Processes that somebody answers for: recorded, marked, watched, taken over after a crash, and ended.
 
-- Each is recorded, so that whoever reads the record can watch it (`WatchedProcess`), whoever has started it.
+- Each is recorded, so that every reader of the record can watch it (`WatchedProcess`), also a process that has not
+  started it.
 - Each carries the record's mark in its environment, as does everything that it starts. The record has the mark before
-  the first of them starts, so whoever ends what is recorded ends all of it, at any time.
+  the first of them starts, so a process that ends what is recorded ends all of it, at any time.
 """
 
 import asyncio
@@ -236,7 +237,7 @@ class RecordedProcesses:
 class KeptProcesses:
     """Processes of a run that one `owner` keeps going, one under each name: each has a record and a log of its own.
 
-    Those that a former process of the run has left are taken over; whoever keeps one starts another where it ends.
+    Those that a former process of the run has left are taken over; the keeper of one starts another where it ends.
     """
 
     def __init__(self, run_dir: Path, owner: str) -> None:

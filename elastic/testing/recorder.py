@@ -102,7 +102,7 @@ class Recorder:
         assert not any(chunk.cached_tokens or chunk.prefilled_tokens for chunk in chunks[1:])
 
     def rest(self) -> bool:
-        """Leave the engine to whoever comes next, with nothing alive and awake. False where it is of no more use."""
+        """Leave the engine to the next test, with nothing alive and awake. False where it is of no more use."""
         self.release()
         self._failing = None
         self.on_chunks = lambda: None

@@ -76,7 +76,7 @@ class WeightsClient:
 
         The tensors stay as they are until the next one is applied. Raises `VersionSuperseded`.
         """
-        # Whoever has the lock was told of a later version, and reads what this would write over.
+        # The holder of the lock was told of a later version, and reads what this would write over.
         if not self._lock.acquire(blocking=False):
             raise VersionSuperseded(f"version {source.version}: another one is being staged")
         try:

@@ -2,8 +2,8 @@
 
 A *box* is a part of a full tensor. A rank's own tensors are made of boxes; fused ones of several, stacked along
 their first dimension. *Cells* are the common refinement of all boxes of trainers and workers: no rank holds a part
-of one, so whatever is published by cells can be put together by whoever needs it (ROSE §4.2). A version lies as
-its cells one after the other; tiles do not cross cells, and buckets do not cross from what one group of workers
+of one, so whatever is published by cells can be put together by each reader that needs it (ROSE §4.2). A version lies
+as its cells one after the other; tiles do not cross cells, and buckets do not cross from what one group of workers
 hosts, or one trainer rank publishes, to what another does.
 """
 

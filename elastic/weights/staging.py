@@ -1,8 +1,8 @@
 """What a worker holds of a version, and how an update takes it to the next one.
 
 A delta is decoded into *overwrites* while the version before is still served. They are written over the patterns only
-when all of them have arrived and verified. Writing them again, from the first on, changes nothing, so whoever was
-stopped in between begins again.
+when all of them have arrived and verified. Writing them again, from the first on, changes nothing, so an engine that
+was stopped in between begins again.
 """
 
 from collections.abc import Callable, Iterator, Sequence

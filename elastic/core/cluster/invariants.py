@@ -54,7 +54,7 @@ def _permits(cluster: Cluster) -> Iterator[str]:
         ):
             yield f"{node.id} is held under permit {node.permit}, which is not for it"
         if (node.permit is None) != (node.user is None):
-            yield f"{node.id}: whoever holds it uses it"
+            yield f"{node.id}: the holder of its permit is its user"
 
 
 def _nodes(cluster: Cluster) -> Iterator[str]:

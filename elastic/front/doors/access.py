@@ -28,7 +28,7 @@ def read_network(said: str) -> Network:
 
 
 class DoorAccess(NamedTuple):
-    """Checks whoever asks against the run's keys and the networks whose peers need none."""
+    """Checks callers against the run's keys and the networks whose peers need none."""
 
     secrets: RunSecrets
     plain: Sequence[Network] = ()

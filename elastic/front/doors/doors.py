@@ -166,7 +166,7 @@ class _Endpoint:
         except FrontError as error:
             answer = route.refuse(error)
         except asyncio.CancelledError:
-            # Whoever waits for the answer of a front that ends asks another one.
+            # A caller that waits for the answer of a front that ends asks another one.
             await reply.tear()
             return
         finally:

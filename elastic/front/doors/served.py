@@ -54,7 +54,7 @@ NAMES_KEPT = 4096
 """Of adapters, of which each version may have a name of its own."""
 NAMES_SAID = 3
 NOBODY = AgentCaller()
-"""Whoever asks through a door is let in there: the run does not ask again."""
+"""A caller is let in at the door: the run does not ask again."""
 
 AnswerT = TypeVar("AnswerT")
 

@@ -141,7 +141,7 @@ class _Loader(Loader):
         try:
             self._wrapper.apply(module)
         except PhasesFileError as error:
-            # Whoever imports may take any exception for a module that is not there.
+            # The importing code may take any exception for a module that is not there.
             raise SystemExit(_told(error)) from error
 
     def __getattr__(self, name: str) -> Any:

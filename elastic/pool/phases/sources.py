@@ -44,7 +44,7 @@ def _parsed(source: Path) -> ast.Module | None:
     try:
         return ast.parse(source.read_bytes(), str(source))
     except (OSError, SyntaxError, ValueError):
-        return None  # Whoever runs it hears of it.
+        return None  # Python itself reports it when it runs the file.
 
 
 def _has(body: Sequence[ast.stmt], path: Sequence[str], *, functions_only: bool) -> bool:

@@ -52,11 +52,11 @@ class MlflowLogger:
             if experiment is None
             else experiment.experiment_id
         )
-        # The tag is there from the run's first moment on: whoever dies behind that finds the run again.
+        # The tag is there from the run's first moment on: a process that dies after that finds the run again.
         found = client.search_runs([number], filter_string=f"tags.`{RUN_TAG}` = '{run.name}'", max_results=1)
         made = found[0] if found else client.create_run(number, run_name=run.name, tags={RUN_TAG: run.name})
         self._run_id = made.info.run_id
-        there = made.data.params  # Whoever died behind the run's first moment may have left some of them out.
+        there = made.data.params  # A process that died after the run's first moment may have left some of them out.
         if lacking := [Param(key, str(value)) for key, value in run.settings.items() if key not in there]:
             client.log_batch(self._run_id, params=lacking, synchronous=True)
         if made.info.status != "RUNNING":

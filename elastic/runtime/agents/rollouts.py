@@ -1,8 +1,8 @@
 """The trajectories that agents play (`elastic.runtime.ports.Trajectories`), and what may be asked of them.
 
-A launched group waits until a driver names it; its members are handed out one by one. Whoever has a trajectory asks for
-turns, gives a reward, and ends it. Everything that is said is journaled before it is answered, so that another process
-knows all of it: a trajectory is not played again after a restart, its agent goes on where it is.
+A launched group waits until a driver names it; its members are handed out one by one. The holder of a trajectory asks
+for turns, gives a reward, and ends it. Everything that is said is journaled before it is answered, so that another
+process knows all of it: a trajectory is not played again after a restart, its agent goes on where it is.
 """
 
 import contextlib

@@ -3,8 +3,8 @@
 A front asks leave before it calls, and says afterwards what the call has come to.
 
 - Beyond `calls_max` calls, or what `usd_max` can pay for, there is no leave.
-- A call that is open counts as the dearest that it can be. So what calls cost stays below the bound, whoever dies
-  meanwhile: a call of which nobody says what it came to has cost that.
+- A call that is open counts as the dearest that it can be. So what calls cost stays below the bound, whichever process
+  dies meanwhile: a call of which nobody says what it came to has cost that.
 - Nothing that is said twice, or too late, counts.
 """
 

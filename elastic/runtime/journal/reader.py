@@ -54,7 +54,7 @@ def why_unreadable(error: Exception) -> str:
 def open_journal(path: Path, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
     """Open a journal as a database. Raises `sqlite3.Error`.
 
-    It has nothing but a journal's own tables: a view, a trigger or a column that is computed would have whoever uses it
+    It has nothing but a journal's own tables: a view, a trigger or a column that is computed would have its reader
     run what somebody else wrote. Its files are regular ones: a pipe would be waited for.
     """
     for suffix in ("", "-journal", "-wal", "-shm"):

@@ -321,8 +321,8 @@ class CallRow(JournalRecord, frozen=True, gc=False):
 
 
 class StateRow(JournalRecord, frozen=True, gc=False):
-    """The run after the journal's first `events` events, `saved` as in `elastic.runtime.states`: whoever takes the run
-    up begins there, for what led there is not kept. There is one such row, the last."""
+    """The run after the journal's first `events` events, `saved` as in `elastic.runtime.states`: the process that
+    takes the run up begins there, for what led there is not kept. There is one such row, the last."""
 
     TABLE: ClassVar[str] = "states"
     KEY: ClassVar[str] = "place"

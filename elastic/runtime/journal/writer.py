@@ -227,7 +227,7 @@ class SqliteJournal:
         if fell_behind:
             self.on_change()
         if self._waits:
-            with contextlib.suppress(JournalError):  # whoever appends is told by `failed`
+            with contextlib.suppress(JournalError):  # `failed` tells the appending code
                 self.durable().result()
 
     # The writer's thread
@@ -332,7 +332,7 @@ class SqliteJournal:
             beside.with_name(beside.name + suffix).unlink(missing_ok=True)
         try:
             with contextlib.closing(open_sqlite(beside, "rwc")) as connection:
-                # From the first moment on: whoever only reads could not repair a change of this that was broken off.
+                # From the first moment on: a reader could not repair a change of this that was broken off.
                 connection.execute("PRAGMA journal_mode=WAL")
                 connection.execute("BEGIN")
                 for table in TABLES.values():

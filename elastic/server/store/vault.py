@@ -42,7 +42,7 @@ class Vault:
 
     def _fernet(self, *, make: bool) -> Fernet:
         if make and not self._path.exists():
-            # Whole or not there, and never another's: whoever is second uses the first one's.
+            # Whole or not there, and never another's: the second process uses the first one's.
             draft = self._path.with_name(f"{KEY_FILE}.{os.getpid()}.{id(self)}")
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(Fernet.generate_key())

@@ -175,7 +175,7 @@ def _follow(connection: Connection, observe: Observe) -> _Outcome:
 def _measure(
     connection: Connection, model: Mapping[str, Any], checkpoint: Path, settings: EngineConfig, repeats: int
 ) -> None:
-    # Ctrl-C goes to the whole group: whoever started this process ends it.
+    # Ctrl-C goes to the whole group: the process that started this one ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Standard output belongs to the command; what engines print goes beside it.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -107,7 +107,7 @@ class Probe:
                     self._alive.discard(chunk.request_id)
                 if chunk.finish in (FinishReason.ERROR, FinishReason.STALLED):
                     self._error = chunk.detail or chunk.finish
-            # Not at every iteration: whoever wakes up takes time from the engine.
+            # Not at every iteration: a thread that wakes up takes time from the engine.
             if self._timed or self._error:
                 self._changed.notify_all()
 

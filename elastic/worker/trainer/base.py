@@ -215,7 +215,7 @@ class TrainerKind(Protocol):
 SUFFIXES = (".safetensors", ".shards")
 """Of checkpoints: files, and directories."""
 UNFINISHED_PREFIX = ".checkpoint-"
-"""Of what is none yet, or no more: whoever begins removes it."""
+"""The suffix of a directory that is not a checkpoint yet, or no longer: the next writer removes it."""
 
 
 def saved(directory: Path) -> list[Path]:

@@ -34,7 +34,7 @@ export function showSignIn(main, { provider, text, say, done }) {
   input.focus();
 }
 
-/** A terminal that waits for a key: it has made the secret, and lets in whoever confirms here. */
+/** A terminal that waits for a key: it has made the secret, and lets in the person who confirms here. */
 export function showLogin(main, { parts: [digest, name], wrong }) {
   const allow = button("Allow", async () => {
     try {

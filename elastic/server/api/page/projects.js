@@ -56,7 +56,7 @@ function people(place, { signal, wrong }) {
     { title: "", head: el("span", { className: "hidden", textContent: "Actions" }), of: (one) => (may("members:write") ? [role(one), " ", remove(one)] : null) },
   ];
   const list = paged(columns, () => new Pager(`${place}/members`, {}, 20), { signal, label: "People", empty: "Nobody is a member; keys alone are let in.", id: "members" });
-  const add = may("members:write") && button("Add somebody", () => act({ title: "Add somebody", says: ["Whoever signs in with this address first is that person from then on."], fields: [{ name: "email", label: "Address", type: "email", required: true }, { name: "role", label: "Role", options: ROLES, value: "runner" }], verb: "Add", act: (values, key) => ask("POST", `${place}/members`, { body: values, idempotencyKey: key }) }));
+  const add = may("members:write") && button("Add somebody", () => act({ title: "Add somebody", says: ["The first person who signs in with this address is that person from then on."], fields: [{ name: "email", label: "Address", type: "email", required: true }, { name: "role", label: "Role", options: ROLES, value: "runner" }], verb: "Add", act: (values, key) => ask("POST", `${place}/members`, { body: values, idempotencyKey: key }) }));
   return [section("People", list.node, add), list];
 }
 
@@ -75,7 +75,7 @@ function keys(project, { signal, wrong }) {
   const list = paged(columns, () => new Pager("/v1/keys", {}, 20), { signal, label: "Keys", empty: "No keys.", id: "keys" });
   const make = may("keys:write") && button("Make a key", () => act({
     title: "Make a key",
-    says: ["It is the project's own, for programs, and outlives whoever made it. Its secret is shown once."],
+    says: ["It is the project's own, for programs, and outlives the person who made it. Its secret is shown once."],
     fields: [{ name: "name", label: "Name", required: true }, { name: "role", label: "Role", options: ROLES, value: "runner" }, { name: "days", label: "Days until it expires; empty: never", type: "number", min: 1, step: 1, value: 90 }],
     verb: "Make",
     act: ({ days, ...values }, key) => ask("POST", "/v1/keys", { body: { ...values, ...(session.me.project === null ? { project } : {}), ...(days === null ? {} : { expires_in_s: days * DAY_S }) }, idempotencyKey: key }),

@@ -166,8 +166,8 @@ def _check_lasting(world: World) -> None:
 
 
 def _check_impostors(world: World, core: Scheduler) -> None:
-    """Check that whoever generated with other weights than it named was found, and nobody else, and that from then on
-    none of its tokens was trained on."""
+    """Check that each worker that generated with other weights than it named was found, and nobody else, and that from
+    then on none of its tokens was trained on."""
     found = {mismatch.worker: mismatch for mismatch in core.agreement.mismatches}
     suspects = {worker for worker in found if not world.oracle.has_lied(worker)}
     require(suspects <= world.oracle.impostors.keys(), f"found wrong without a cause: {sorted(suspects)}")

@@ -37,7 +37,7 @@ class SimulatedThread(Ordered):
         self._call = call
         self._context = loop.context.copy()
         self._trace = sys.gettrace()
-        """Whoever looks at the lines that the loop's thread goes through sees these, too."""
+        """A tracer of the lines that the loop's thread goes through sees these, too."""
         self._carrier: _Carrier | None = None
         self._waits = 0
         """How often it has waited: what wakes it is meant for one of these times."""
@@ -173,7 +173,7 @@ class SimulatedCondition(threading.Condition):
             return thread.wait(timeout)
         finally:
             inner._acquire_restore(state)
-            with contextlib.suppress(ValueError):  # whoever notifies has removed it
+            with contextlib.suppress(ValueError):  # the notifying thread has removed it
                 inner._waiters.remove(waiter)
 
     def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:

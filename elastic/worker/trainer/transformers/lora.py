@@ -1,8 +1,8 @@
 """Low-rank adapters by peft: the base stays as it is, and what is trained, published and kept are adapters alone.
 
 An adapter is a pair of matrices A [r, in] and B [out, r] beside a linear layer's weights, to which it adds
-scale · B · A. Their names are those of peft's files, and in versions the scale stands in B, so that it is 1 for whoever
-serves them.
+scale · B · A. Their names are those of peft's files, and in versions the scale stands in B, so that it is 1 for code
+that serves them.
 """
 
 # pyright: reportMissingImports=false

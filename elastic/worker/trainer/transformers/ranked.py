@@ -1,7 +1,7 @@
 """A trainer of several ranks, as its first rank's process sees it: it starts the others, and has them do what it does.
 
 The other ranks are processes in this one's group. If one of them dies, or an order takes longer than a step may, this
-process ends at once, whatever it waits for: whoever has started it starts another, which goes on from the last
+process ends at once, whatever it waits for: the process that has started it starts another, which goes on from the last
 checkpoint. With this process all others end.
 """
 
@@ -203,11 +203,11 @@ class OtherRanks:
             return
         rank = died[0][0].data
         status = self._processes[rank - 1].wait()
-        # Whoever has killed a rank has killed the trainer: that is no failure of its own.
+        # A rank that was killed ends the trainer: that is no failure of the trainer's own.
         self._end(f"rank {rank} {how_ended(status)}", SIGNALLED - status if status < 0 else 1)
 
     def _broken(self, error: Exception) -> NoReturn:
-        time.sleep(DEATH_SHOWS_S)  # Whoever sees it dead, or has ended them all, says why.
+        time.sleep(DEATH_SHOWS_S)  # The process that sees it dead, or has ended them all, says why.
         self._check_there(error)
         self._end(f"the line to a rank is broken: {error!r}")
 
