@@ -14,13 +14,12 @@ import msgspec
 import typer
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from elastic.cli.options import AsJson, JobCommandIdOption, PoolsDirectory, group
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
 from elastic.cli.supervise import keep_up
-from elastic.cli.tables import listing
+from elastic.cli.tables import FittedListing, listing
 from elastic.cli.ticket import hand_out
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, pool_devices, save_pool
 from elastic.compose.runs import CLAIM, claimant, claimed, is_claimed, private
@@ -462,9 +461,8 @@ def pool_tables(reply: PoolStatusReply, path: Path) -> Group:
         f"${status.usd_unbilled:.4f} of it for idle nodes, which no job pays; "
         f"${status.usd_per_hour:.2f} an hour for its groups"
     )
-    nodes = listing(
-        ("node", "devices", "group", "account", "job", "busy", "idle", "down"), map(_node_row, status.nodes)
-    )
+    columns = ("node", "devices", "group", "account", "job", "busy", "idle", "down")
+    nodes = FittedListing(columns, map(_node_row, status.nodes), spare=("devices", "down", "group", "busy", "idle"))
     groups = [
         (
             group.name,
@@ -503,8 +501,9 @@ def _node_row(node: NodeStatus) -> Sequence[str]:
     return (*names, *(f"{part / whole_s:.0%}" for part in parts))
 
 
-def jobs_table(rows: Sequence[JobStatus]) -> Table:
-    return listing(("job", "state", "group", "now", "steps", "SLO", "planned", "$"), map(_job_row, rows))
+def jobs_table(rows: Sequence[JobStatus]) -> FittedListing:
+    columns = ("job", "state", "group", "now", "steps", "SLO", "planned", "$")
+    return FittedListing(columns, map(_job_row, rows), spare=("SLO", "planned", "group", "$", "state"))
 
 
 def _job_row(job: JobStatus) -> Sequence[str]:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from elastic.cli.output import console, emit
@@ -15,6 +16,10 @@ COPIED = frozenset(
     {"id", "run", "upload", "ticket", "job", "node", "group", "name", "email", "project", "resource", "url"}
 )
 """Headings of columns that other commands take."""
+
+
+_PADDING = 2
+"""Columns of the terminal between two of a list."""
 
 
 def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = ()) -> Table:
@@ -34,6 +39,33 @@ def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Col
     for row in cells[1:]:
         table.add_row(*row)
     return table
+
+
+class FittedListing:
+    """A list of which a terminal that is too narrow for it leaves out columns: those of `spare`, the first one first.
+    Elsewhere it has all of them."""
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        *,
+        spare: Sequence[str],
+        right: Collection[str] = (),
+    ) -> None:
+        self._columns, self._rows, self._right, self._spare = columns, list(rows), right, spare
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        kept = list(range(len(self._columns)))
+        for name in self._spare if options.is_terminal else ():
+            if sum(map(self._width, kept)) <= options.max_width:
+                break
+            kept.remove(self._columns.index(name))
+        rows = [[row[number] for number in kept] for row in self._rows]
+        yield listing([self._columns[number] for number in kept], rows, right=self._right)
+
+    def _width(self, number: int) -> int:
+        return _PADDING + max(cell_len(row[number]) for row in (self._columns, *self._rows))
 
 
 def show_listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = ()) -> None:

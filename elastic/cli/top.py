@@ -3,13 +3,15 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.segment import Segment
 from rich.text import Text
 
 from elastic.cli.account import run_on_disk
@@ -18,10 +20,11 @@ from elastic.cli.output import console, duration
 from elastic.cli.pool import asked, find_pool, pool_tables
 from elastic.cli.progress import beginning, render
 from elastic.cli.remote import is_hosted, server
-from elastic.cli.tables import listing
+from elastic.cli.tables import FittedListing
 from elastic.compose.runs import is_claimed
+from elastic.core.cluster.types import JobState
 from elastic.pool.control_messages import PoolControl
-from elastic.protocol.api import ENDED, HostedPool, HostedRun, RunFigures, RunPhase
+from elastic.protocol.api import ENDED, HostedJob, HostedPool, HostedRun, RunFigures, RunPhase
 from elastic.protocol.api_client import Client
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, SampleRow
 from elastic.runtime.status import RunStatus
@@ -29,8 +32,13 @@ from elastic.runtime.status import RunStatus
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
 """Columns of a line of bars, each a sample."""
-_COLUMNS = ("run", "phase", "step", "success", "reward", "tokens/s", "workers", "preempted", "cost")
-_RIGHT = _COLUMNS[2:]
+_COLUMNS = ("phase", "step", "success", "reward", "tokens/s", "workers", "preempted", "cost")
+_RIGHT = _COLUMNS[1:]
+_SPARE = ("preempted", "success", "workers", "phase", "reward", "tokens/s")
+"""What a narrow terminal leaves out, the first one first."""
+_LIVING = (JobState.SUBMITTED, JobState.PROFILING, JobState.QUEUED, JobState.PLACED, JobState.RUNNING)
+_MOST = 200
+"""Runs, or jobs, that are asked for at a time."""
 _GO_ON = tuple(phase.value for phase in RunPhase if phase not in ENDED)
 
 
@@ -63,6 +71,22 @@ def top(
     return _watch(lambda: _on_disk(directory), every_s, once=once)
 
 
+class _Screen:
+    """As much as a terminal has lines for; the last one tells how many are not seen."""
+
+    def __init__(self, shown: RenderableType) -> None:
+        self._shown = shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.height or console.height
+        lines = console.render_lines(self._shown, options.reset_height(), pad=False)
+        if left := max(0, len(lines) - room):
+            lines = [*lines[: room - 1], [Segment(f"… {left + 1} more lines: there is no room for them here")]]
+        for line in lines:
+            yield from line
+            yield Segment.line()
+
+
 def bars(values: Sequence[float]) -> str:
     """The last values as bars between 0 and the highest of them."""
     shown = list(values)[-_WIDTH:]
@@ -75,10 +99,10 @@ def _watch(look: Callable[[], RenderableType], every_s: float, *, once: bool) ->
         console().print(Group(look()), crop=False)  # A text by itself would be wrapped, whatever it says.
         return 0
     try:
-        with Live(look(), console=console(), auto_refresh=False, screen=True) as live:
+        with Live(_Screen(look()), console=console(), auto_refresh=False, screen=True) as live:
             while True:
                 time.sleep(every_s)
-                live.update(look(), refresh=True)
+                live.update(_Screen(look()), refresh=True)
     except KeyboardInterrupt:
         return 0
 
@@ -101,24 +125,24 @@ def _of_run(run: RunDirectory) -> Callable[[], RenderableType]:
 
 def _hosted(client: Client, name: str, pool: str) -> Callable[[], RenderableType]:
     if pool:
-        return lambda: _pool_lines(client.pool(pool))
+        return lambda: _pool_lines(client.pool(pool), list(islice(client.jobs(pool), _MOST)))
     if not name:
-        return lambda: _list(list(client.runs(phase=_GO_ON)))
+        return lambda: _list(list(islice(client.runs(phase=_GO_ON), _MOST)))
     speeds = deque[float](maxlen=_WIDTH)
 
     def look() -> RenderableType:
         run = client.run(name)
         speeds.append(run.figures.tokens_per_s)
         waits = [Text(f"{one.type}: {one.message}") for one in run.conditions if one.status != "True"]
-        return Group(_panel(_status(run.name, run.figures), speeds), *waits)
+        return Group(_panel(_status(run), speeds), *waits)
 
     return look
 
 
-def _status(name: str, figures: RunFigures) -> RunStatus:
+def _status(run: HostedRun) -> RunStatus:
     """The figures that a server tells as the status that a run shows."""
-    told = figures.model_dump(exclude={"budget", "evaluation", "conditions"})
-    return msgspec.convert(told | {"run": name}, RunStatus)
+    told = run.figures.model_dump(exclude={"budget", "evaluation", "conditions"})
+    return msgspec.convert(told | {"run": run.name, "phase": run.phase.value}, RunStatus)
 
 
 def _panel(status: RunStatus, speeds: Sequence[float]) -> RenderableType:
@@ -149,20 +173,20 @@ def _on_disk(directory: Path) -> RenderableType:
             found.append((run.name, sample.status))
     if not found:
         return Text(f"no run goes on in {directory}", no_wrap=True, overflow="ignore")
-    return listing(_COLUMNS, [_row(name, status.phase, status) for name, status in found], right=_RIGHT)
+    rows = [(name, *_row(status.phase, status)) for name, status in found]
+    return FittedListing(("run", *_COLUMNS), rows, spare=_SPARE, right=_RIGHT)
 
 
 def _list(runs: Sequence[HostedRun]) -> RenderableType:
     if not runs:
         return Text("no run goes on there")
-    rows = [_row(run.id, run.phase.value, run.figures) for run in runs]
-    return listing(_COLUMNS, rows, right=_RIGHT)
+    rows = [(run.id, run.name, *_row(run.phase.value, run.figures)) for run in runs]
+    return FittedListing(("run", "called", *_COLUMNS), rows, spare=("called", *_SPARE), right=_RIGHT)
 
 
-def _row(name: str, phase: str, told: RunStatus | RunFigures) -> Sequence[str]:
+def _row(phase: str, told: RunStatus | RunFigures) -> Sequence[str]:
     success, reward = told.last_success_rate, told.last_mean_reward
     return (
-        name,
         phase,
         f"{told.step}/{told.steps}",
         "-" if success is None else f"{success:.0%}",
@@ -174,7 +198,7 @@ def _row(name: str, phase: str, told: RunStatus | RunFigures) -> Sequence[str]:
     )
 
 
-def _pool_lines(pool: HostedPool) -> RenderableType:
+def _pool_lines(pool: HostedPool, jobs: Sequence[HostedJob]) -> RenderableType:
     """A server's pool, as far as one's project sees it."""
     if pool.away:
         return Text(f"pool {pool.id} does not answer now; it is started again")
@@ -184,4 +208,23 @@ def _pool_lines(pool: HostedPool) -> RenderableType:
     waits = [
         Text(f"{one.key} waits for {one.what}, {duration(max(0.0, one.left_s))} at the most") for one in pool.waits
     ]
-    return Group(Text(head), listing(("node", "phase", "group", "job", "does"), nodes), *waits)
+    rows = [
+        (
+            one.id,
+            one.state,
+            one.group or "-",
+            f"{one.steps_done}/{one.steps}",
+            f"${one.usd:.4f}",
+            one.reason if one.queue_place is None else f"{one.queue_place}. in the queue: {one.reason}",
+        )
+        for one in jobs
+        if one.state in _LIVING
+    ]
+    columns = ("job", "state", "group", "steps", "cost", "why")
+    return Group(
+        Text(head),
+        FittedListing(("node", "phase", "group", "job", "does"), nodes, spare=("phase", "group")),
+        *waits,
+        Text(),
+        FittedListing(columns, rows, spare=("group", "why")) if rows else Text("no job goes on"),
+    )

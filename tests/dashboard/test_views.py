@@ -152,7 +152,7 @@ def test_many_runs_are_found_ordered_and_compared(tab: Any, served: Served, subm
     tab.select_option("#phase", "failed")
     tab.wait_for_selector("text=13 runs")
     tab.fill("#label", "n=20")
-    tab.wait_for_selector("text=/^1 runs/")
+    tab.wait_for_selector("text=/^1 run$/")
     assert "label=n%3D20" in tab.url
     tab.goto(served.url + "/#/?search=math")
     tab.wait_for_selector("text=65 runs")

@@ -5,11 +5,23 @@ members by the charging policy; what they do not owe, and nodes of no group, is 
 numbers, in nano-dollars times nanoseconds per hour, so that bills add up exactly.
 """
 
+from collections import deque
 from collections.abc import Mapping
 
 from elastic.core.cluster.policy import BillShare, ChargingPolicy
 from elastic.core.cluster.state import ClusterState, NodeRecord
-from elastic.core.cluster.types import DeviceAccount, GroupName, JobId, Nanoseconds, PhaseKind, PoolSpec
+from elastic.core.cluster.types import (
+    DeviceAccount,
+    GroupName,
+    JobId,
+    Nanoseconds,
+    NodeId,
+    NodeTurn,
+    PhaseKind,
+    PoolSpec,
+)
+
+TURNS_KEPT = 1000
 
 
 class Books:
@@ -17,6 +29,9 @@ class Books:
         self._state, self._spec = state, spec
         self._price = {phase: spec.kind(phase).nano_usd_per_hour for phase in PhaseKind}
         self._charging = charging
+        self.turns = deque[NodeTurn](maxlen=TURNS_KEPT)
+        """The last turns that are over, of those that began here: they are no part of the state."""
+        self._since_ns: dict[NodeId, Nanoseconds] = {}
 
     def settle(self, node: NodeRecord) -> None:
         """Bring the node's account up to now."""
@@ -31,6 +46,11 @@ class Books:
     def turn_to(self, node: NodeRecord, account: DeviceAccount, user: JobId | None = None) -> None:
         """Charge the node's time from now on to another account."""
         self.settle(node)
+        since_ns, now_ns = self._since_ns.pop(node.id, None), self._state.now_ns
+        if since_ns is not None and node.user is not None:
+            self.turns.append(NodeTurn(node.id, node.user, since_ns, now_ns))
+        if user is not None:
+            self._since_ns[node.id] = now_ns
         node.account, node.user = account, user
 
     def charge_instead(self, node: NodeRecord, account: DeviceAccount, length_ns: Nanoseconds) -> None:
@@ -86,4 +106,5 @@ class Books:
         return self._state.lost_cost + sum(self._price[node.phase] * (now_ns - node.opened_ns) for node in nodes)
 
     def lost(self, node: NodeRecord) -> None:
+        self._since_ns.pop(node.id, None)
         self._state.lost_cost += self._price[node.phase] * (self._state.now_ns - node.opened_ns)

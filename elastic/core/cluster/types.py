@@ -180,6 +180,15 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.price(request.rollout_nodes, request.train_nodes)
 
 
+class NodeTurn(msgspec.Struct, frozen=True):
+    """A job's turn on a node, which is over."""
+
+    node: NodeId
+    job: JobId
+    since_ns: Nanoseconds
+    until_ns: Nanoseconds
+
+
 class WaitLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How long the cluster waits, and how much time a phase gets beyond its plan.
 

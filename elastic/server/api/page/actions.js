@@ -60,7 +60,7 @@ export function action({ title, says = [], fields = [], verb, danger = false, ac
     form.append(
       el("h2", { textContent: title }),
       el("ul", { className: "says" }, says.map((line) => el("li", { textContent: line }))),
-      ...controls.map(([field, control]) => labelled(field.label, control)),
+      ...controls.map(([field, control]) => (field.type === "checkbox" ? el("label", { className: "check" }, control, el("span", { textContent: field.label })) : labelled(field.label, control))),
       wrong,
       el("p", { className: "buttons" }, go, button("Cancel", () => dialog.close())),
     );

@@ -5,6 +5,7 @@ import { NONE, clock, count } from "./units.js";
 const HEIGHT = 190;
 const WHOLE = new Set(["step", "version", "tokens"]);
 const STEPS = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((one) => one * 10 ** power)).flat();
+const TIMES_S = [...[1, 2, 5, 10, 15, 30].flatMap((one) => [one, 60 * one]), ...[1, 2, 3, 6, 12].map((one) => 3600 * one), ...[1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].map((one) => 86_400 * one)].sort((a, b) => a - b);
 const LARGEST = 1e100; // Beyond it sums within the library are no numbers.
 export const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [1, 4]];
 const drawn = new Set();
@@ -71,7 +72,7 @@ class Chart {
       this.shape = shape;
       this.redraw();
     } else this.plot.setData(this.data);
-    this.tell(xs.length - 1);
+    this.tell(null);
     this.place.setAttribute("aria-label", this.words());
   }
 
@@ -100,9 +101,9 @@ class Chart {
       legend: { show: false },
       cursor: { sync: this.sync ? { key: this.sync } : undefined, points: { size: 6 }, y: false },
       scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(low, high, this.stacked) } },
-      axes: [{ ...axis(AXES[this.axis].unit), size: 30, incrs: WHOLE.has(this.axis) ? STEPS : undefined }, { ...axis(this.unit), size: 58 }],
+      axes: [{ ...axis(AXES[this.axis].unit), size: 30, incrs: this.axis === "time" ? TIMES_S : WHOLE.has(this.axis) ? STEPS : undefined }, { ...axis(this.unit), size: 58 }],
       series: [{}, ...this.series.map((one) => this.line(one))],
-      hooks: { setCursor: [(plot) => this.tell(plot.cursor.idx ?? this.data[0].length - 1)], draw: [(plot) => this.drawMarks(plot)] },
+      hooks: { setCursor: [(plot) => this.tell(plot.cursor.idx ?? null)], draw: [(plot) => this.drawMarks(plot)] },
     };
   }
 
@@ -148,10 +149,13 @@ class Chart {
     ctx.restore();
   }
 
+  /** The values at a place under the cursor; where there is none, the last that each line has. */
   tell(at) {
-    if (at < 0) return;
-    const items = this.series.map((one) => el("li", {}, swatch(this.stacked ? { colour: one.colour } : one), `${one.label} `, el("b", { textContent: one.values[at] === null ? NONE : this.unit(one.values[at]) })));
-    const here = el("li", { className: "soft", textContent: `at ${AXES[this.axis].unit(this.data[0][at])}` });
+    const last = this.data[0].length - 1;
+    if (last < 0) return;
+    const valueOf = (values) => (at === null ? values.findLast((value) => value !== null) : values[at]);
+    const items = this.series.map((one) => el("li", {}, swatch(this.stacked ? { colour: one.colour } : one), `${one.label} `, el("b", { textContent: valueOf(one.values) === null ? NONE : this.unit(valueOf(one.values)) })));
+    const here = el("li", { className: "soft", textContent: `at ${AXES[this.axis].unit(this.data[0][at ?? last])}` });
     fill(this.legend, items, this.marks.length ? el("li", {}, el("span", { className: "mark", textContent: "▼" }), this.marks[0].kind) : null, here);
   }
 

@@ -167,8 +167,10 @@ listen(async (told) => {
 }, new AbortController().signal);
 
 try {
+  const me = get("/v1/me");
+  me.catch(() => {}); // It is heard once it is known how one signs in.
   await checkVersion();
-  session.me = await get("/v1/me");
+  session.me = await me;
   if (session.me.csrf_token) signedIn();
   else signedOut();
 } catch (error) {

@@ -9,7 +9,7 @@ import { showEvents } from "./run_events.js";
 import { showLogs } from "./run_logs.js";
 import { showWorkers } from "./run_workers.js";
 import { showTrajectories } from "./trajectories.js";
-import { ENDED, count, duration, percent, readyWorkers, reward, usd } from "./units.js";
+import { ENDED, count, duration, many, percent, readyWorkers, reward, usd } from "./units.js";
 import { waitsOf } from "./words.js";
 
 const PARTS = {
@@ -20,6 +20,7 @@ const PARTS = {
   logs: ["Logs", showLogs],
   configuration: ["Configuration", showConfiguration],
 };
+const OF_CONFIGURATION = new Set(["trajectories", "configuration"]); // Parts that begin once it is known; others are read beside it.
 const REFRESH_MS = 2000;
 const PATIENCE = 4; // What takes long to read is read so many times less often than it could be.
 
@@ -44,10 +45,10 @@ function tilesOf(run, budget) {
     ["Step", `${figures.step}/${figures.steps}`, left && `about ${left} left`],
     ["Mean reward", reward(figures.last_mean_reward ?? figures.mean_reward), figures.last_mean_reward === null ? "so far" : "of the last step"],
     ["Success", percent(figures.last_success_rate ?? figures.success_rate), "rewards above 0"],
-    ["Tokens/s", count(over ? 0 : figures.tokens_per_s), `${figures.trajectories_running} trajectories`],
+    ["Tokens/s", count(over ? 0 : figures.tokens_per_s), `${count(figures.trajectories_running)} trajector${figures.trajectories_running === 1 ? "y" : "ies"}`],
     ["Workers", String(over ? 0 : readyWorkers(figures)), `${providers.reduce((sum, one) => sum + one.booting, 0)} booting`],
     ["Cost", usd(figures.usd) + (run.budget_usd === null ? "" : ` of ${usd(run.budget_usd)}`), forecast(run, budget)],
-    ["Preemptions", count(figures.preemptions), `${deaths} deaths, ${providers.reduce((sum, one) => sum + one.replaced, 0)} replaced`],
+    ["Preemptions", count(figures.preemptions), `${many(deaths, "death")}, ${providers.reduce((sum, one) => sum + one.replaced, 0)} replaced`],
     ["Queued turns", count(figures.queued_turns), figures.elapsed_s ? `after ${duration(figures.elapsed_s)}` : ""],
   ];
 }
@@ -74,18 +75,21 @@ export function showRun(main, { signal, parts: [id, name], wrong, go }) {
   const tabs = el("nav", { className: "tabs", ariaLabel: "Of this run" }, Object.entries(PARTS).map(link), el("a", { href: `${place}/report?format=html`, textContent: "Report", target: "_blank", rel: "noopener" }));
   const body = el("div", { className: "body" });
   fill(main, title, buttons, cause, tabs, name === "" ? [tiles, evaluated, waits] : null, body);
-  const view = { id, place, signal, wrong, run: null, budget: null };
+  let known;
+  const view = { id, place, signal, wrong, run: null, budget: null, known: new Promise((resolve) => (known = resolve)) };
   let part = null;
   let [due, tookMs] = [0, 0];
   let acts = "";
 
+  async function showBudget() {
+    view.budget = await get(`${place}/budget`, signal);
+    fill(tiles, tilesOf(await view.known, view.budget).map(tile));
+  }
+
   async function more() {
     const began = performance.now();
     try {
-      const budget = name === "" ? await get(`${place}/budget`, signal) : null;
-      view.budget = budget;
-      if (name === "") fill(tiles, tilesOf(view.run, budget).map(tile));
-      await part?.refresh?.();
+      await Promise.all([name === "" ? showBudget() : null, part.refresh?.()]);
     } catch (error) {
       if (!(error instanceof Refused)) throw error; // A run that has not begun has nothing to read yet; others say so where they stand.
     } finally {
@@ -106,6 +110,7 @@ export function showRun(main, { signal, parts: [id, name], wrong, go }) {
   function show(run) {
     const first = view.run === null;
     view.run = { ...view.run, ...run };
+    known(view.run);
     document.title = `${run.name} – Elastic`;
     const labels = Object.entries(run.labels).map(([key, value]) => el("a", { className: "tag", href: `#/?label=${encodeURIComponent(`${key}=${value}`)}`, textContent: `${key}=${value}` }));
     fill(title, el("span", { textContent: run.name, title: run.id }), phaseOf(run), labels);
@@ -119,15 +124,19 @@ export function showRun(main, { signal, parts: [id, name], wrong, go }) {
     fill(tiles, tilesOf(view.run, view.budget).map(tile));
     fill(evaluated, evaluationWords(run.figures.evaluation));
     fill(waits, waitsOf(run).map((one) => el("li", {}, el("b", { textContent: one.name }), ` ${one.text}`)));
-    if (first) part = PARTS[name][1](body, view);
-    part?.show?.(view.run);
+    part ??= PARTS[name][1](body, view);
+    part.show?.(view.run);
     if (!first) soon();
   }
 
   async function read() {
     try {
-      show(await get(place, signal));
-      await Promise.all([more(), part?.ready]);
+      const found = get(place, signal);
+      if (!OF_CONFIGURATION.has(name)) part ??= PARTS[name][1](body, view);
+      const ahead = part && Promise.all([more(), part.ready]);
+      ahead?.catch(() => {}); // It is heard below.
+      show(await found);
+      await (ahead ?? Promise.all([more(), part.ready]));
     } catch (error) {
       if (error instanceof Refused && error.type === "not-found") fill(main, el("h1", { textContent: "There is no such run" }), soft(`${id} was deleted, or is of another project.`));
       else wrong(error);

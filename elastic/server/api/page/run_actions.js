@@ -2,14 +2,14 @@
 import { action, edit } from "./actions.js";
 import { ask } from "./data.js";
 import { labelsAsText, labelsOf } from "./labels.js";
-import { ENDED, readyWorkers, usd } from "./units.js";
+import { ENDED, many, readyWorkers, usd } from "./units.js";
 
 const over = (run) => ENDED.has(run.phase);
 
 function holds(run) {
   const { figures } = run;
   const rate = Object.values(figures.providers).reduce((sum, one) => sum + one.usd_per_hour, 0);
-  return `It is at step ${figures.step} of ${figures.steps}, holds ${readyWorkers(figures)} workers (${usd(rate)} an hour), and has cost ${usd(figures.usd)}.`;
+  return `It is at step ${figures.step} of ${figures.steps}, holds ${many(readyWorkers(figures), "worker")} (${usd(rate)} an hour), and has cost ${usd(figures.usd)}.`;
 }
 
 const told = (show) => (run) => (run && run !== true ? show(run) : null);

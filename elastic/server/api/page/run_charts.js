@@ -88,9 +88,10 @@ export function showCharts(body, view) {
     show: (run) => providers.show(Object.entries(run.figures.providers)),
     refresh: () =>
       reading(problem, async () => {
-        const news = await series.refresh(signal, view.run.figures.step);
+        const news = await series.refresh(signal, view.run?.figures.step ?? 0);
+        const run = await view.known;
         problem.replaceChildren();
-        if (news) draw(view.run);
+        if (news) draw(run);
       }),
   };
 }

@@ -8,6 +8,7 @@ import { paged, reading, table } from "./tables.js";
 import { NONE, clock, count, duration, percent, usd } from "./units.js";
 
 const MOST_LANES = 80;
+const MOST_WORKERS = 100; // In one answer.
 const ROW = 22;
 const WIDTH = 1000;
 const ENDS = { preempted: "▼", expired: "◷", lost: "✕", failed: "✕", released: "◼" };
@@ -90,18 +91,18 @@ export function showWorkers(body, view) {
   return {
     refresh: () =>
       reading(problem, async () => {
-        const { data, more } = await listed(`${place}/workers`, {}, signal, 500);
+        const { data, more } = await listed(`${place}/workers`, {}, signal, MOST_WORKERS);
         problem.replaceChildren();
         const end = Math.max(1, ...data.map((one) => Math.max(one.closed_s ?? 0, one.opened_s + Object.values(one.accounts_s).reduce((sum, it) => sum + it, 0))));
         const colours = providerColours([...new Set(data.map((one) => one.provider))].sort());
         const shown = data.slice(0, MOST_LANES).reverse();
         fill(lanes, shown.map((one) => laneOf(one, end, colours[one.provider])));
         const left = data.length - shown.length;
-        fill(legend, Object.entries(colours).map(([name, colour]) => el("span", {}, swatch({ colour }), name)), el("span", {}, swatch({ colour: "booting" }), "booting"), el("span", {}, swatch({ colour: "notice" }), "on notice"), ` ▼ preempted, ◷ its time was over, ✕ lost, ◼ given back, ● still there; 0:00 to ${clock(end)}.`, left > 0 || more ? ` ${left}${more ? " and more" : ""} older workers are not shown.` : "");
+        fill(legend, Object.entries(colours).map(([name, colour]) => el("span", {}, swatch({ colour }), name)), el("span", {}, swatch({ colour: "booting" }), "booting"), el("span", {}, swatch({ colour: "notice" }), "on notice"), ` ▼ preempted, ◷ its time was over, ✕ lost, ◼ given back, ● still there; 0:00 to ${clock(end)}.`, left > 0 || more ? " Older workers are not shown; their leases stand below." : "");
         losses.show(followed(data).slice(0, 100));
         workers.show(data.slice(0, 100));
         // These have a read of the journal each, which nobody waits for who looks at lanes.
-        Promise.all([begun ? null : leases.refresh(), reading(unread, () => offers.show(id, view.run.figures.elapsed_s))]).catch(wrong);
+        Promise.all([begun ? null : leases.refresh(), reading(unread, async () => offers.show(id, (await view.known).figures.elapsed_s))]).catch(wrong);
         begun = true;
       }),
   };

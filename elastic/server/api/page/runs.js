@@ -4,7 +4,7 @@ import { el, fill, labelled, soft } from "./dom.js";
 import { listen } from "./live.js";
 import { phaseOf } from "./run.js";
 import { longTable } from "./tables.js";
-import { ENDED, count, moment, percent, readyWorkers, reward, usd } from "./units.js";
+import { ENDED, count, many, moment, percent, readyWorkers, reward, usd } from "./units.js";
 
 const PHASES = { "": "all phases", live: "living", starting: "starting", running: "running", pending: "pending", stopped: "stopped", finished: "finished", failed: "failed" };
 const LIVE = ["pending", "starting", "running", "restarting", "stopping"];
@@ -103,7 +103,7 @@ export function showRuns(main, { signal, query, go, wrong }) {
     tell();
   }
   function tell() {
-    status.textContent = entries.length ? `${entries.length.toLocaleString("en")}${pager.more ? "+" : ""} runs` : "";
+    status.textContent = !entries.length ? "" : pager.more ? `${count(entries.length)}+ runs` : many(entries.length, "run");
     empty.hidden = entries.length > 0;
     list.node.hidden = entries.length === 0;
     fill(empty, filtered() ? "No runs like these." : "No runs yet. Submit one here, or on a terminal: elastic run CONFIG --providers … --remote");

@@ -102,6 +102,7 @@ export function longTable(columns, { label, id, reach }) {
   }
   inner.setAttribute("aria-rowcount", "-1");
   node.addEventListener("scroll", () => requestAnimationFrame(() => draw()), { passive: true });
+  new ResizeObserver(() => draw()).observe(node);
   const show = (found) => {
     entries = found;
     draw(true);

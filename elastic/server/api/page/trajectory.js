@@ -7,6 +7,7 @@ import { count, reward } from "./units.js";
 const LIKELY = [-0.1, -0.7, -2.3, -4.6];
 const TOKENS_SHOWN = 4000;
 const MESSAGES_SHOWN = 200;
+const VERSIONS_SHOWN = 20;
 const likelihood = (logprob) => `p${LIKELY.filter((least) => logprob < least).length}`;
 
 function tokensOf(context, message, by) {
@@ -18,7 +19,9 @@ function tokensOf(context, message, by) {
     return el("span", { className: `token ${style}`, textContent: context.pieces ? context.pieces[at] : ` ${context.token_ids[at]}`, title: `token ${context.token_ids[at]}, version ${context.versions[at]}, log-probability ${context.logprobs[at].toFixed(3)}` });
   });
   const left = message.tokens - shown;
-  return el("div", { className: "said" }, spans, left ? el("span", { className: "soft", textContent: ` … ${count(left)} more tokens are not shown` }) : null);
+  const versions = [...new Set(context.versions.slice(message.start, message.start + shown))].sort((a, b) => a - b);
+  const key = by === "version" && soft("Underlined by version: ", versions.slice(0, VERSIONS_SHOWN).map((one) => [el("span", { className: `token v${(one - first) % 5}`, textContent: String(one) }), " "]), versions.length > VERSIONS_SHOWN ? "…" : null);
+  return el("div", { className: "said" }, key, spans, left ? el("span", { className: "soft", textContent: ` … ${count(left)} more tokens are not shown` }) : null);
 }
 
 function aboutOf(context, message) {

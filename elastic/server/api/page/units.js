@@ -18,6 +18,9 @@ function scaled(value, unit) {
   return minus(`${Number(value.toPrecision(3))} ${unit}`.trim());
 }
 
+/** So many of something, such as 1 worker or 2 workers. */
+export const many = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
+
 export const bytes = (value) => (none(value) ? NONE : scaled(value, "B"));
 
 export function percent(share) {
@@ -66,6 +69,5 @@ export function moment(text) {
   return Number.isNaN(at.getTime()) ? String(text) : at.toLocaleString("sv", { dateStyle: "short", timeStyle: "short" });
 }
 
-export const phaseWord = (run) => run.phase;
 export const ENDED = new Set(["stopped", "finished", "failed"]);
 export const readyWorkers = (figures) => Object.values(figures.providers).reduce((sum, one) => sum + one.ready, 0);
