@@ -16,6 +16,7 @@ from elastic.pool.control_messages import (
     POOL_CONTROL_VERSION,
     AskJobs,
     AskPoolStatus,
+    AskTurns,
     AskVersion,
     CancelJob,
     DrainNode,
@@ -28,6 +29,7 @@ from elastic.pool.control_messages import (
     PoolRefusal,
     PoolRequest,
     PoolStatusReply,
+    PoolTurns,
     PoolVersion,
     PutBackDevice,
     ResubmitJob,
@@ -51,6 +53,7 @@ from elastic.pool.status import (
     plan_of,
     pool_status,
     queue_places,
+    turns_of,
 )
 
 PoolCommand: TypeAlias = SubmitJob | CancelJob | ResubmitJob | StopPool | PutBackDevice | MintTicket | DrainNode
@@ -93,6 +96,8 @@ class PoolCommandManager:
                 return PoolStatusReply(pool=self._pool, pid=os.getpid(), status=self._status())
             case AskJobs():
                 return self._jobs(request)
+            case AskTurns():
+                return PoolTurns(turns=turns_of(self._shell.cluster))
             case PlanJob():
                 try:
                     return PoolPlan(plan=plan_of(self._shell.cluster, request.request))

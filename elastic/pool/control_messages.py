@@ -14,7 +14,7 @@ import msgspec
 from elastic.core.cluster.types import JobRequest
 from elastic.pool.machines import NodeTicket
 from elastic.pool.ports import JobEntry
-from elastic.pool.status import JobStatus, PlacementPlan, PoolStatus
+from elastic.pool.status import JobStatus, PlacementPlan, PoolStatus, TurnStatus
 from elastic.protocol.run_control import CommandRefused, ControlError, ControlLine, new_command_id
 
 POOL_CONTROL_VERSION = "5"
@@ -98,6 +98,10 @@ class AskPoolStatus(_PoolRequest, frozen=True, tag="status"):
     pass
 
 
+class AskTurns(_PoolRequest, frozen=True, tag="turns"):
+    """Ask for the last turns that are over."""
+
+
 class AskJobs(_PoolRequest, frozen=True, tag="jobs"):
     """Ask for jobs, also for those that were over long ago: the latest arrivals first, a page at a time.
 
@@ -125,6 +129,7 @@ PoolRequest: TypeAlias = (
     | DrainNode
     | AskVersion
     | AskPoolStatus
+    | AskTurns
     | AskJobs
 )
 
@@ -167,6 +172,10 @@ class PoolJobs(_PoolReply, frozen=True, tag="jobs"):
     before: int | None = None
 
 
+class PoolTurns(_PoolReply, frozen=True, tag="turns"):
+    turns: list[TurnStatus]
+
+
 class PoolVersion(_PoolReply, frozen=True, tag="version"):
     pid: int
     version: str
@@ -181,7 +190,7 @@ class PoolStatusReply(_PoolReply, frozen=True, tag="status"):
 
 
 PoolAnswer: TypeAlias = (
-    PoolAcknowledged | PoolRefusal | PoolPlan | PoolVersion | PoolStatusReply | PoolJobs | TicketMinted
+    PoolAcknowledged | PoolRefusal | PoolPlan | PoolVersion | PoolStatusReply | PoolTurns | PoolJobs | TicketMinted
 )
 R = TypeVar("R", bound=_PoolReply)
 
@@ -232,6 +241,10 @@ class PoolControl:
 
     async def status(self) -> PoolStatusReply:
         return await self._ask(AskPoolStatus(), PoolStatusReply)
+
+    async def turns(self) -> list[TurnStatus]:
+        """Return the last turns that are over. A process of an older program refuses to tell of them."""
+        return (await self._ask(AskTurns(), PoolTurns)).turns
 
     async def jobs(
         self,

@@ -87,6 +87,15 @@ class PermitStatus(msgspec.Struct, kw_only=True):
     recalled: bool
 
 
+class TurnStatus(msgspec.Struct, frozen=True):
+    """A job's turn on a node, which is over."""
+
+    node: NodeId
+    job: JobId
+    since_s: float
+    until_s: float
+
+
 class WaitStatus(msgspec.Struct, kw_only=True):
     what: str
     key: str
@@ -128,6 +137,8 @@ class JobStatus(msgspec.Struct, kw_only=True):
     usd: float
     saved_if_left_usd_per_hour: float
     over: bool
+    usd_alone: float = 0.0
+    """What its steps would have cost so far on nodes of its own, by its plan."""
     queue_place: int | None = None
     """Of those that wait for room, how many are looked at before it, itself included."""
     directory: str = ""
@@ -234,6 +245,13 @@ def pool_status(
             for wait in cluster.waits
         ],
     )
+
+
+def turns_of(cluster: Cluster) -> list[TurnStatus]:
+    """Return the last turns on each node that are over, as far as the pool's process has seen them begin."""
+    return [
+        TurnStatus(one.node, one.job, one.since_ns / NS_PER_S, one.until_ns / NS_PER_S) for one in cluster.books.turns
+    ]
 
 
 def plan_of(cluster: Cluster, request: JobRequest) -> PlacementPlan:
@@ -346,6 +364,7 @@ def job_status(cluster: Cluster, record: JobRecord, billed: int, queue_place: in
         usd=usd(billed),
         saved_if_left_usd_per_hour=saved_if_left(cluster, record) / NANO_USD,
         over=record.over,
+        usd_alone=usd(record.steps_done * solo_ns * cluster.spec.price_alone(request)),
         queue_place=queue_place,
     )
 

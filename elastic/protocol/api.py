@@ -700,6 +700,15 @@ class HostedWait(_Resource):
     left_s: float
 
 
+class HostedTurn(_Resource):
+    """A job's turn on a node, which is over."""
+
+    node: str
+    job: str
+    since_s: float
+    until_s: float
+
+
 class HostedPool(_Resource):
     """Devices that jobs share, phase by phase. `away`: its process does not answer now, and is started again.
 
@@ -739,6 +748,7 @@ class HostedJob(_Resource):
     moves: int
     resubmissions: int
     usd: float
+    usd_alone: float = Field(default=0.0, description="what its steps would have cost on nodes of its own, as planned")
     saved_if_left_usd_per_hour: float
 
 

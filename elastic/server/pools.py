@@ -33,6 +33,8 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 ASK_TIMEOUT_S = 10.0
+ANOTHERS = "another project's"
+"""What a job is called of which the caller sees no more than that it is there."""
 ARRIVES_US = 120_000_000
 """How long after a job was noted its pool may not have heard of it."""
 LOOK_S = 1.0
@@ -83,7 +85,7 @@ def as_pool(settings: ServerSettings, status: PoolStatus, name: str, project: st
     own = {job.name for job in status.jobs if project is None or project_of_job(settings, job) == project}
 
     def seen(job: str) -> str:
-        return job if project is None or job in own else "another project's"
+        return job if project is None or job in own else ANOTHERS
 
     pool = HostedPool.model_validate(to_builtins(status) | {"id": name, "away": False})
     for node in pool.nodes:

@@ -22,7 +22,7 @@ PLACES = ("/#/pools", "/#/providers", "/#/projects")
 
 @pytest.fixture
 def job(served: Served, submission: Submission, tmp_path: Path) -> Iterator[str]:
-    """A job of a pool that the server has, in its first turn for 30 s."""
+    """A job of a pool that the server has, in its second turn for 30 s."""
     file = tmp_path / "pool.toml"
     file.write_text(POOL.format(directory=tmp_path))
     state = served.site.app.state.server
@@ -31,6 +31,9 @@ def job(served: Served, submission: Submission, tmp_path: Path) -> Iterator[str]
         body = submission()
         asked = {"config": {**body["config"], "job": JOB}, "providers": ["spot"]}
         made = served.site.member(AccessRole.RUNNER).post("/v1/pools/lab/jobs", json=asked).json()["id"]
+        pool.tell(e.PhaseAsked(job=made, phase=PhaseKind.ROLLOUT), at_s=60.0)
+        (permit,) = pool.cluster.permits
+        pool.tell(e.PermitYielded(job=made, permit=permit, finished=False), at_s=80.0)
         pool.tell(e.PhaseAsked(job=made, phase=PhaseKind.ROLLOUT), at_s=100.0)
         pool.tell(e.TimePassed(), at_s=130.0)
         yield made
@@ -45,7 +48,8 @@ def test_a_pool_shows_who_computes_and_a_job_is_cancelled(tab: Any, served: Serv
     row = tab.locator("#jobs tbody tr", has_text=job)
     row.wait_for()
     tab.wait_for_selector(f"#groups >> text={job}")
-    tab.wait_for_selector(f"#pool-lanes [title='slice for {job}, 1:40 to 2:10']")
+    for turn in ("1:00 to 1:20", "1:40 to 2:10"):
+        tab.wait_for_selector(f"#pool-lanes [title='slice for {job}, {turn}']")
     row.locator("text=Cancel").click()
     tab.wait_for_selector("dialog >> text=Everything of it ends now.")
     tab.click("dialog button[type=submit]")

@@ -15,6 +15,7 @@ from elastic.pool.control_messages import (
     POOL_CONTROL_VERSION,
     AskJobs,
     AskPoolStatus,
+    AskTurns,
     AskVersion,
     CancelJob,
     DrainNode,
@@ -27,6 +28,7 @@ from elastic.pool.control_messages import (
     PoolRefusal,
     PoolRequest,
     PoolStatusReply,
+    PoolTurns,
     PoolVersion,
     ResubmitJob,
     StopPool,
@@ -34,7 +36,7 @@ from elastic.pool.control_messages import (
     TicketMinted,
 )
 from elastic.pool.machines import NodeTicket
-from elastic.pool.status import PoolStatus, plan_of, pool_status
+from elastic.pool.status import PoolStatus, plan_of, pool_status, turns_of
 from elastic.protocol.run_control import SOCKET, socket_address
 from policies.clusters import CLUSTER_POLICIES
 
@@ -121,6 +123,8 @@ class StandIn:
                 return PoolVersion(pid=7, version=self._version)
             case AskPoolStatus():
                 return PoolStatusReply(pool="lab", pid=7, status=self._status())
+            case AskTurns():
+                return PoolTurns(turns=turns_of(self.cluster))
             case AskJobs():
                 before = self.cluster.state.arrivals + 1 if request.before is None else request.before
                 found = [

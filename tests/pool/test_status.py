@@ -7,7 +7,7 @@ from elastic.core.cluster import Cluster, ClusterError, NodeKind, PoolSpec, Wait
 from elastic.core.cluster import events as e
 from elastic.core.cluster.history import cluster_digest
 from elastic.core.cluster.types import PhaseKind
-from elastic.pool.status import PoolStatus, bills, plan_of, pool_status
+from elastic.pool.status import PoolStatus, TurnStatus, bills, plan_of, pool_status, turns_of
 from policies.clusters import CLUSTER_POLICIES
 from tests.cluster.conftest import THREE_OF_EACH, S, timed_job
 
@@ -39,6 +39,30 @@ def test_bills_and_what_is_nobodys_sum_to_what_the_pool_pays_at_any_time() -> No
         for node in told.nodes:
             assert sum(node.accounts_s.values()) == pytest.approx(now_ns / S)
         assert msgspec.json.decode(msgspec.json.encode(told), type=PoolStatus) == told
+
+
+def test_turns_that_are_over_are_told_and_are_no_part_of_the_state() -> None:
+    cluster, other = (cluster_of(THREE_OF_EACH, "one") for _ in range(2))
+    permit = cluster.jobs["one"].permit
+    assert permit is not None
+    assert turns_of(cluster) == []
+    nodes = cluster.permits[permit].nodes
+    for one in (cluster, other):
+        one.handle(e.PermitYielded(job="one", permit=permit, finished=True), 13 * S)
+    assert turns_of(cluster) == [TurnStatus(node, "one", 3.0, 13.0) for node in nodes]
+    other.books.turns.clear()
+    assert cluster_digest(cluster) == cluster_digest(other)
+
+
+def test_a_job_alone_would_have_cost_what_its_steps_take_of_its_own_nodes() -> None:
+    cluster = cluster_of(THREE_OF_EACH, "one", "two")
+    request, plan = cluster.jobs["one"].request, cluster.jobs["one"].request.plan
+    assert plan is not None
+    cluster.handle(e.JobProgressed(job="one", steps_done=3), 60 * S)
+    one, two = pool_status(cluster).jobs
+    hours = 3 * plan.solo_ns / (3_600 * S)
+    assert one.usd_alone == pytest.approx(hours * cluster.spec.price_alone(request) / S)
+    assert two.usd_alone == 0.0
 
 
 def test_a_bill_that_is_asked_for_is_the_one_that_comes() -> None:

@@ -86,6 +86,13 @@ def test_a_job_goes_to_the_pool_and_its_project_alone_sees_it(pooled: Site, pool
         method = "GET" if path.endswith(name) else "POST"
         assert theirs.request(method, path).json()["type"] == "/problems/not-found"
     assert ours.get("/v1/pools").json()["data"][0]["groups"][0]["members"] == [name]
+    pool.tell(e.PhaseAsked(job=name, phase=PhaseKind.ROLLOUT), at_s=3.0)
+    (permit,) = pool.cluster.permits
+    pool.tell(e.PermitYielded(job=name, permit=permit, finished=True), at_s=13.0)
+    for client, called in ((ours, name), (theirs, "another project's")):
+        (turn,) = client.get("/v1/pools/lab/turns").json()["data"]
+        assert turn == {"node": "rollout-1", "job": called, "since_s": 3.0, "until_s": 13.0}
+    assert ours.get("/v1/pools/lab/turns?after_s=13").json()["data"] == []
     seen = theirs.get("/v1/pools/lab").json()
     assert seen["groups"][0]["members"] == ["another project's"]
     assert name not in str(seen)

@@ -1,44 +1,50 @@
-// What each node of a pool does, since the page began to look, and since the turns began that went on then: a lane a
-// node, with the job that it was for.
+// What each node of a pool has done for which job, turn by turn: a lane a node.
+import { Refused, get } from "./data.js";
 import { el, fill, soft } from "./dom.js";
-import { NONE, clock } from "./units.js";
+import { clock } from "./units.js";
 
 const LONGEST_S = 900;
 
-export function poolLanes() {
-  const lanes = new Map(); // Each node's parts: from, to, what it did, and for which job.
+/** The lanes of a pool. `show` draws them at a moment of the pool; turns that are over are read as they come. */
+export function poolLanes(pool, signal) {
   const list = el("ol", { className: "lanes", id: "pool-lanes" });
   const about = soft();
-  let [begun, ended] = [null, null];
+  let [turns, ended, seen] = [[], 0, null];
 
-  function note(now, nodes, permits) {
-    const since = (name, job) => permits.find((one) => one.job === job && one.nodes.includes(name))?.since_s ?? now;
-    begun = Math.max(begun ?? Math.min(now, ...nodes.map((one) => since(one.name, one.job))), now - LONGEST_S);
-    for (const name of lanes.keys()) if (!nodes.some((one) => one.name === name)) lanes.delete(name);
-    for (const { name, account, job } of nodes) {
-      const parts = lanes.get(name) ?? [];
-      const last = parts.at(-1);
-      if (last) last.to = now;
-      if (!last || last.account !== account || last.job !== job) parts.push({ from: last ? now : since(name, job), to: now, account, job });
-      lanes.set(name, parts.filter((one) => one.to >= begun));
-    }
+  async function read(now, permits) {
+    if (now < ended) [turns, seen] = [[], null]; // Another process of the pool counts anew.
     ended = now;
+    const under = permits.map((one) => `${one.number} ${one.nodes}`).join();
+    if (under === seen) return;
+    try {
+      const { data } = await get(`/v1/pools/${pool}/turns?after_s=${turns.at(-1)?.until_s ?? 0}`, signal);
+      turns = [...turns, ...data].filter((one) => one.until_s > now - LONGEST_S);
+      seen = under;
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error; // Its process is of an older program: turns under way are shown.
+    }
   }
-  function partOf({ from, to, account, job }) {
-    const [left, right] = [from, to].map((at) => (100 * (Math.max(at, begun) - begun)) / Math.max(1, ended - begun));
-    const part = el("span", { className: `doing account-${account}`, textContent: job ?? "", title: `${account}${job ? ` for ${job}` : ""}, ${clock(from)} to ${clock(to)}` });
-    part.style.left = `${left}%`;
-    part.style.width = `${right - left}%`;
-    return part;
+  function lanesOf(now, nodes, permits) {
+    return nodes.map(({ name, account, job }) => {
+      const since = permits.find((one) => one.job === job && one.nodes.includes(name))?.since_s;
+      const own = turns.filter((one) => one.node === name).map((one) => ({ from: one.since_s, to: one.until_s, account: "slice", job: one.job }));
+      return { name, parts: since === undefined ? own : [...own, { from: since, to: now, account, job }] };
+    });
   }
-  const said = (parts) => parts.map((one) => `${one.account}${one.job ? ` for ${one.job}` : ""} from ${clock(one.from)}`).join(", ");
-  /** Note what the nodes do at this moment of the pool. */
-  function show(now, nodes, permits) {
-    if (ended !== null && now < ended) lanes.clear(); // Another process of the pool counts anew.
-    if (!lanes.size) begun = null;
-    note(now, nodes, permits);
-    fill(list, [...lanes].map(([name, parts]) => el("li", {}, el("span", { className: "name", textContent: name }), el("div", { className: "lane whole", ariaHidden: "true" }, parts.map(partOf)), el("span", { className: "hidden", textContent: said(parts) || NONE }))));
-    fill(about, `From ${clock(begun)} to ${clock(ended)} of the pool's time, and of turns that went on as this page was opened all; what was before stands below as sums.`);
+  async function show(now, nodes, permits) {
+    await read(now, permits);
+    const lanes = lanesOf(now, nodes, permits);
+    const begun = Math.max(0, now - LONGEST_S, Math.min(now, ...lanes.flatMap((one) => one.parts.map((part) => part.from))));
+    const place = (at) => (100 * (Math.max(at, begun) - begun)) / Math.max(1, now - begun);
+    const said = ({ from, to, account, job }) => `${account} for ${job}, ${clock(from)} to ${clock(to)}`;
+    const partOf = (part) => {
+      const made = el("span", { className: `doing account-${part.account}`, textContent: part.job, title: said(part) });
+      made.style.left = `${place(part.from)}%`;
+      made.style.width = `${place(part.to) - place(part.from)}%`;
+      return made;
+    };
+    fill(list, lanes.map(({ name, parts }) => el("li", {}, el("span", { className: "name", textContent: name }), el("div", { className: "lane whole", ariaHidden: "true" }, parts.map(partOf)), el("span", { className: "hidden", textContent: parts.slice(-10).map(said).join("; ") || "idle" }))));
+    fill(about, `From ${clock(begun)} to ${clock(now)} of the pool's time; what was before stands below as sums.`);
   }
   return { node: el("div", {}, about, list), show };
 }

@@ -60,12 +60,13 @@ function jobsOf(pool, { signal, wrong }) {
   const columns = [
     { title: "Job", of: (one) => one.id },
     { title: "State", of: (one) => one.state },
-    { title: "Why", wide: true, of: (one) => one.reason },
+    { title: "Why", wide: true, of: (one) => (one.queue_place === null ? one.reason : `${one.queue_place}. in the queue: ${one.reason}`) },
     { title: "Step", number: true, of: (one) => `${one.steps_done}/${one.steps}` },
     { title: "Slowdown", number: true, of: (one) => `${one.planned_slowdown === null ? NONE : one.planned_slowdown.toFixed(2)} of ${one.slo.toFixed(2)}` },
     { title: "Group", of: (one) => one.group ?? NONE },
     { title: "Moves", number: true, of: (one) => count(one.moves) },
     { title: "Bill", number: true, of: (one) => usd(one.usd) },
+    { title: "Alone", number: true, of: (one) => (one.steps_done ? usd(one.usd_alone) : NONE) },
     { title: "Its leaving saves", number: true, of: (one) => `${usd(one.saved_if_left_usd_per_hour)}/h` },
     { title: "", head: el("span", { className: "hidden", textContent: "Actions" }), of: (one) => may("runs:write") && (GOES_ON.test(one.state) ? cancel(one) : one.state === "failed" ? again(one) : null) },
   ];
@@ -97,7 +98,7 @@ export async function showPool(main, context) {
   const permits = made(PERMITS, "Permits", "Nobody computes now.", "permits");
   const waits = made(WAITS, "Waits", "Nothing waits.", "waits");
   const jobs = jobsOf(name, context);
-  const lanes = poolLanes();
+  const lanes = poolLanes(name, signal);
   fill(main, el("h1", { textContent: `Pool ${name}` }), about, section("Nodes", accountKeys(OF_NODES), lanes.node, nodes.node), section("Groups that take turns", groups.node), section("Who computes", permits.node), section("What waits, and for what", waits.node), section("Jobs", may("runs:write") && el("p", {}, el("a", { href: `#/submit?pool=${encodeURIComponent(name)}`, textContent: "Submit a job" })), jobs.node));
   let [timer, seen] = [0, ""];
 
@@ -106,7 +107,7 @@ export async function showPool(main, context) {
     fill(about, pool.away ? "Its process does not answer now, and is started again. What was known stands here." : `Up for ${duration(pool.now_s)}: ${usd(pool.usd)} so far, ${usd(pool.usd_per_hour)} an hour for its groups.`);
     if (pool.away) return;
     nodes.show(pool.nodes);
-    lanes.show(pool.now_s, pool.nodes, pool.permits);
+    await lanes.show(pool.now_s, pool.nodes, pool.permits);
     groups.show(pool.groups);
     permits.show(pool.permits);
     waits.show(pool.waits);

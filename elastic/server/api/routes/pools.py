@@ -16,7 +16,7 @@ from elastic.core.cluster import JobRequest
 from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
 from elastic.pool.ports import JobEntry
 from elastic.pool.status import JobStatus
-from elastic.protocol.api import HostedJob, HostedPool, JobPlacement, JobSubmission, Listed, Submission
+from elastic.protocol.api import HostedJob, HostedPool, HostedTurn, JobPlacement, JobSubmission, Listed, Submission
 from elastic.protocol.run_control import new_command_id
 from elastic.server import ids
 from elastic.server.api.auth import Caller
@@ -35,7 +35,7 @@ from elastic.server.api.state import ServerState
 from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult, created
 from elastic.server.intake.checking import checked
 from elastic.server.permissions import Action
-from elastic.server.pools import as_job, as_pool, asked, control_of, project_of_job, settle_jobs
+from elastic.server.pools import ANOTHERS, as_job, as_pool, asked, control_of, project_of_job, settle_jobs
 from elastic.server.problems import ApiProblem, configuration_errors, invalid_configuration, not_found
 from elastic.server.quotas.needs import RunNeeds
 from elastic.server.settings import ServerSettings
@@ -69,6 +69,26 @@ def list_pools(request: Request, caller: CallerDep, state: StateDep) -> Listed[H
 def show_pool(pool: PoolId, caller: CallerDep, state: StateDep) -> HostedPool:
     """Show a pool: its nodes, groups, permits and what waits."""
     return _pool(state.settings, pool, caller)
+
+
+@router.get("/{pool}/turns", **rules(Action.RUNS_READ, "not-found", "pool-away"))
+def list_turns(
+    pool: PoolId,
+    request: Request,
+    caller: CallerDep,
+    state: StateDep,
+    after_s: Annotated[float, Query(ge=0, description="those that ended later")] = 0.0,
+) -> Listed[HostedTurn]:
+    """List the last turns on a pool's nodes that are over, in the order in which they ended. Those before its process
+    was started are missing."""
+    turns = [turn for turn in asked(control_of(state.settings, pool).turns()) if turn.until_s > after_s]
+    place = None if caller.project is None else state.settings.pooled / caller.project
+    own = {job for job in {turn.job for turn in turns} if place is None or (place / job).is_dir()}
+    data = [
+        HostedTurn.model_validate(to_builtins(turn) | {"job": turn.job if turn.job in own else ANOTHERS})
+        for turn in turns
+    ]
+    return Listed(url=request.url.path, data=data, has_more=False)
 
 
 @router.get("/{pool}/jobs", **rules(Action.RUNS_READ, "not-found", "invalid-cursor", "pool-away"))
