@@ -75,7 +75,7 @@ export function showRun(main, { signal, parts: [id, name], wrong, go }) {
   const tabs = el("nav", { className: "tabs", ariaLabel: "Of this run" }, Object.entries(PARTS).map(link), el("a", { href: `${place}/report?format=html`, textContent: "Report", target: "_blank", rel: "noopener" }));
   const body = el("div", { className: "body" });
   fill(main, title, buttons, cause, tabs, name === "" ? [tiles, evaluated, waits] : null, body);
-  let known;
+  let known; // Once the run is, parts that are read beside it go on.
   const view = { id, place, signal, wrong, run: null, budget: null, known: new Promise((resolve) => (known = resolve)) };
   let part = null;
   let [due, tookMs] = [0, 0];
@@ -83,7 +83,8 @@ export function showRun(main, { signal, parts: [id, name], wrong, go }) {
 
   async function showBudget() {
     view.budget = await get(`${place}/budget`, signal);
-    fill(tiles, tilesOf(await view.known, view.budget).map(tile));
+    await view.known;
+    fill(tiles, tilesOf(view.run, view.budget).map(tile));
   }
 
   async function more() {
@@ -110,7 +111,7 @@ export function showRun(main, { signal, parts: [id, name], wrong, go }) {
   function show(run) {
     const first = view.run === null;
     view.run = { ...view.run, ...run };
-    known(view.run);
+    known();
     document.title = `${run.name} – Elastic`;
     const labels = Object.entries(run.labels).map(([key, value]) => el("a", { className: "tag", href: `#/?label=${encodeURIComponent(`${key}=${value}`)}`, textContent: `${key}=${value}` }));
     fill(title, el("span", { textContent: run.name, title: run.id }), phaseOf(run), labels);

@@ -89,9 +89,10 @@ export function showCharts(body, view) {
     refresh: () =>
       reading(problem, async () => {
         const news = await series.refresh(signal, view.run?.figures.step ?? 0);
-        const run = await view.known;
+        await view.known;
+        series.reached = view.run.figures.step;
         problem.replaceChildren();
-        if (news) draw(run);
+        if (news) draw(view.run);
       }),
   };
 }

@@ -102,7 +102,10 @@ export function showWorkers(body, view) {
         losses.show(followed(data).slice(0, 100));
         workers.show(data.slice(0, 100));
         // These have a read of the journal each, which nobody waits for who looks at lanes.
-        Promise.all([begun ? null : leases.refresh(), reading(unread, async () => offers.show(id, (await view.known).figures.elapsed_s))]).catch(wrong);
+        Promise.all([begun ? null : leases.refresh(), reading(unread, async () => {
+          await view.known;
+          await offers.show(id, view.run.figures.elapsed_s);
+        })]).catch(wrong);
         begun = true;
       }),
   };
