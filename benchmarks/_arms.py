@@ -4,7 +4,9 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import mean, median, stdev
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from benchmarks._common import Figures
 
 T = TypeVar("T")
 
@@ -35,10 +37,10 @@ def descends(found: Mapping[str, Sequence[float]]) -> bool:
     )
 
 
-def by_name(found: Mapping[str, Sequence[Sequence[float]]], names: Sequence[str]) -> dict[str, Any]:
+def by_name(found: Mapping[str, Sequence[Sequence[float]]], names: Sequence[str]) -> Figures:
     """Of arms whose runs have a value of each name: the means, and the first name's deviation, by arm."""
     runs = len(next(iter(found.values())))
-    figures: dict[str, Any] = {
+    figures: Figures = {
         name: {arm: mean(row[column] for row in rows) for arm, rows in found.items()}
         for column, name in enumerate(names)
     }

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
+from benchmarks._common import Figures
 from benchmarks._served import DoorsRun, write_version
 from elastic.protocol.http_clients import async_client
 from elastic.protocol.run_secrets import RunSecrets
@@ -138,7 +139,7 @@ def _killing(run: DoorsRun, ended: threading.Event, seed: int) -> None:
                 pass
 
 
-def measured_churn(run: DoorsRun, offered: int, requests: int) -> dict[str, Any]:
+def measured_churn(run: DoorsRun, offered: int, requests: int) -> Figures:
     """A run with `WORKERS` workers, to which so many directories were offered before. Its workers stay killed."""
     warm, quiet, seen = SeenRequests(), SeenRequests(), SeenRequests()
     asyncio.run(asked(run, AT_ONCE, warm, 0))  # Until all are there.
@@ -163,7 +164,7 @@ class _Size(NamedTuple):
     journal_bytes: int
 
 
-def measured_hours(run: DoorsRun, offered: int, hours: float) -> dict[str, Any]:
+def measured_hours(run: DoorsRun, offered: int, hours: float) -> Figures:
     """Churn for so long, with a version to every `ROUND` requests. What has grown is the median of the last third of
     the rounds over that of the second; a worker that is killed leaves a few rows of leases and costs for ever."""
     seen, sizes, ends_s = SeenRequests(), list[_Size](), time.monotonic() + 3600 * hours

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from benchmarks._common import Figures
 from benchmarks._proof import check_tokens
 from elastic.compose.incarnations import replay
 from elastic.core import commands as c
@@ -67,7 +67,7 @@ def starts_of(run: RunDirectory, provider: str) -> list[Mapping[str, int]]:
     return list(starts.parts_ns.values())
 
 
-def figures_of(run_dir: Path, provider: str) -> dict[str, Any]:
+def figures_of(run_dir: Path, provider: str) -> Figures:
     """Of a run that is over. `leases` were granted; times are medians over the workers that came as far."""
     run = RunDirectory(run_dir)
     starts = starts_of(run, provider)

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks._clouds import PARTS, starts_of
+from benchmarks._common import Figures
 from benchmarks._crashes import CrashingRun
 from benchmarks._proof import check_tokens
 from benchmarks._runs import EXAMPLE
@@ -51,7 +52,7 @@ SETTINGS = (
 KINDS = ("notice", "none", "worker", "rebalance")
 
 
-def measure(quick: bool) -> dict[str, Any]:
+def measure(quick: bool) -> Figures:
     if importlib.util.find_spec("boto3") is None or importlib.util.find_spec("moto") is None:
         return {"skipped_because": "boto3 and moto are not installed here: `make test-clouds` sets up what has them"}
     from tests.clouds.aws_server.cloud import cloud
@@ -91,7 +92,7 @@ class Totals:
     def orchestrators(self) -> int:
         return self.by["orchestrator"]
 
-    def figures(self, aws: Any) -> dict[str, Any]:
+    def figures(self, aws: Any) -> Figures:
         parts_s = {part: [one[part] / NS_PER_S for one in self.starts if part in one] for part in PARTS}
         boots_s = [(one["boot"] + one["join"]) / NS_PER_S for one in self.starts if {"boot", "join"} <= one.keys()]
         return {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._clouds import figures_of
+from benchmarks._common import Figures
 from benchmarks._crashes import CrashingRun
 from benchmarks._runs import POLL_S, elastic
 from benchmarks._shapes import write_policy
@@ -55,7 +56,7 @@ def why_not() -> str:
     return "Modal's client is not installed here: `make test-clouds` sets up an environment that has it"
 
 
-def measure(quick: bool) -> dict[str, Any]:
+def measure(quick: bool) -> Figures:
     if why := why_not():
         return {"skipped_because": why}
     from tests.clouds.modal_server import bench
@@ -73,7 +74,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 def _run(
     directory: Path, platform: Any, leases: int, container_kills: int, orchestrator_kills: int, lease_s: float
-) -> dict[str, Any]:
+) -> Figures:
     policy = write_policy(directory / "policy")
     settings = [*SETTINGS, f"model.checkpoint={policy}", f"providers.modal.lease_s={lease_s}"]
     run = CrashingRun.of_example(directory / "runs", *settings, providers="modal")

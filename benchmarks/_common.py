@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -18,25 +19,31 @@ from benchmarks import HERE, ROOT
 
 TRAINERS_PYTHON = ROOT / ".cache" / "trainers" / "bin" / "python"
 WITHOUT_PEFT = "peft is not installed in .cache/trainers: `make .cache/trainers/installed`"
-Figures: TypeAlias = Mapping[str, Any]
+Figures: TypeAlias = dict[str, Any]
+"""What a benchmark, or a part of it, comes to, by name."""
 Measured: TypeAlias = Figures | Coroutine[Any, Any, Figures]
 
 
 class Arguments(argparse.Namespace):
-    """The two flags of every benchmark, and its own options."""
+    """The two flags of every benchmark, and its own options. `scratch` is an empty directory, gone afterwards."""
 
     quick: bool
     json: bool
+    scratch: Path
 
 
-def no_options(options: argparse.ArgumentParser) -> None:
-    """Add none: the benchmark has its two flags alone."""
+Option: TypeAlias = Callable[[argparse.ArgumentParser], object]
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """An option of a benchmark's own, with the arguments of `add_argument`."""
+    return lambda parser: parser.add_argument(*names, **settings)
 
 
 def benchmark(
     description: str | None,
     measure: Callable[[Arguments], Measured],
-    add_options: Callable[[argparse.ArgumentParser], object] = no_options,
+    *own: Option,
 ) -> Figures:
     """Run a benchmark by its command line: print the figures that `measure` comes to, and return them.
 
@@ -46,13 +53,16 @@ def benchmark(
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--quick", action="store_true", help="under 50 s on two cores; what does not fit is null")
     options.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
-    add_options(options)
+    for add in own:
+        add(options)
     arguments = options.parse_args(namespace=Arguments())
-    figures = measure(arguments)
-    if isinstance(figures, Coroutine):
-        from benchmarks._live import run_to_end
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        arguments.scratch = Path(scratch).resolve()
+        figures = measure(arguments)
+        if isinstance(figures, Coroutine):
+            from benchmarks._live import run_to_end
 
-        figures = run_to_end(figures)
+            figures = run_to_end(figures)
     emit(figures, arguments, began_s)
     return figures
 
@@ -93,7 +103,7 @@ def emit(figures: Figures, arguments: argparse.Namespace, began_s: float) -> Non
     Console().print(table)
 
 
-def flattened(figures: Figures, prefix: str = "") -> list[tuple[str, Any]]:
+def flattened(figures: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Figures with those within others, whose keys have dots."""
     rows: list[tuple[str, Any]] = []
     for key, value in figures.items():

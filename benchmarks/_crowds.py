@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks._common import Figures
 from benchmarks._hosted import CONFIG, HostedSite, forks
 from benchmarks._http_load import request
 from elastic.compose.relay import weights_relay
@@ -58,7 +59,7 @@ class CrowdArm:
     crowd: Crowd
     doors: Sequence[OpenPort]
 
-    def measured(self, duration_s: float, more_doors: Sequence[OpenPort] = ()) -> dict[str, Any]:
+    def measured(self, duration_s: float, more_doors: Sequence[OpenPort] = ()) -> Figures:
         """Return the figures of others who ask at these doors while the crowd is there."""
         doors = [*self.doors, *more_doors]
         logs = {door.log for door in doors}
@@ -107,7 +108,7 @@ async def asked_for(asks: Sequence[Callable[[], Awaitable[float]]], duration_s: 
     return sorted(await asyncio.gather(*asked))
 
 
-def figures(took_s: Sequence[float], logged_bytes: int) -> dict[str, Any]:
+def figures(took_s: Sequence[float], logged_bytes: int) -> Figures:
     answered = [taken_s for taken_s in took_s if taken_s < PATIENCE_S]
     return {
         "others_answered": round(len(answered) / len(took_s), 4),

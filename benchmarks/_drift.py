@@ -8,10 +8,10 @@ none; training by half as much, for it is rollouts that drift.
 from collections.abc import Mapping, Sequence
 from random import Random
 from statistics import mean
-from typing import Any
 
 import msgspec
 
+from benchmarks._common import Figures
 from benchmarks._optimum import Optimiser, fewest_nodes
 from elastic.core.cluster import JobRequest, PoolSpec
 from elastic.core.cluster.policy import ClusterPolicies
@@ -43,7 +43,7 @@ def drifting(setting: str, arrivals: Sequence[Arrival], seed: int) -> PhaseShare
     return lambda job, done: (BEGINS * (1 + grows[job] * done), BEGINS * (1 + grows[job] / 2 * done))
 
 
-def drifted(arm: str, spec: PoolSpec, arrivals: Sequence[Arrival], setting: str, seed: int) -> dict[str, Any]:
+def drifted(arm: str, spec: PoolSpec, arrivals: Sequence[Arrival], setting: str, seed: int) -> Figures:
     """One policy under one setting: what everything cost, and the share of jobs within their SLO by their own time
     alone, as it has drifted."""
     shares = drifting(setting, arrivals, seed)
@@ -85,7 +85,7 @@ class Regrouped:
         self._restarts = 0
         self._paid = 0.0
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Figures:
         now_ns, look_ns, coming = 0, 0, list(self._arrivals)
         while coming or self._done:
             if not self._done:

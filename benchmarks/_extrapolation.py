@@ -8,6 +8,7 @@ bucket by bucket. Latency of relays, contention of links and what GPUs take to h
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks._common import Figures
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 
 MODELS = {"Qwen3-8B": 8.19e9, "Qwen3-32B": 32.8e9}
@@ -22,7 +23,7 @@ ROSE_S = {("Qwen3-8B", 1): 39.0, ("Qwen3-8B", 200): 7.0, ("Qwen3-32B", 1): 89.0,
 """ROSE Fig. 10b, end to end on its cluster, with COO; about 1 % changed there (Fig. 11a)."""
 
 
-def extrapolated(changed: Mapping[str, Any], memcpy_bytes_per_s: float) -> dict[str, Any]:
+def extrapolated(changed: Mapping[str, Any], memcpy_bytes_per_s: float) -> Figures:
     """For every model, measured share and rate the codec that is fastest, and its stages alone."""
     return {
         "measured": "bits per changed element, changed share, coding speed over memcpy on one core, memcpy",
@@ -43,7 +44,7 @@ def extrapolated(changed: Mapping[str, Any], memcpy_bytes_per_s: float) -> dict[
     }
 
 
-def _best(figures: Mapping[str, Any], model: str, rate_gbps: int, memcpy_bytes_per_s: float) -> dict[str, Any]:
+def _best(figures: Mapping[str, Any], model: str, rate_gbps: int, memcpy_bytes_per_s: float) -> Figures:
     """The fastest codec's figures."""
     changed = figures["fraction"] * MODELS[model]
     rows = [_timed(name, figures["codecs"][name], model, changed, rate_gbps, memcpy_bytes_per_s) for name in CODECS]
@@ -55,7 +56,7 @@ def _best(figures: Mapping[str, Any], model: str, rate_gbps: int, memcpy_bytes_p
 
 def _timed(
     codec: str, measured: Mapping[str, float], model: str, changed: float, rate_gbps: int, memcpy_bytes_per_s: float
-) -> dict[str, Any]:
+) -> Figures:
     size_bytes = measured["bits"] / 8 * changed
     copy_s = 2 * MODELS[model] / memcpy_bytes_per_s / RANKS
     wire_s = size_bytes / (rate_gbps * BYTES_PER_S_IN_GBPS)

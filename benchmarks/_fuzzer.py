@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import ROOT
+from benchmarks._common import Figures
 
 FUZZER = ROOT / ".cache" / "fuzz" / "bin" / "schemathesis"
 WITHOUT = "schemathesis is not installed here: `make fuzz` sets up an environment"
@@ -30,7 +31,7 @@ class Fuzzed(NamedTuple):
     accepted: Sequence[str]
 
 
-def fuzz(api: Fuzzed, directory: Path, seed: int, *, quick: bool, within_s: int = 0) -> dict[str, Any]:
+def fuzz(api: Fuzzed, directory: Path, seed: int, *, quick: bool, within_s: int = 0) -> Figures:
     """One run of the fuzzer, and its report; both are kept in the directory."""
     config, report, output = (directory / f"fuzz-{seed}.{suffix}" for suffix in ("toml", "json", "txt"))
     config.write_text(_config(api))

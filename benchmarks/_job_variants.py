@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import mean
-from typing import Any
 
 import msgspec
 
+from benchmarks._common import Figures
 from elastic.core.cluster import PoolSpec
 from elastic.core.cluster.cycle import CycleMember, load_ns
 from elastic.core.cluster.groups import CycleModel
@@ -45,7 +45,7 @@ def planned_at(arrival: Arrival, shortest: float, quantile: float | None) -> Arr
     return msgspec.structs.replace(arrival, request=request, shortest=shortest / share, longest=1 / share)
 
 
-def planned(spec: PoolSpec, arrivals: Sequence[Arrival], how: str, seed: int) -> dict[str, Any]:
+def planned(spec: PoolSpec, arrivals: Sequence[Arrival], how: str, seed: int) -> Figures:
     """Phase by phase: cost, and the share of jobs within their SLO by the longest that their steps alone could have
     taken (`slo_worst`) and by what they would have taken (`slo_actual`)."""
     shortest = shortest_shares(arrivals, seed)
@@ -95,7 +95,7 @@ class PieceByPiece(TightestWithoutMoves):
         return PiecewiseCycle(self.switch_ns)
 
 
-def train_when(spec: PoolSpec, arrivals: Sequence[Arrival], switch_s: float | None) -> dict[str, Any]:
+def train_when(spec: PoolSpec, arrivals: Sequence[Arrival], switch_s: float | None) -> Figures:
     """Cost and mean slowdown where training waits for all groups (None), or begins with the first."""
     rules = TightestWithoutMoves() if switch_s is None else PieceByPiece(switch_ns=int(switch_s * 1e9))
     policies = ClusterPolicies(

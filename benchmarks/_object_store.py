@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks._common import Figures
 from benchmarks._throttle import LinkedPort
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.publisher import Publisher, PublishSettings
@@ -39,7 +40,7 @@ ENVIRONMENT = {
 }
 
 
-def measure_object_store(tensors: Mapping[str, Tensor], quick: bool) -> dict[str, Any]:
+def measure_object_store(tensors: Mapping[str, Tensor], quick: bool) -> Figures:
     """Of all tensors, or, to be quick, of a quarter of them.
 
     `over_bound`: from the call that publishes to weights applied, over the bytes that crossed by one link's rate.

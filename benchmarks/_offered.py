@@ -4,11 +4,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks._common import Figures
 from benchmarks._served import DoorsRun, client, step_on, under_way
 from benchmarks._shapes import write_chat_policy
 from elastic.engine.model.stored import stored_tensors
@@ -25,7 +25,7 @@ TIMEOUT_S = 300.0
 SETTINGS = ("engine.kv_blocks=64", "engine.max_context_tokens=256")
 
 
-def measured_update(directory: Path, memory: Path) -> dict[str, Any]:
+def measured_update(directory: Path, memory: Path) -> Figures:
     """`memory` is a directory in memory, as relays of runs are."""
     base = write_chat_policy(directory / "large", "61m")
     with under_way(directory, *SETTINGS, policy=base) as run:

@@ -14,6 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from benchmarks._common import Figures
 from benchmarks._hosted import CONFIG, HostedSite
 from elastic.protocol.api import NewWebhook, RunPhase
 from elastic.protocol.api_client import ApiError, Client, ClientError
@@ -36,7 +37,7 @@ AFTER_S = 2.0
 PATIENCE_S = 60.0
 
 
-def poisoned(site: HostedSite) -> dict[str, Any]:
+def poisoned(site: HostedSite) -> Figures:
     """Return how many poisons of which kind were taken, which loops they ended, and how long another project waited."""
     with (
         Client(site.url, site.secret) as client,

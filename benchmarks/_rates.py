@@ -5,9 +5,9 @@ import tempfile
 import tomllib
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks._churn import PROMPT_TOKENS, SeenRequests, asked
+from benchmarks._common import Figures
 from benchmarks._live import live_run, reserved, run_to_end
 from benchmarks._paced import FixedTask, TaskSettings
 from benchmarks._served import CONFIG, under_way
@@ -31,7 +31,7 @@ TASK = TaskSettings(prompts={"": PROMPT_TOKENS}, observations={"": 1})
 END_S = 240.0
 
 
-def measured_rates(place: Path) -> dict[str, Any]:
+def measured_rates(place: Path) -> Figures:
     """Pairs of one run each, whose order alternates."""
     arms = {"run": _own_rate, "requests": _requests_rate}
     found: dict[str, list[float]] = {arm: [] for arm in arms}

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import psutil
 
+from benchmarks._common import Figures
 from benchmarks._configurations import endless
 from benchmarks._live import Capacity, LiveRun, live_run, reserved
 from benchmarks._paced import LimitedSettings, LimitedTask
@@ -92,7 +93,7 @@ def ray_nodes() -> Iterator[RayNodes]:
         nodes.cluster.shutdown()
 
 
-async def kill_nodes(directory: Path, kills: int, until_s: float) -> dict[str, Any]:
+async def kill_nodes(directory: Path, kills: int, until_s: float) -> Figures:
     """As many kills, if there is time for them until `until_s` (monotonic)."""
     policy = write_policy(directory / "ray-policy")
     run_dir = directory / f"ray-{time.time_ns()}"

@@ -13,8 +13,8 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
+from benchmarks._common import Figures
 from benchmarks._crowds import ELSEWHERE, GATHERS_S, PATIENCE_S, asked_for, attackers, figures, log_here
 from benchmarks._hosted import forks
 from elastic.protocol import tls, wire
@@ -79,7 +79,7 @@ async def _ask(port: int) -> float:
     return time.monotonic() - began_s if answer else float("inf")
 
 
-def tls_evictions(duration_s: float) -> dict[str, Any]:
+def tls_evictions(duration_s: float) -> Figures:
     with tempfile.TemporaryDirectory() as directory:
         here, there = forks().Pipe()
         with attackers(_serve, [(directory, there)]):

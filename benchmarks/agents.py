@@ -15,7 +15,6 @@ In full mode: `success_before` 20 to 60 %, a gain of 10 points and two standard 
 `--quick` is ten steps of one example from a base policy that has seen next to nothing, and shows no gain.
 """
 
-import argparse
 import json
 import math
 import os
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import ROOT
 from benchmarks._client_environments import python_of, why_missing
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._runs import RunFailed, sets
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.journal.records import TrajectoryRow
@@ -93,7 +92,7 @@ class Trial:
             self._held_out_rows.write_text(self._python([f"examples/{script}", "held-out"]))
         self._elastic("prepare", self._config, *sets(self._settings))
 
-    def train(self) -> dict[str, Any]:
+    def train(self) -> Figures:
         """Return the run's summary."""
         return self._run(self._settings)
 
@@ -122,7 +121,7 @@ class Trial:
     def _held_out_rows(self) -> Path:
         return self._directory / "held-out.jsonl"
 
-    def _run(self, settings: Sequence[str]) -> dict[str, Any]:
+    def _run(self, settings: Sequence[str]) -> Figures:
         return json.loads(self._elastic("run", self._config, "--json", *sets(settings)).splitlines()[-1])
 
     def _elastic(self, *arguments: str) -> str:
@@ -136,7 +135,7 @@ class Trial:
         return done.stdout
 
 
-def measure(name: str, example: Example, directory: Path) -> dict[str, Any]:
+def measure(name: str, example: Example, directory: Path) -> Figures:
     trial = Trial(name, example, directory, [])
     trial.prepare()
     before = {how: trial.successes(temperature) for how, temperature in TEMPERATURES.items()}
@@ -154,7 +153,7 @@ def measure(name: str, example: Example, directory: Path) -> dict[str, Any]:
     }
 
 
-def measure_quickly(name: str, example: Example, directory: Path) -> dict[str, Any]:
+def measure_quickly(name: str, example: Example, directory: Path) -> Figures:
     trial = Trial(
         name, example, directory, [f"run.steps={QUICK_STEPS}", f"model.checkpoint={directory / 'base'}", *QUICK]
     )
@@ -190,8 +189,8 @@ def chosen(arguments: Namespace) -> dict[str, Example]:
     return {arguments.example: found[arguments.example]} if arguments.example else dict(found)
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def main(arguments: Arguments) -> Figures:
+    results: Figures = {}
     for name, example in chosen(arguments).items():
         with tempfile.TemporaryDirectory() as directory:
             if example.missing:
@@ -205,12 +204,8 @@ def main(arguments: Arguments) -> dict[str, Any]:
     return results
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--example", choices=list(examples()), help="this one alone")
-
-
 if __name__ == "__main__":
-    measured = benchmark(__doc__, main, add_options)
+    measured = benchmark(__doc__, main, option("--example", choices=list(examples()), help="this one alone"))
     evaluated = {name: figures for name, figures in measured.items() if figures.get("success_after")}
     if bars := [f"{name}: {bar}" for name, figures in evaluated.items() for bar in missed(figures)]:
         sys.exit("\n".join(bars))

@@ -19,14 +19,13 @@ Where `If-Match` is missing 428 is the answer, as RFC 6585 has it.
 - `failures`: kinds of failures by operation, and errors of the fuzzer; `server_errors`: answers 5xx, as logged.
 """
 
-import argparse
 import shutil
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._fuzzer import FUZZER, REQUEST_TIMEOUT_S, SEED, WITHOUT, Fuzzed, failures, fuzz, tested
 from benchmarks._hosted import CONFIG, HostedSite
 from elastic.protocol.http_clients import sync_client
@@ -37,16 +36,10 @@ ACCEPTED = ["2xx", "400", "401", "403", "404", "409", "410", "412", "422"]
 RUNS = 3
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--within-s", type=int, default=0, help="stop after so long, however few requests there were")
-    options.add_argument("--keep", type=Path, help="keep the fuzzer's report and the server's log here")
-    options.add_argument("--seed", type=int, default=SEED, help="of what is made up first")
-
-
-def main(parsed: Arguments) -> dict[str, Any]:
+def main(parsed: Arguments) -> Figures:
     if not FUZZER.exists():
         return {"skipped_because": WITHOUT}
-    figures: dict[str, Any] = {"requests": 0, "operations": 0, "failures": 0, "server_errors": 0}
+    figures: Figures = {"requests": 0, "operations": 0, "failures": 0, "server_errors": 0}
     found: Counter[str] = Counter()
     with HostedSite.up(JOB_S, JOB_S, JOB_S) as site:
         api = Fuzzed(site.url, site.secret, _populate(site), ACCEPTED)
@@ -95,4 +88,10 @@ def _answered(site: HostedSite) -> int:
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--within-s", type=int, default=0, help="stop after so long, however few requests there were"),
+        option("--keep", type=Path, help="keep the fuzzer's report and the server's log here"),
+        option("--seed", type=int, default=SEED, help="of what is made up first"),
+    )

@@ -16,7 +16,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks._arms import descends, in_turn, standard_error
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._paced import Devices, LongTailedTask, TaskSettings, paced_run
 from elastic.core.types import NS_PER_S
 
@@ -85,7 +85,7 @@ async def rollout_s(directory: Path, arm: str, seed: int, scale: BalancingScale)
         return [step.rollout_ns / NS_PER_S for step in await run.steps(scale.steps)]
 
 
-async def measure(arguments: Arguments) -> dict[str, Any]:
+async def measure(arguments: Arguments) -> Figures:
     scale = QUICK if arguments.quick else FULL
     with tempfile.TemporaryDirectory() as name:
         measured = await in_turn(scale.arms, scale.seeds, lambda arm, seed: rollout_s(Path(name), arm, seed, scale))

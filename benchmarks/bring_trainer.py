@@ -19,18 +19,16 @@
 from the second third of that time to the last.
 """
 
-import argparse
 import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 from safetensors.torch import load_file
 
 from benchmarks._churn import WORKERS, measured_churn, measured_hours
-from benchmarks._common import Arguments, benchmark, skipped_without_vllm
+from benchmarks._common import Arguments, Figures, benchmark, option, skipped_without_vllm
 from benchmarks._offered import measured_update
 from benchmarks._peers import PEERS, TIMEOUT_S, TOKENS, WITH_ADAPTERS, CallFailed, FrontSeen, PeerTurn, Play
 from benchmarks._rates import measured_rates
@@ -49,7 +47,7 @@ LEFT_OUT = {
     "ratio": None,
     "skipped_because": "a policy of 61 M parameters takes longer to begin than a quick run lasts",
 }
-RATES_LEFT_OUT: dict[str, Any] = {
+RATES_LEFT_OUT: Figures = {
     "tokens_per_s_over_run": None,
     "tokens_per_s": {"skipped_because": "two more runs take longer to begin than a quick run has left"},
 }
@@ -57,7 +55,7 @@ MEMORY = Path("/dev/shm")
 REQUESTS, QUICK_REQUESTS = 2000, 200
 
 
-def measured_doors(run: DoorsRun) -> dict[str, Any]:
+def measured_doors(run: DoorsRun) -> Figures:
     """Every peer, one after the other."""
     secrets = RunSecrets.of(run.run_dir)
     front = FrontSeen(run.url(), MODEL, secrets.control_key(), secrets.requests_key())
@@ -65,7 +63,7 @@ def measured_doors(run: DoorsRun) -> dict[str, Any]:
     return {name: _played(run, front, number, play) for number, (name, play) in enumerate(PEERS.items())}
 
 
-def measured_adapters(directory: Path, *, quick: bool = False) -> dict[str, Any]:
+def measured_adapters(directory: Path, *, quick: bool = False) -> Figures:
     """Every peer that offers adapters, at a run on vLLM, where that is installed and there is the time to start it."""
     if why := skipped_without_vllm() or ("--quick" if quick else ""):
         return {name: {"calls": 0, "passed": None, "skipped_because": why} for name in WITH_ADAPTERS}
@@ -98,7 +96,7 @@ def _played(
     play: Play,
     write: Callable[[DoorsRun, int], Path] = write_version,
     checked: Callable[[Sequence[PeerTurn], Sequence[Path]], bool] = lambda told, offered: _of_last(told, offered),
-) -> dict[str, Any]:
+) -> Figures:
     offered = [write(run, UPDATES * number + update) for update in range(1, UPDATES + 1)]
     try:
         calls, told = asyncio.run(play(front, offered))
@@ -128,11 +126,7 @@ def _with_adapters(told: Sequence[PeerTurn], offered: Sequence[Path]) -> bool:
     return whole and len(told) == len(offered) and all(len({*turn.versions}) == 1 for turn in told if turn.versions)
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--hours", type=float, default=0.0, help="churn alone, for so long, and what grows meanwhile")
-
-
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     if arguments.hours:
         return {"hours": _hours(arguments.hours)}
     requests = QUICK_REQUESTS if arguments.quick else REQUESTS
@@ -149,7 +143,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
         return {"doors": doors, "update": update, "churn": churn, **rates}
 
 
-def _hours(hours: float) -> dict[str, Any]:
+def _hours(hours: float) -> Figures:
     with (
         tempfile.TemporaryDirectory() as place,
         under_way(Path(place), f"journal.forget_mb={FORGET_MB}", workers=WORKERS, options=OPTIONS) as run,
@@ -157,11 +151,15 @@ def _hours(hours: float) -> dict[str, Any]:
         return measured_hours(run, 0, hours)
 
 
-def _updates(place: Path) -> dict[str, Any]:
+def _updates(place: Path) -> Figures:
     (own := place / "update").mkdir()
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as memory:
         return measured_update(own, Path(memory))
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--hours", type=float, default=0.0, help="churn alone, for so long, and what grows meanwhile"),
+    )

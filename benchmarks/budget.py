@@ -12,7 +12,7 @@ import math
 from random import Random
 from typing import Any
 
-from benchmarks._common import benchmark
+from benchmarks._common import Figures, benchmark
 from elastic.compose.incarnations import configured_budget
 from elastic.compose.plan import resolve
 from elastic.compose.scheduling import limits, policies, run_plan
@@ -91,8 +91,8 @@ def billed_usd(run: SimulatedRun, increment_s: int) -> float:
     return usd
 
 
-def measure(seeds: int) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
+def measure(seeds: int) -> Figures:
+    figures: Figures = {}
     for billing, increment_s in INCREMENT_S.items():
         budgets_usd, bills_usd, leases = [], [], 0
         for seed in range(seeds):

@@ -11,7 +11,6 @@ that are installed, three at a time, as far as its time goes, and kills two work
 environments of those that are not there.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -29,7 +28,7 @@ import httpx
 from benchmarks import HERE
 from benchmarks._agents import AgentsRun, Sampling, played, trained
 from benchmarks._client_environments import CLIENTS, ReleasedClient, install, python_of, why_missing
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._proof import trajectories
 from benchmarks._scripted_policy import write_scripted_policy
 from elastic.core.ids import lease_of, parse_agent_id, parse_turn
@@ -214,7 +213,7 @@ class ClientStage:
         return moved, open_on
 
 
-def measure(names: Sequence[str], pace: PlayPace, directory: Path) -> dict[str, Any]:
+def measure(names: Sequence[str], pace: PlayPace, directory: Path) -> Figures:
     """What came of each client's calls."""
     policy = write_scripted_policy(directory / MODEL)
     members = max(2, sum(CLIENTS[name].trajectories for name in names))
@@ -238,7 +237,7 @@ def measure(names: Sequence[str], pace: PlayPace, directory: Path) -> dict[str, 
     return dict(zip(names, checked(RunDirectory(run.run_dir), players, Tokenizer(policy)), strict=True))
 
 
-def checked(run: RunDirectory, players: Sequence[Player], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def checked(run: RunDirectory, players: Sequence[Player], tokenizer: Tokenizer) -> Iterator[Figures]:
     answers, rows = played(run).answers, trajectories(run)
     with run.journals() as journals:
         moved = {row.turn for journal in journals for row in journal.rows(MoveRow)}
@@ -298,11 +297,11 @@ def same(call: Mapping[str, Any], answer: Sampling, tokenizer: Tokenizer) -> boo
     return bool(answer.ids)
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     chosen = arguments.client or list(CLIENTS)
     missing = {name: why for name in chosen if (why := install(name) if arguments.install else why_missing(name))}
     there = [name for name in chosen if name not in missing]
-    found: dict[str, Any] = {}
+    found: Figures = {}
     if there:
         with tempfile.TemporaryDirectory() as directory:
             found = measure(there, QUICK if arguments.quick else FULL, Path(directory))
@@ -310,10 +309,10 @@ def main(arguments: Arguments) -> dict[str, Any]:
     return {name: {**found, **skipped}[name] for name in chosen}
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--install", action="store_true", help="make the environments that are not there")
-    options.add_argument("--client", action="append", default=[], choices=list(CLIENTS), help="only this one; repeats")
-
-
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--install", action="store_true", help="make the environments that are not there"),
+        option("--client", action="append", default=[], choices=list(CLIENTS), help="only this one; repeats"),
+    )

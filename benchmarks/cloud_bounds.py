@@ -29,7 +29,7 @@ from typing import Any
 
 import structlog
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from elastic.core import events as e
 from elastic.core.ledger import NANO_USD_PER_USD, Ledger
 from elastic.core.types import NS_PER_S, LeaseId, Offer
@@ -269,7 +269,7 @@ async def ending(run: BoundedRun, aws: Any, secrets: int) -> None:
     await closing
 
 
-async def measure(quick: bool) -> dict[str, Any]:
+async def measure(quick: bool) -> Figures:
     from tests.clouds.aws_server.cloud import cloud
     from tests.clouds.aws_server.record import Prices
 
@@ -303,7 +303,7 @@ async def measure(quick: bool) -> dict[str, Any]:
         }
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     quick = arguments.quick
     if importlib.util.find_spec("boto3") is None or importlib.util.find_spec("moto") is None:
         return {"skipped_because": "boto3 and moto are not installed here: `make test-clouds` sets up what has them"}

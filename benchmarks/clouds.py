@@ -12,19 +12,17 @@ for: `request` until it is granted, `boot` until the worker's process begins, `j
 Where a vendor's client is missing: `skipped_because`; `make test-clouds` makes an environment that has them.
 """
 
-import argparse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from benchmarks import _clouds_ec2, _clouds_modal
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 
-PROVIDERS: dict[str, Callable[[bool], dict[str, Any]]] = {"ec2": _clouds_ec2.measure, "modal": _clouds_modal.measure}
+PROVIDERS: dict[str, Callable[[bool], Figures]] = {"ec2": _clouds_ec2.measure, "modal": _clouds_modal.measure}
 """Each is told whether it is to be quick."""
 
 
-def main(parsed: Arguments) -> dict[str, Any]:
+def main(parsed: Arguments) -> Figures:
     wanted = [parsed.only] if parsed.only else list(PROVIDERS)
     # Quick ones mostly wait for processes to start: all clouds at once. Full ones are judged by their times.
     with ThreadPoolExecutor(len(wanted) if parsed.quick else 1) as threads:
@@ -32,9 +30,5 @@ def main(parsed: Arguments) -> dict[str, Any]:
         return {name: one.result() for name, one in measured.items()}
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--only", choices=list(PROVIDERS), help="measure one cloud alone")
-
-
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(__doc__, main, option("--only", choices=list(PROVIDERS), help="measure one cloud alone"))

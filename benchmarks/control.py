@@ -34,7 +34,7 @@ import numpy as np
 import psutil
 import sqlalchemy as sa
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._hosted import CONFIG, HOST, HostedSite
 from benchmarks._http_load import EventStream, ReadPool, ServerHungUp, request
 from benchmarks._postgres import cluster, skipped_without_postgresql
@@ -104,9 +104,9 @@ class ToldEvent(msgspec.Struct):
 decode = msgspec.json.Decoder(ToldEvent).decode
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     load_s = LOAD_QUICK_S if arguments.quick else LOAD_S
-    figures: dict[str, Any] = {"sqlite": measure("", load_s)}
+    figures: Figures = {"sqlite": measure("", load_s)}
     if skipped := skipped_without_postgresql():
         figures["postgresql"] = {"skipped_because": skipped}
     else:
@@ -115,7 +115,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
     return figures
 
 
-def measure(database: str, load_s: float) -> dict[str, Any]:
+def measure(database: str, load_s: float) -> Figures:
     outlasts_s = 4 * UP_S + 2 * load_s
     with HostedSite.up(outlasts_s, outlasts_s, EVERY_S, database) as site:
         long_run = fill(site)

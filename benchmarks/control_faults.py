@@ -13,7 +13,6 @@ its events. At the end each acknowledged run must be there and finished, begun o
   interpreter takes to start.
 """
 
-import argparse
 import contextlib
 import itertools
 import random
@@ -23,9 +22,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._hosted import CONFIG, HostedSite, Part
 from benchmarks._poisons import poisoned
 from elastic.protocol.api import HostedRun, RunPhase
@@ -107,12 +105,7 @@ class Submitter:
                     time.sleep(0.05)
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--seed", type=int, default=SEED, help="of when what is killed")
-    options.add_argument("--kills", type=int, default=KILLS, help="without --quick")
-
-
-def main(parsed: Arguments) -> dict[str, Any]:
+def main(parsed: Arguments) -> Figures:
     chance = random.Random(parsed.seed)
     kills: list[tuple[float, Part]] = []
     with HostedSite.up(*(JOB_QUICK_S if parsed.quick else JOB_S), EVERY_S) as site:
@@ -134,7 +127,7 @@ def main(parsed: Arguments) -> dict[str, Any]:
                 for part in parts:
                     site.start(part)
             submitter.over.set()
-            figures: dict[str, Any] = {
+            figures: Figures = {
                 "kills": len(kills),
                 **_checked(site, submitter, submitting),
                 "adopted_s_max": _adopted_s(site, kills),
@@ -220,4 +213,9 @@ def _unix_s(timestamp: str) -> float:
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--seed", type=int, default=SEED, help="of when what is killed"),
+        option("--kills", type=int, default=KILLS, help="without --quick"),
+    )

@@ -42,12 +42,11 @@ from heapq import merge
 from pathlib import Path
 from random import Random
 from statistics import mean, median
-from typing import Any
 
 import msgspec
 import torch
 
-from benchmarks._common import Arguments, Measured, benchmark
+from benchmarks._common import Arguments, Figures, Measured, benchmark
 from benchmarks._shapes import ON_A_DEVICE
 from benchmarks._shared_device import (
     CONTEXT,
@@ -206,7 +205,7 @@ class TraceReplay:
         return scaled(cut, speed=speed, length=LENGTH_SCALE, most_prompt=MOST_PROMPT, most_output=MOST_OUTPUT)
 
 
-async def measure(plan: CoservingPlan) -> dict[str, Any]:
+async def measure(plan: CoservingPlan) -> Figures:
     if plan.device == "cpu" and OTHER_CORE in CORES:
         os.sched_setaffinity(0, {OTHER_CORE})  # the load generator inherits it
     sys.setswitchinterval(0.0005)
@@ -219,7 +218,7 @@ async def measure(plan: CoservingPlan) -> dict[str, Any]:
         return await _measure(device, plan)
 
 
-async def _measure(device: DeviceOfTwo, plan: CoservingPlan) -> dict[str, Any]:
+async def _measure(device: DeviceOfTwo, plan: CoservingPlan) -> Figures:
     replay = TraceReplay(plan.window_s)
     busy_share = await _calibrate(device, plan, replay)
     # With more memory than it needs: in the pool that is sized by it, serving alone does no otherwise.
@@ -234,7 +233,7 @@ async def _measure(device: DeviceOfTwo, plan: CoservingPlan) -> dict[str, Any]:
     async def under(policy: str, requests: list[ServingRequest]) -> DeviceUse:
         return await device.use(goals.sharing(policy, device.reload_ns), requests, pages, plan.window_s)
 
-    by_density: dict[str, Any] = {}
+    by_density: Figures = {}
     shared: list[DeviceUse] = []
     for density in plan.densities:
         uses: dict[str, list[DeviceUse]] = {"serving_alone": alone} if density == 1 else {}
@@ -248,7 +247,7 @@ async def _measure(device: DeviceOfTwo, plan: CoservingPlan) -> dict[str, Any]:
             _say(f"density {density:g}, {policy}: {json.dumps(_policy(found, goals.targets))}")
         shared += uses["elastic"]
         by_density[f"{density:g}"] = _density(uses, goals.targets, rollouts_alone)
-    extras: dict[str, Any] = {}
+    extras: Figures = {}
     if plan.extras:
         burstiest = replay.requests("burstiest", 2.0)
         cuts = {"one_time": await under("elastic", burstiest), "fine_grained": await under("fine_grained", burstiest)}
@@ -292,9 +291,7 @@ async def _calibrate(device: DeviceOfTwo, plan: CoservingPlan, replay: TraceRepl
     return busy_share
 
 
-def _density(
-    by_policy: dict[str, list[DeviceUse]], targets: Targets, rollouts_alone: Sequence[DeviceUse]
-) -> dict[str, Any]:
+def _density(by_policy: dict[str, list[DeviceUse]], targets: Targets, rollouts_alone: Sequence[DeviceUse]) -> Figures:
     """The figures of one density; the idle utilisation is that of the policy `elastic`."""
     serving_alone = by_policy["serving_alone"]
     utilisations = [
@@ -323,7 +320,7 @@ def _utilisation(shared: DeviceUse, serving_alone: DeviceUse, rollouts_alone: De
     }
 
 
-def _policy(outcomes: Sequence[DeviceUse], targets: Targets) -> dict[str, Any]:
+def _policy(outcomes: Sequence[DeviceUse], targets: Targets) -> Figures:
     """The worst window's latencies, all windows' minutes, the mean rate."""
     reports = [report(outcome.records, targets) for outcome in outcomes]
     return {
@@ -339,7 +336,7 @@ def _policy(outcomes: Sequence[DeviceUse], targets: Targets) -> dict[str, Any]:
     }
 
 
-def _reclaims(uses: Sequence[DeviceUse]) -> dict[str, Any]:
+def _reclaims(uses: Sequence[DeviceUse]) -> Figures:
     """How often memory was taken back from rollouts, and how long that took."""
     reclaims_ns = [ns for use in uses for ns in use.statistics.reclaims_ns]
     return {
@@ -351,9 +348,9 @@ def _reclaims(uses: Sequence[DeviceUse]) -> dict[str, Any]:
 
 async def _by_lease(
     device: DeviceOfTwo, plan: CoservingPlan, goals: ServingGoals, requests: list[ServingRequest], pages: int
-) -> dict[str, Any]:
+) -> Figures:
     """The lease sweep of ROSE's Table 4."""
-    figures: dict[str, Any] = {}
+    figures: Figures = {}
     for factor in (1, 2, 5, 10):
         sharing = goals.sharing("elastic", device.reload_ns)
         sharing.memory = msgspec.structs.replace(sharing.memory, lease_ns=int(factor * LEASE_S * NS_PER_S))
@@ -370,7 +367,7 @@ async def _provoked_reclaims(device: DeviceOfTwo, goals: ServingGoals) -> list[i
     return list(use.statistics.reclaims_ns)
 
 
-def pool_figures(operations: int) -> dict[str, Any]:
+def pool_figures(operations: int) -> Figures:
     """Pages of one buffer mapped and taken back per second, and what mapped pages of two layouts hold nothing in, at
     random: free blocks, and tails that no block fits into."""
     total, page_bytes = 512, 4096

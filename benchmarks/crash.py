@@ -16,7 +16,6 @@ trainer was killed with it there may be nothing to generate until another traine
 token ids in its frames and the state saved beside its last checkpoint, as a live run saves it; page cache warm.
 """
 
-import argparse
 import gc
 import itertools
 import random
@@ -26,11 +25,10 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import msgspec
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._crashes import CrashingRun, Victim
 from benchmarks._proof import check_run, same_episode, same_weights, trajectories
 from benchmarks._retold import retell
@@ -72,9 +70,7 @@ def begin(directory: Path, steps: int, trainer: Sequence[str], *settings: str) -
     return CrashingRun.of_example(directory / "runs", *chosen, providers="serving,spot", seed=SEED)
 
 
-def crash(
-    directory: Path, steps: int, victims: deque[Victim], rng: random.Random, trainer: Sequence[str]
-) -> dict[str, Any]:
+def crash(directory: Path, steps: int, victims: deque[Victim], rng: random.Random, trainer: Sequence[str]) -> Figures:
     """Disturb runs with these settings of their trainer until there are no more victims."""
     calm = begin(directory, steps, trainer)
     try:
@@ -134,7 +130,7 @@ def long_resume_s(directory: Path, steps: int, events: int) -> float:
     return took_s
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     prepare()
     rng = random.Random(SEED)
     planned = VICTIMS if arguments.gpus == 1 else VICTIMS_OF_RANKS
@@ -155,11 +151,11 @@ def main(arguments: Arguments) -> dict[str, Any]:
     return {**figures, "long_resume_s": long_s}
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--trainer", default="embedded", help="the kind of the runs' trainer")
-    options.add_argument("--gpus", type=int, default=1, help="the ranks of the runs' trainer")
-    options.add_argument("--kills", type=int, help="how often runs are disturbed; all of what is planned unless given")
-
-
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--trainer", default="embedded", help="the kind of the runs' trainer"),
+        option("--gpus", type=int, default=1, help="the ranks of the runs' trainer"),
+        option("--kills", type=int, help="how often runs are disturbed; all of what is planned unless given"),
+    )

@@ -10,9 +10,8 @@ without providers, same seed, and compares the time of a step.
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._runs import prepare, run
 from elastic.runtime.journal import RunDirectory, SampleRow, StepRow, TrajectoryRow
 
@@ -27,7 +26,7 @@ SHORT = "rollout.max_turns=2"
 SEED = 7
 
 
-def rollout(directory: Path, workers: int, steps: int, groups: int) -> dict[str, Any]:
+def rollout(directory: Path, workers: int, steps: int, groups: int) -> Figures:
     """Tokens per second of rollout time and the CPU's use, with `workers` dedicated workers."""
     settings = [
         f"run.steps={steps}",
@@ -51,9 +50,9 @@ def rollout(directory: Path, workers: int, steps: int, groups: int) -> dict[str,
     return {"tokens_per_s": statistics.median(rates), "cpu_use": cpu}
 
 
-def against_reserved(directory: Path, steps: int) -> dict[str, Any]:
+def against_reserved(directory: Path, steps: int) -> Figures:
     """The example on serving and spot capacity, and on the trainer's device alone."""
-    figures: dict[str, Any] = {}
+    figures: Figures = {}
     for name, providers in (("elastic", "serving,spot"), ("reserved_only", "")):
         run_dir, summary = run(directory, providers, [f"run.steps={steps}"], SEED)
         with RunDirectory(run_dir).newest_journal() as journal:
@@ -63,7 +62,7 @@ def against_reserved(directory: Path, steps: int) -> dict[str, Any]:
     return figures
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     prepare()
     steps, groups = (2, 8) if arguments.quick else (6, 24)
     with tempfile.TemporaryDirectory() as name:

@@ -35,7 +35,7 @@ import numpy as np
 import psutil
 
 from benchmarks import HERE, ROOT
-from benchmarks._common import benchmark
+from benchmarks._common import Figures, benchmark
 from benchmarks._computing import WORDS, Computing
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -294,7 +294,7 @@ FULL = Size(15.0, TRAJECTORIES, EMPTY_STEPS, WORKERS, KILLED_TRAJECTORIES)
 QUICK = Size(1.5, TRAJECTORIES // 4, EMPTY_STEPS // 4, WORKERS // 2, KILLED_TRAJECTORIES // 20)
 
 
-async def measure(size: Size) -> dict[str, Any]:
+async def measure(size: Size) -> Figures:
     lags = {"none": await lag(size.window_s), "in_process": await lag_under(in_process, size.window_s, size.computing)}
     per_step = {"in_process": await us_per_step(in_process, size.steps, [])}
     async with hosted(1) as there:

@@ -20,9 +20,8 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._diagnoses import measured
 from benchmarks._proof import same_weights
 from benchmarks._runs import EXAMPLE, CommandRun, prepare
@@ -144,7 +143,7 @@ def _trained_tokens_per_s(history: History) -> float:
     return tokens * NS_PER_S / sum(row.record.rollout_ns for row in rows)
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     prepare()
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)

@@ -22,10 +22,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from benchmarks._checkers import check_mutants
-from benchmarks._common import emit
+from benchmarks._common import Figures, emit
 from benchmarks._mutants import all_mutants, sample
 from benchmarks._shell import (
     WorldsSeen,
@@ -102,7 +101,7 @@ def lived(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, size:
     return seen, time.monotonic() - began_s
 
 
-def worlds(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, batch: int) -> dict[str, Any]:
+def worlds(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, batch: int) -> Figures:
     seen, took_s = lived(live, wanted, first, batch)
     return {
         "events": seen.events,
@@ -113,7 +112,7 @@ def worlds(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, batc
     }
 
 
-def shell_worlds(wanted: Extent, first: int) -> dict[str, Any]:
+def shell_worlds(wanted: Extent, first: int) -> Figures:
     """The first of them are watched, to see which lines of the shell they go through."""
     import_shell()
     looked_at = Extent(seeds=min(wanted.seeds or WATCHED, WATCHED))
@@ -144,7 +143,7 @@ def fresh_seed() -> int:
     return int.from_bytes(os.urandom(3), "big")
 
 
-def bugs(quick: bool) -> dict[str, Any]:
+def bugs(quick: bool) -> Figures:
     """In the quick run each is looked for where it is known to show, in others with fresh seeds."""
     first = fresh_seed()
     verdicts = planted_bugs(None if quick else range(first, first + BUG_SEEDS))
@@ -155,7 +154,7 @@ def bugs(quick: bool) -> dict[str, Any]:
     }
 
 
-def mutation(count: int | None, seed: int) -> dict[str, Any]:
+def mutation(count: int | None, seed: int) -> Figures:
     there_are = all_mutants()
     chosen = sample(there_are, count, seed)
     by: Counter[str] = Counter()
@@ -178,9 +177,9 @@ def mutation(count: int | None, seed: int) -> dict[str, Any]:
     }
 
 
-def main(wanted: Extent, first: int, mutants: int | None, seed: int) -> dict[str, Any]:
+def main(wanted: Extent, first: int, mutants: int | None, seed: int) -> Figures:
     # Mutants first: they are checked in forks of a process that has not imported the core.
-    checked: dict[str, Any] = {"mutants": None, "mutants_killed": None}
+    checked: Figures = {"mutants": None, "mutants_killed": None}
     if mutants != 0:
         checked = mutation(mutants, seed)
     if wanted == Extent():

@@ -10,9 +10,8 @@ overhead; and for tokens by provider the sum of the differences over all tokens.
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._runs import EXAMPLE, prepare, run
 from elastic.compose.plan import resolve
 from elastic.compose.runs import new_run_dir
@@ -37,7 +36,7 @@ SLOWED = (
 KEYS = ("step_time", "throughput", "tokens_by_provider", "allocation_overhead")
 
 
-def compare(live: dict[str, Any], simulated: dict[str, Any]) -> dict[str, float]:
+def compare(live: Figures, simulated: Figures) -> dict[str, float]:
     """Relative errors between two summaries."""
     names = live["providers"].keys() | simulated["providers"].keys()
     tokens = [_tokens(summary, name) for name in names for summary in (live, simulated)]
@@ -54,19 +53,19 @@ def _error(live: float, simulated: float) -> float:
     return abs(simulated - live) / live
 
 
-def _step_s(summary: dict[str, Any]) -> float:
+def _step_s(summary: Figures) -> float:
     return statistics.mean(step["duration_s"] for step in summary["steps"])
 
 
-def _throughput(summary: dict[str, Any]) -> float:
+def _throughput(summary: Figures) -> float:
     return summary["total"]["tokens"] / summary["wall_s"]
 
 
-def _tokens(summary: dict[str, Any], provider: str) -> int:
+def _tokens(summary: Figures, provider: str) -> int:
     return summary["providers"].get(provider, {"tokens": 0})["tokens"]
 
 
-def simulated(directory: Path, live_dir: Path, seed: int, steps: int, profile: Path) -> dict[str, Any]:
+def simulated(directory: Path, live_dir: Path, seed: int, steps: int, profile: Path) -> Figures:
     """The summary of the simulation that stands beside a live run."""
     overrides = [f"run.directory={directory}", f"run.seed={seed}", f"run.steps={steps}", "run.name=simulated", *SLOWED]
     config = load_config(EXAMPLE, overrides)
@@ -76,7 +75,7 @@ def simulated(directory: Path, live_dir: Path, seed: int, steps: int, profile: P
     return as_json(summarise(RunDirectory(run_dir)))
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     prepare()
     steps = QUICK_STEPS if arguments.quick else STEPS
     seeds = SEEDS[:1] if arguments.quick else SEEDS
@@ -85,7 +84,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
         profile = directory / "machine.toml"
         calibration, _ = run(directory, PROVIDERS, [f"run.steps={steps}", *SLOWED], CALIBRATION_SEED)
         profile_run(calibration, profile)
-        rows: list[dict[str, Any]] = []
+        rows: list[Figures] = []
         for seed in seeds:
             live_dir, live = run(directory, PROVIDERS, [f"run.steps={steps}", *SLOWED], seed)
             model = simulated(directory, live_dir, seed, steps, profile)
@@ -103,7 +102,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
     return worst | {"steps": steps, "boot_s": boot_s, "seeds": rows}
 
 
-def _shown(summary: dict[str, Any]) -> dict[str, Any]:
+def _shown(summary: Figures) -> Figures:
     return {
         "step_s": _step_s(summary),
         "tokens_per_s": _throughput(summary),

@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks._common import Arguments, Measured, benchmark, multiple_of
+from benchmarks._common import Arguments, Figures, Measured, benchmark, multiple_of
 from benchmarks._stand_ins import PATIENCE_S, Look
 from benchmarks._streaming import (
     STREAMS_PER_WORKER,
@@ -84,7 +84,7 @@ class Trouble:
         self.turns += sum(type(command) is c.FailTurn for command in commands)
 
 
-async def _measure(workers: int, run_s: float, drift_s: tuple[float, float]) -> dict[str, Any]:
+async def _measure(workers: int, run_s: float, drift_s: tuple[float, float]) -> Figures:
     streams = workers * STREAMS_PER_WORKER
     fleet, trouble = StandInFleet(PROCESSES, STREAMS_PER_WORKER), Trouble()
     async with live_run(

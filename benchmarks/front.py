@@ -28,7 +28,6 @@ Beside it, with the same agents and loads, are LiteLLM's proxy over a stub that 
 carries (`litellm.us_per_token`, `ratio` is how many times ours that is), and vLLM's server and router.
 """
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -57,7 +56,7 @@ from benchmarks._chatters import (
     TellOfChats,
     ToldOfChats,
 )
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._relays import cpu_s, install, litellm, skipped_without_litellm
 from benchmarks._spoken import CHAT, ROUTES
 from benchmarks._stand_ins import Look, StandInPace, TellTimes, TurnTimes
@@ -208,7 +207,7 @@ def _front_pids(run_dir: Path) -> list[int]:
     return found
 
 
-async def measure_load(load: ChatLoad, seconds: float) -> dict[str, Any]:
+async def measure_load(load: ChatLoad, seconds: float) -> Figures:
     pace = StandInPace(load.tokens_per_s, own_lengths=False, ids=WORDS)
     streams = load.streams + load.talkers
     async with fronted_run(streams, pace, streams) as run:
@@ -246,7 +245,7 @@ async def measure_load(load: ChatLoad, seconds: float) -> dict[str, Any]:
     }
 
 
-async def measure_route(route: str, load: ChatLoad, seconds: float) -> dict[str, Any]:
+async def measure_route(route: str, load: ChatLoad, seconds: float) -> Figures:
     pace = StandInPace(load.tokens_per_s, own_lengths=False, ids=WORDS)
     async with fronted_run(load.streams, pace, load.streams, route) as run:
         await run.agents.ask(StreamChats(load.streams, LONG_TOKENS, load.streams + 1))
@@ -316,7 +315,7 @@ class ChatDelays(NamedTuple):
         )
 
 
-async def weigh(trajectories: int) -> dict[str, Any]:
+async def weigh(trajectories: int) -> Figures:
     """The memory of tokens. What processes take for their first turns, they take before."""
     pace = StandInPace(FILL_TOKENS_PER_S, own_lengths=False, ids=WORDS)
     async with fronted_run(trajectories, pace, FILLED_AT_ONCE) as run:
@@ -335,7 +334,7 @@ async def _settled_bytes(run: FrontedRun) -> int:
     return run.resident_bytes()
 
 
-async def measure_litellm(load: ChatLoad, seconds: float, looks: int = RIVAL_LOOKS) -> dict[str, Any]:
+async def measure_litellm(load: ChatLoad, seconds: float, looks: int = RIVAL_LOOKS) -> Figures:
     """At what it carries of the load, at the latest after so many looks."""
     agents = ChatterProcess()
     try:
@@ -359,9 +358,9 @@ async def measure_litellm(load: ChatLoad, seconds: float, looks: int = RIVAL_LOO
     }
 
 
-def rivals(loads: Sequence[ChatLoad], seconds: float, looks: int, ours: dict[str, Any], skipped: str) -> dict[str, Any]:
-    vllm: dict[str, Any] = {"us_per_token": None, "skipped_because": WITHOUT_VLLM}
-    found: dict[str, Any] = {"us_per_token": None, "skipped_because": skipped}
+def rivals(loads: Sequence[ChatLoad], seconds: float, looks: int, ours: Figures, skipped: str) -> Figures:
+    vllm: Figures = {"us_per_token": None, "skipped_because": WITHOUT_VLLM}
+    found: Figures = {"us_per_token": None, "skipped_because": skipped}
     if not skipped:
         try:
             streams = {str(load.streams): run_loop(measure_litellm(load, seconds, looks)) for load in loads}
@@ -388,7 +387,7 @@ def in_process(results: Any, load: ChatLoad | None, amount: float, route: str) -
         raise
 
 
-def measured(load: ChatLoad | None, amount: float, route: str = "") -> dict[str, Any]:
+def measured(load: ChatLoad | None, amount: float, route: str = "") -> Figures:
     near, far = multiprocessing.Pipe()
     process = multiprocessing.Process(target=in_process, args=(far, load, amount, route))
     process.start()
@@ -403,14 +402,14 @@ def measured(load: ChatLoad | None, amount: float, route: str = "") -> dict[str,
     return said
 
 
-def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def middle(rounds: Sequence[Figures]) -> Figures:
     return {key: median(one[key] for one in rounds) for key in rounds[0]}
 
 
-def by_route(load: ChatLoad, seconds: float, rounds: int) -> dict[str, dict[str, Any]]:
-    found = {route: list[dict[str, Any]]() for route in ROUTES}
+def by_route(load: ChatLoad, seconds: float, rounds: int) -> dict[str, Figures]:
+    found = {route: list[Figures]() for route in ROUTES}
     for _ in range(rounds):
-        chat: dict[str, Any] = {}
+        chat: Figures = {}
         for route, figures in found.items():
             one = measured(load, seconds, route)
             chat = chat or one
@@ -418,13 +417,13 @@ def by_route(load: ChatLoad, seconds: float, rounds: int) -> dict[str, dict[str,
     return {route: middle(figures) for route, figures in found.items()}
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     multiprocessing.set_start_method("spawn")
     quick = arguments.quick
     seconds, rounds, looks = (2.0, 1, RIVAL_LOOKS_QUICK) if quick else (10.0, 3, RIVAL_LOOKS)
     skipped = install() if arguments.with_litellm else skipped_without_litellm()
     loads = LOADS[:1] if quick else LOADS
-    by_load = {load: list[dict[str, Any]]() for load in loads}
+    by_load = {load: list[Figures]() for load in loads}
     for _ in range(rounds):
         for load, figures in by_load.items():
             figures.append(measured(load, seconds))
@@ -441,9 +440,9 @@ def main(arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--with-litellm", action="store_true", help="make LiteLLM's environment if it is not there")
-
-
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--with-litellm", action="store_true", help="make LiteLLM's environment if it is not there"),
+    )

@@ -10,17 +10,15 @@ the answer), trajectories and sessions that are not there (404), that are over o
 - `failures`: kinds of failures by operation, and errors of the fuzzer; `alive`: whether a call was answered at the end.
 """
 
-import argparse
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks._agents import AgentsRun
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._fuzzer import FUZZER, REQUEST_TIMEOUT_S, SEED, WITHOUT, Fuzzed, failures, fuzz, tested
 from elastic.protocol.http_clients import sync_client
 
@@ -30,9 +28,9 @@ RUN = ("run.steps=1", "rollout.groups=40", "rollout.group_size=4", "environment.
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
-def play(directory: Path, seed: int, *, quick: bool) -> dict[str, Any]:
+def play(directory: Path, seed: int, *, quick: bool) -> Figures:
     run, found = AgentsRun(directory, *RUN), Counter[str]()
-    figures: dict[str, Any] = {"requests": 0, "operations": 0}
+    figures: Figures = {"requests": 0, "operations": 0}
     try:
         url, key = run.url(), run.driver_key()
         known = _opened(run, url, key)
@@ -73,16 +71,12 @@ def _shows(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     if not FUZZER.exists():
         return {"skipped_because": WITHOUT}
     with tempfile.TemporaryDirectory() as name:
         return play(Path(name), arguments.seed, quick=arguments.quick)
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--seed", type=int, default=SEED, help="of what is made up first")
-
-
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(__doc__, main, option("--seed", type=int, default=SEED, help="of what is made up first"))

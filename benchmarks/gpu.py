@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._episodes import EpisodePlayer, PlayedEpisode, episode
 from benchmarks._shapes import SHAPES, random_weights
 from elastic.config import EngineConfig, RolloutConfig
@@ -70,13 +70,7 @@ GPU = GpuExtent("cuda", "qwen3-0.6b", "qwen3-8b", 64, 256, 256, 4096, 10.0, Fals
 CPU = GpuExtent("cpu", "tiny-rollouts", "tiny-serving", 4, 16, 8, 64, 2.0, True)
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU, as a test of the benchmark")
-    options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
-    options.add_argument("--in-process", choices=PARTS, help=argparse.SUPPRESS)
-
-
-def main(parsed: Arguments) -> dict[str, Any]:
+def main(parsed: Arguments) -> Figures:
     scale = CPU if parsed.cpu else GPU
     if parsed.in_process:
         return PARTS[parsed.in_process].run(scale)
@@ -97,7 +91,7 @@ def _device_name(scale: GpuExtent) -> str:
     return torch.cuda.get_device_name() if scale.device == "cuda" else f"cpu, torch {torch.__version__}"
 
 
-def _apart(name: str, cpu: bool) -> dict[str, Any]:
+def _apart(name: str, cpu: bool) -> Figures:
     """A part's figures, or what became of it."""
     print(f"{name} …", file=sys.stderr, flush=True)
     command = [sys.executable, __file__, "--json", "--in-process", name, *(["--cpu"] if cpu else [])]
@@ -131,7 +125,7 @@ def _median_s(work: Callable[[], object], device: str) -> float:
     return median(taken_s[1:])
 
 
-def engine(scale: GpuExtent) -> dict[str, Any]:
+def engine(scale: GpuExtent) -> Figures:
     weights = random_weights(scale.small, scale.device)
     many, seconds = _generate(scale, scale.device, weights, scale.batch, scale.new_tokens)
     few = 4
@@ -201,7 +195,7 @@ def _generate(
         running.close()
 
 
-def pages(scale: GpuExtent) -> dict[str, Any]:
+def pages(scale: GpuExtent) -> Figures:
     import torch
 
     from elastic.engine.kv import PagePool
@@ -236,15 +230,15 @@ def pages(scale: GpuExtent) -> dict[str, Any]:
         pool.close()
 
 
-def coserving_small(scale: GpuExtent) -> dict[str, Any]:
+def coserving_small(scale: GpuExtent) -> Figures:
     return _coserving(scale, serving="qwen3-1.7b", rollout=scale.small, baselines=True)
 
 
-def coserving_large(scale: GpuExtent) -> dict[str, Any]:
+def coserving_large(scale: GpuExtent) -> Figures:
     return _coserving(scale, serving=scale.large, rollout=scale.large, baselines=False)
 
 
-def _coserving(scale: GpuExtent, serving: str, rollout: str, baselines: bool) -> dict[str, Any]:
+def _coserving(scale: GpuExtent, serving: str, rollout: str, baselines: bool) -> Figures:
     command = [
         sys.executable,
         str(Path(__file__).with_name("coserving.py")),
@@ -276,7 +270,7 @@ def _coserving(scale: GpuExtent, serving: str, rollout: str, baselines: bool) ->
     return {key: figures[key] for key in kept if key in figures}
 
 
-def deltas(scale: GpuExtent) -> dict[str, Any]:
+def deltas(scale: GpuExtent) -> Figures:
     """Where the changes are made up: 2 % of the elements, the lowest bit of their pattern."""
     import numpy as np
     import torch
@@ -328,7 +322,7 @@ def deltas(scale: GpuExtent) -> dict[str, Any]:
     }
 
 
-def trainer(scale: GpuExtent) -> dict[str, Any]:
+def trainer(scale: GpuExtent) -> Figures:
     import torch
 
     from elastic.config import TrainerConfig
@@ -346,7 +340,7 @@ def trainer(scale: GpuExtent) -> dict[str, Any]:
     return {"model": scale.small, **_steps(made, scale, groups, config.vocab_size)}
 
 
-def _steps(made: "PolicyTrainer", scale: GpuExtent, groups: int, vocabulary: int) -> dict[str, Any]:
+def _steps(made: "PolicyTrainer", scale: GpuExtent, groups: int, vocabulary: int) -> Figures:
     """What a step of so many groups takes, and this process's memory on its device."""
     import torch
 
@@ -380,7 +374,7 @@ def _steps(made: "PolicyTrainer", scale: GpuExtent, groups: int, vocabulary: int
     }
 
 
-def trainer_ranks(scale: GpuExtent) -> dict[str, Any]:
+def trainer_ranks(scale: GpuExtent) -> Figures:
     """Each on as many ranks as there are devices; on CPUs two."""
     import gc
     import importlib.util
@@ -394,7 +388,7 @@ def trainer_ranks(scale: GpuExtent) -> dict[str, Any]:
         return {"skipped_because": "transformers is not installed here"}
     gpus, groups = (torch.cuda.device_count() if scale.device == "cuda" else 2), 4
     shapes = {"qwen3-1.7b": "none", "qwen3-8b": "optimizer"} if scale.device == "cuda" else {scale.large: "none"}
-    found: dict[str, Any] = {"gpus": gpus}
+    found: Figures = {"gpus": gpus}
     for shape, offload in shapes.items():
         with tempfile.TemporaryDirectory() as directory:
             _write_model(Path(directory), shape, scale.device)
@@ -434,7 +428,7 @@ def _write_model(directory: Path, shape: str, device: str) -> None:
     model.save_pretrained(directory)
 
 
-def activation(scale: GpuExtent) -> dict[str, Any]:
+def activation(scale: GpuExtent) -> Figures:
     """Into weights that stand on the device already, as a rollout model gets there that was parked in host memory."""
     import torch
 
@@ -468,7 +462,7 @@ def activation(scale: GpuExtent) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GpuPart:
-    run: Callable[[GpuExtent], dict[str, Any]]
+    run: Callable[[GpuExtent], Figures]
     timeout_s: float
 
 
@@ -485,4 +479,10 @@ PARTS = {
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--cpu", action="store_true", help="tiny shapes on the CPU, as a test of the benchmark"),
+        option("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these"),
+        option("--in-process", choices=PARTS, help=argparse.SUPPRESS),
+    )

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, cast
+from typing import cast
 
 from benchmarks._arms import by_name, in_turn
-from benchmarks._common import benchmark
+from benchmarks._common import Figures, benchmark
 from benchmarks._configurations import configuration
 from benchmarks._live import live_run
 from benchmarks._shapes import write_policy
@@ -107,7 +107,7 @@ def rates(tokens: Sequence[tuple[float, int]], from_s: float, to_s: float) -> li
     return counts
 
 
-async def compare(runs: int, lease_s: float, ends: int) -> dict[str, Any]:
+async def compare(runs: int, lease_s: float, ends: int) -> Figures:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = write_policy(Path(directory))
         found = await in_turn(MODES, runs, lambda mode, _: measure(checkpoint, MODES[mode], lease_s, ends))

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from elastic.compose.plan import RunPlan, resolve
 from elastic.compose.runs import new_run_dir
 from elastic.config import Config
@@ -68,7 +68,7 @@ def arm(name: str, update_s: float, steps: int) -> dict[str, float]:
     }
 
 
-def pause(update_s: float, steps: int) -> dict[str, Any]:
+def pause(update_s: float, steps: int) -> Figures:
     arms = {name: arm(name, update_s, steps) for name in ("run", "rollouts", "late")}
     held = arms["run"]
     return {
@@ -162,7 +162,7 @@ def slices(count: int) -> dict[str, float]:
     }
 
 
-def figures(arguments: Arguments) -> dict[str, Any]:
+def figures(arguments: Arguments) -> Figures:
     steps = QUICK_STEPS if arguments.quick else STEPS
     return {
         "steps": steps,

@@ -5,7 +5,6 @@ other: also inside functions, under `TYPE_CHECKING`, by `import_module` and by a
 the layers of the import contract over all packages; an arrow is upward if that contract forbids it.
 """
 
-import argparse
 import ast
 import io
 import itertools
@@ -16,10 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from benchmarks import ROOT
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 
 PACKAGES = ("elastic", "providers", "policies", "functions", "traces", "benchmarks", "examples", "infra")
 IMPORTED = ("elastic", "providers", "policies", "functions", "traces")
@@ -249,7 +247,7 @@ def _base(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def measure(root: Path) -> dict[str, Any]:
+def measure(root: Path) -> Figures:
     found = sources(root)
     code, tests = [s for s in found if not s.is_test], [s for s in found if s.is_test]
     arrows, layers = arrows_of(found), layers_of(root)
@@ -278,17 +276,17 @@ def measure(root: Path) -> dict[str, Any]:
     }
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     figures = measure(arguments.root)
     if arguments.arrows:
         figures["pairs"] = sorted(f"{a} -> {b}" for a, b in arrows_of(sources(arguments.root)))
     return figures
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--arrows", action="store_true", help="print the pairs of rooms, too")
-    options.add_argument("--root", type=Path, default=ROOT, help="of which checkout")
-
-
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--arrows", action="store_true", help="print the pairs of rooms, too"),
+        option("--root", type=Path, default=ROOT, help="of which checkout"),
+    )

@@ -29,7 +29,6 @@ phases whose job also had that place in the round before. `returned_s` is from t
 step.
 """
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -48,7 +47,7 @@ from typing import Any
 import psutil
 
 from benchmarks import HERE
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._pools import LivePool, Moment, example, left_over, live_pool, moments
 from benchmarks._proof import same_episode, trajectories
 from benchmarks._runs import elastic, sets
@@ -368,7 +367,7 @@ def outgrown(directory: Path, policy: Path, kills: int, *, quick: bool) -> Told:
     return Told(strokes, past, runs, left_over(directory))
 
 
-def killed_of_three(directory: Path, policy: Path) -> dict[str, Any]:
+def killed_of_three(directory: Path, policy: Path) -> Figures:
     """One of three jobs fails and comes back later (Weave §6.6, Fig. 19)."""
     others = (OTHER, THIRD)
     with live_pool(directory, "ours", 1, 1, LIMITS) as pool:
@@ -392,7 +391,7 @@ def killed_of_three(directory: Path, policy: Path) -> dict[str, Any]:
         "without": (killed_s, resubmitted_s, others),
         "after": (back_s, past[-1].at_s, tuple(SEEDS)),
     }
-    shown: dict[str, Any] = {"killed_s": killed_s, "resubmitted_s": resubmitted_s, "returned_s": back_s - resubmitted_s}
+    shown: Figures = {"killed_s": killed_s, "resubmitted_s": resubmitted_s, "returned_s": back_s - resubmitted_s}
     for when, (from_s, until_s, jobs) in times.items():
         shown[when] = {
             "step_s": {
@@ -463,7 +462,7 @@ def steps_s(past: Sequence[Moment], job: str) -> list[tuple[float, float]]:
     return [(end, end - begun) for begun, end in itertools.pairwise(ends)]
 
 
-def figures_of(kind: str, told: Told, identical: float) -> dict[str, Any]:
+def figures_of(kind: str, told: Told, identical: float) -> Figures:
     strokes = [stroke for stroke in told.strokes if stroke.kind == kind]
     falls = [stroke.at_s for stroke in told.strokes]
     mine, longest = list[float](), list[float]()
@@ -515,7 +514,7 @@ def whole(run: Path) -> dict[str, TrajectoryRow]:
     return {key: row for key, row in trajectories(RunDirectory(run)).items() if not row.cause}
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     quick = arguments.quick
     kinds = list(arguments.only or (QUICK_KINDS if quick else (*KINDS, THREE)))
     three = THREE in kinds
@@ -549,7 +548,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
                 steps[job] = max(steps.get(job, 1), done)
         if not expected or any(count > QUICK_STEPS_ALONE for count in steps.values()):
             expected = alone(place / "alone again", policy, steps)
-        shown: dict[str, Any] = {}
+        shown: Figures = {}
         for kind, told in sessions.items():
             pairs = [
                 (row, expected[job].get(key))
@@ -563,11 +562,9 @@ def main(arguments: Arguments) -> dict[str, Any]:
     return {"measured": "live, on this machine; engines and training paced to modelled devices", **shown}
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument(
-        "--only", action="append", choices=(*KINDS, THREE), default=[], help="this kind; may be repeated"
-    )
-
-
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--only", action="append", choices=(*KINDS, THREE), default=[], help="this kind; may be repeated"),
+    )

@@ -25,7 +25,6 @@ group. `cpu_use` is the machine's. `pacing_held_share` is the part of paced iter
 longer than modelled: an arm in which it is below 0.95 counts for no time and no cost, and `cost_over` it is null.
 """
 
-import argparse
 import json
 import random
 import time
@@ -38,7 +37,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._machines import KINDS as STROKES
 from benchmarks._machines import REACHED, Machines, lacking, machines_pool
 from benchmarks._pools import JOBS, LivePool, at_once, live_pool, residual_nano_usd
@@ -77,7 +76,7 @@ class ArmSeen:
     usd: float
     idle_share: dict[str, float] | None
     switch_share: float | None
-    jobs: dict[str, dict[str, Any]]
+    jobs: dict[str, Figures]
     runs: dict[str, Path]
     kills: int = 0
     residual_nano_usd: int = 0
@@ -129,7 +128,7 @@ def machine_use(run: Path) -> list[float]:
 def seen(pool: LivePool, runs: Mapping[str, Path], wall_s: float, kills: int = 0) -> ArmSeen:
     """The arm by the pool's own report and the runs' journals."""
     report = pool.report()
-    jobs: dict[str, dict[str, Any]] = {}
+    jobs: dict[str, Figures] = {}
     for job in report["jobs"]:
         jobs[job["name"]] = {
             "step_s": job["cycle_s"],
@@ -258,7 +257,7 @@ COLOCATED = ("", ["seeding.policy=fixed", f"seeding.window_s={ARM_WITHIN_S}"])
 
 def plain(directory: Path, jobs: Jobs, providers: str, settings: Sequence[str]) -> ArmSeen:
     """Plain runs, one after the other, each with these providers and a trainer of its own."""
-    told, runs, walls, usd = dict[str, dict[str, Any]](), dict[str, Path](), list[float](), 0.0
+    told, runs, walls, usd = dict[str, Figures](), dict[str, Path](), list[float](), 0.0
     for name in jobs.names:
         own = [f"run.directory={directory}", "trainer.usd_per_gpu_hour=5.28", *settings, *jobs.settings(name)]
         out = elastic("run", str(JOBS / f"{name}.toml"), "--providers", providers, "--json", *sets(own))
@@ -301,11 +300,11 @@ def seeded_quickly(place: Path, jobs: Jobs, kills: int) -> dict[str, ArmSeen]:
         return {"apart_strict": first.result(), "shared_killed": second()}
 
 
-def figures_of(arms: Mapping[str, ArmSeen]) -> dict[str, Any]:
+def figures_of(arms: Mapping[str, ArmSeen]) -> Figures:
     alone = arms["apart_strict"].jobs
-    shown: dict[str, Any] = {}
+    shown: Figures = {}
     for name, arm in arms.items():
-        jobs: dict[str, Any] = {}
+        jobs: Figures = {}
         for job, figures in arm.jobs.items():
             own_s, alone_s = figures["step_s"], alone[job]["step_s"]
             slowdown = own_s / alone_s if own_s and alone_s else None
@@ -322,11 +321,7 @@ def figures_of(arms: Mapping[str, ArmSeen]) -> dict[str, Any]:
     return shown
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--arm", choices=("machines",), help="this instead of all others; as root")
-
-
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     quick, machines = arguments.quick, arguments.arm is not None
     if machines and (missing := lacking()):
         raise SystemExit(f"--arm machines: {missing}")
@@ -404,4 +399,4 @@ def averaged(found: Sequence[Any]) -> Any:
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(__doc__, main, option("--arm", choices=("machines",), help="this instead of all others; as root"))

@@ -20,7 +20,6 @@ charged.
 `--part` runs some parts alone; the others are null. Without it the full form takes some ten minutes on two cores.
 """
 
-import argparse
 import multiprocessing
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from random import Random
 from statistics import mean, pstdev
 from typing import Any, NamedTuple
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._drift import ARMS, SETTINGS, drifted
 from benchmarks._job_variants import QUANTILES, extra_rounds, planned, train_when
 from benchmarks._optimum import Optimiser
@@ -71,7 +70,7 @@ def lived(policy: str, arrivals: Sequence[Arrival], residents: int) -> PlanWorld
     return PlanWorld(pool_of(residents), CLUSTER_POLICIES[policy], arrivals).run()
 
 
-def figures(world: PlanWorld, arrivals: Sequence[Arrival], residents: int, proven_max: int) -> dict[str, Any]:
+def figures(world: PlanWorld, arrivals: Sequence[Arrival], residents: int, proven_max: int) -> Figures:
     """Everything about one policy's world; costs are in dollars an hour of the time in which there are jobs."""
     requests = {arrival.request.id: arrival.request for arrival in arrivals}
     optimisers = [
@@ -130,9 +129,9 @@ def slo_actual(policy: str, arrivals: Sequence[Arrival], residents: int, seed: i
     return mean(outcome.met for outcome in world.outcomes())
 
 
-def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merged(found: Sequence[Figures]) -> Figures:
     """The mean over seeds of every figure."""
-    merged_figures: dict[str, Any] = {}
+    merged_figures: Figures = {}
     for key, value in found[0].items():
         if isinstance(value, dict):
             merged_figures[key] = merged([each[key] for each in found])
@@ -141,7 +140,7 @@ def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged_figures
 
 
-def by_key(by_policy: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def by_key(by_policy: dict[str, Figures]) -> Figures:
     """From figures by policy to policies by figure."""
     keys = next(iter(by_policy.values()))
     return {key: {policy: found[key] for policy, found in by_policy.items()} for key in keys}
@@ -160,7 +159,7 @@ class ScaleTask(NamedTuple):
     restart_s: float
 
 
-def done(task: ScaleTask) -> dict[str, Any]:
+def done(task: ScaleTask) -> Figures:
     if task.workload == "production":
         arrivals = production(task.seed)
     else:
@@ -189,7 +188,7 @@ def compared(
     residents: int = RESIDENTS,
     policies: Sequence[str] = POLICIES,
     restart_s: float = RESTART_S,
-) -> tuple[dict[str, Any], dict[str, float]]:
+) -> tuple[Figures, dict[str, float]]:
     """The policies on one workload, and how much the seeds differ in `over_optimum`."""
     tasks = [
         ScaleTask(workload, policy, profile, slo, residents, seed, proven_max, restart_s)
@@ -197,7 +196,7 @@ def compared(
         for seed in seeds
     ]
     found = pool.map(done, tasks, chunksize=1)
-    by_policy: dict[str, dict[str, Any]] = {}
+    by_policy: dict[str, Figures] = {}
     spread: dict[str, float] = {}
     for i, policy in enumerate(policies):
         own = found[i * len(seeds) : (i + 1) * len(seeds)]
@@ -206,7 +205,7 @@ def compared(
     return by_key(by_policy), spread
 
 
-def produced(pool: Pool, seeds: Sequence[int], proven_max: int) -> dict[str, Any]:
+def produced(pool: Pool, seeds: Sequence[int], proven_max: int) -> Figures:
     """The production workload from its marginals. `colocated` runs both phases on training nodes alone, in the same
     time: what `solo` pays without its rollout nodes."""
     found, _ = compared(pool, "production", seeds, proven_max)
@@ -219,14 +218,14 @@ PLANNED_JOBS = 100
 SWITCHES_S = (None, 0.0, 2.0, 10.0)
 
 
-def short(pool: Pool, window: str, seeds: Sequence[int], proven_max: int, **changed: Any) -> dict[str, Any]:
+def short(pool: Pool, window: str, seeds: Sequence[int], proven_max: int, **changed: Any) -> Figures:
     found, _ = compared(pool, window, seeds, proven_max, policies=SHARING, **changed)
     return {key: found[key] for key in ("over_optimum", "slo_planned", "slo_actual", "rejected", "moves")}
 
 
-def restarts(pool: Pool, seeds: Sequence[int], proven_max: int) -> dict[str, Any]:
+def restarts(pool: Pool, seeds: Sequence[int], proven_max: int) -> Figures:
     """What `ours` costs and how often it moves a job, by how long a move takes, in seconds."""
-    moves: dict[str, Any] = {}
+    moves: Figures = {}
     for restart_s in (30.0, 120.0, 308.0, 900.0, 3600.0):
         found, _ = compared(pool, WINDOWS[0], seeds, proven_max, policies=("ours",), restart_s=restart_s)
         keys = ("usd_per_hour", "over_optimum", "slo_planned", "moves")
@@ -238,12 +237,12 @@ def mixed_jobs(seed: int) -> list[Arrival]:
     return from_trace(read_jobs(data_path(WINDOWS[0])), "mixed", SLO, seed)
 
 
-def planned_with(task: tuple[str, int]) -> dict[str, Any]:
+def planned_with(task: tuple[str, int]) -> Figures:
     how, seed = task
     return planned(pool_of(RESIDENTS, 64), mixed_jobs(seed)[:PLANNED_JOBS], how, seed)
 
 
-def trained(task: tuple[float | None, int]) -> dict[str, Any]:
+def trained(task: tuple[float | None, int]) -> Figures:
     return train_when(pool_of(RESIDENTS), mixed_jobs(task[1]), task[0])
 
 
@@ -251,7 +250,7 @@ def extra(seed: int) -> float:
     return extra_rounds(pool_of(RESIDENTS), mixed_jobs(seed))
 
 
-def planning(pool: Pool, seeds: Sequence[int]) -> dict[str, Any]:
+def planning(pool: Pool, seeds: Sequence[int]) -> Figures:
     """At what quantile jobs are planned, when they train, and what rounds beyond one a cycle could bring."""
     return {how: merged(pool.map(planned_with, [(how, seed) for seed in seeds], chunksize=1)) for how in QUANTILES} | {
         "train_when": {
@@ -264,13 +263,13 @@ def planning(pool: Pool, seeds: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def drifted_with(task: tuple[str, str, int]) -> dict[str, Any]:
+def drifted_with(task: tuple[str, str, int]) -> Figures:
     arm, setting, seed = task
     return drifted(arm, pool_of(RESIDENTS), mixed_jobs(seed)[::2], setting, seed)
 
 
-def drift(pool: Pool, seeds: Sequence[int]) -> dict[str, Any]:
-    arms, found = (*ARMS, "regroup_hourly"), dict[str, Any]()
+def drift(pool: Pool, seeds: Sequence[int]) -> Figures:
+    arms, found = (*ARMS, "regroup_hourly"), Figures()
     for setting in SETTINGS:
         tasks = [(arm, setting, seed) for arm in arms for seed in seeds]
         told = pool.map(drifted_with, tasks, chunksize=1)
@@ -280,18 +279,18 @@ def drift(pool: Pool, seeds: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     quick = arguments.quick
     proven_max = arguments.proven_max or (QUICK_PROVEN_MAX if quick else PROVEN_MAX)
     parts = arguments.part or (("windows",) if quick else PARTS)
     seeds = QUICK_SEEDS if quick else SEEDS
-    windows: dict[str, Any] = {}
-    spread: dict[str, Any] = {}
+    windows: Figures = {}
+    spread: Figures = {}
     with multiprocessing.get_context("spawn").Pool(cores()) as pool:
         if "windows" in parts:
             for window in WINDOWS:
                 windows[window], spread[window] = compared(pool, window, seeds, proven_max)
-        sensitivity: dict[str, Any] = dict.fromkeys(("workload", "slo", "residency", "moves", "planning"))
+        sensitivity: Figures = dict.fromkeys(("workload", "slo", "residency", "moves", "planning"))
         if "workload" in parts:
             sensitivity["workload"] = {
                 profile: {window: short(pool, window, seeds, proven_max, profile=profile) for window in WINDOWS}
@@ -323,10 +322,10 @@ def main(arguments: Arguments) -> dict[str, Any]:
         }
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--proven-max", type=int, metavar="N", help="prove optima of at most so many jobs")
-    options.add_argument("--part", action="append", choices=PARTS, help="this part alone; may be given several times")
-
-
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--proven-max", type=int, metavar="N", help="prove optima of at most so many jobs"),
+        option("--part", action="append", choices=PARTS, help="this part alone; may be given several times"),
+    )

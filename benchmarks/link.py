@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from benchmarks._common import Arguments, Measured, benchmark
+from benchmarks._common import Arguments, Figures, Measured, benchmark
 from benchmarks._configurations import endless
 from benchmarks._live import Capacity, LiveRun, live_run, replay, reserved
 from benchmarks._paced import LimitedSettings, LimitedTask
@@ -141,7 +141,7 @@ def first_token_s(config: Config, run_dir: Path, run: LiveRun) -> float | None:
     return statistics.median(took_s) if took_s else None
 
 
-async def measure(policy: Path, directory: Path, name: str, times: int) -> dict[str, Any]:
+async def measure(policy: Path, directory: Path, name: str, times: int) -> Figures:
     case, run_dir, port = LINKS[name], directory / name, free_port()
     link = BadLink(f"127.0.0.1:{port}", case.quality)
     listen = {"host": "0.0.0.0", "port": port, "advertise": await link.start()}
@@ -171,7 +171,7 @@ async def measure(policy: Path, directory: Path, name: str, times: int) -> dict[
     }
 
 
-async def measure_all(times: Mapping[str, int]) -> dict[str, Any]:
+async def measure_all(times: Mapping[str, int]) -> Figures:
     with tempfile.TemporaryDirectory() as name:
         policy = write_policy(Path(name) / "policy")
         figures = {link: await measure(policy, Path(name), link, count) for link, count in times.items() if count}

@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._crashes import CrashingRun
 from benchmarks._runs import elastic, prepare
 from elastic.report.texts import Reading, with_texts
@@ -90,7 +90,7 @@ def steps_in(logger: str, run: str, kept: Path) -> list[int]:
         return [step for (step,) in connection.execute(query)]
 
 
-def crash(directory: Path, loggers: Sequence[str], kills: int, steps: int, afterwards: int) -> dict[str, Any]:
+def crash(directory: Path, loggers: Sequence[str], kills: int, steps: int, afterwards: int) -> Figures:
     rng = random.Random(SEED)
     to = json.dumps(list(loggers))
     settings = (f"run.steps={steps}", f"logging.to={to}", *SETTINGS)
@@ -144,7 +144,7 @@ def begun_and_killed(run_dir: Path, loggers: Sequence[str], pause_s: float) -> b
     return process.wait() == -signal.SIGKILL
 
 
-def times(run_dir: Path, loggers: Sequence[str], directory: Path) -> dict[str, Any]:
+def times(run_dir: Path, loggers: Sequence[str], directory: Path) -> Figures:
     reading = Reading.of(json.loads((run_dir / "config.json").read_text()))
     read_us, rows = list[float](), list[TrackedRow]()
     for _ in range(TIMED):
@@ -171,7 +171,7 @@ def times(run_dir: Path, loggers: Sequence[str], directory: Path) -> dict[str, A
     return {"us_per_row": median(read_us), "us_per_write": write_us}
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     there = [name for name, kind in LOGGERS.items() if importlib.util.find_spec(kind.needs) is not None]
     missing = [name for name in LOGGERS if name not in there]
     why: Mapping[str, Any] = {

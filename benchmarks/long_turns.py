@@ -21,7 +21,7 @@ from random import Random
 from statistics import mean
 from typing import Any
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from elastic.compose import scheduling
 from elastic.compose.plan import resolve
 from elastic.compose.scheduling import policies, run_plan
@@ -127,7 +127,7 @@ def lived(run: SimulatedRun) -> str:
         return str(error)
 
 
-def long_turns(steps: int, staleness: int, limits: Mapping[str, Any], *, declining: bool) -> dict[str, Any]:
+def long_turns(steps: int, staleness: int, limits: Mapping[str, Any], *, declining: bool) -> Figures:
     run = simulated(
         LONG,
         H100,
@@ -163,8 +163,8 @@ def busiest(run: SimulatedRun) -> WorkerModel:
     return run.worker(max(workers, key=lambda worker: worker.outstanding).id)
 
 
-def arms(steps: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def arms(steps: int) -> Figures:
+    found: Figures = {}
     over: dict[str, float] = {}
     for name, staleness, declining in (
         ("alpha0", 0, False),
@@ -232,7 +232,7 @@ def slower(task: Task) -> float:
     return times_s[0] / times_s[1]
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     thetas = QUICK_THETAS if arguments.quick else THETAS
     return arms(steps=3 if arguments.quick else 10) | {
         "short_turns_over_best_theta": min(over_best_theta(batch, thetas) for batch in SHORT_BATCHES),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks._common import TRAINERS_PYTHON, WITHOUT_PEFT, Arguments, benchmark
+from benchmarks._common import TRAINERS_PYTHON, WITHOUT_PEFT, Arguments, Figures, benchmark
 from benchmarks._shapes import TRAINED
 
 VLLM_PYTHON = ROOT / ".cache" / "vllm-venv" / "bin" / "python"
@@ -39,7 +39,7 @@ LEARNT_RATE = 1e-2
 RUN_TIMEOUT_S = 1500.0
 
 
-def child(directory: Path) -> dict[str, Any]:
+def child(directory: Path) -> Figures:
     """In an interpreter that has peft."""
     import torch
     import transformers
@@ -144,7 +144,7 @@ def _merged_difference(directory: Path) -> float:
     return (said - torch.tensor(trainer.proof())).abs().mean().item()
 
 
-def wrong_adapter(directory: Path) -> dict[str, Any]:
+def wrong_adapter(directory: Path) -> Figures:
     """In vLLM's environment: a live run in which the dedicated worker keeps the first adapter that it loads."""
     from benchmarks._runs import CommandRun, elastic
     from elastic.core import events as e
@@ -203,7 +203,7 @@ def wrong_adapter(directory: Path) -> dict[str, Any]:
         run.discard()
 
 
-def _in(python: Path, what: str, directory: Path) -> dict[str, Any]:
+def _in(python: Path, what: str, directory: Path) -> Figures:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [str(python), str(Path(__file__)), what, str(directory)]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -212,9 +212,9 @@ def _in(python: Path, what: str, directory: Path) -> dict[str, Any]:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     quick = arguments.quick
-    figures: dict[str, Any] = dict.fromkeys(("bytes_per_update", "wrong_adapter_found_s", "merged_difference"))
+    figures: Figures = dict.fromkeys(("bytes_per_update", "wrong_adapter_found_s", "merged_difference"))
     skipped: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:
         if TRAINERS_PYTHON.exists():

@@ -19,12 +19,11 @@ Both go on at the same time, in a process each; the floods come when one of the 
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import uvloop
 
 from benchmarks._byzantine import RunBeside, play, play_beside, wrong_rows
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._live import log_faults_only
 
 FRAMES_QUICK, FRAMES = 2_520, 24_000
@@ -35,7 +34,7 @@ CALM_ARMS = ("hold", "trickle", "drip", "badstart", "flap", "one_in_three")
 FLOODS = ("flood_tokens", "flood_reports", "flood_beats")
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     log_faults_only()
     frames, steps = (FRAMES_QUICK, STEPS_QUICK) if arguments.quick else (FRAMES, STEPS)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), log_faults_only) as processes:
@@ -45,7 +44,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
         return lies.result() | {"beside": beside(calm.result() | floods.result())}
 
 
-def _lies(frames: int) -> dict[str, Any]:
+def _lies(frames: int) -> Figures:
     return uvloop.run(measure(frames))
 
 
@@ -54,11 +53,11 @@ def _beside(arms: Sequence[str], steps: int) -> dict[str, RunBeside]:
     return {arm: uvloop.run(play_beside(arm, steps, BESIDE_TOKEN_S)) for arm in arms}
 
 
-def beside(runs: dict[str, RunBeside]) -> dict[str, Any]:
+def beside(runs: dict[str, RunBeside]) -> Figures:
     alone = runs.pop(ALONE)
     if alone.failed:
         raise RuntimeError(f"the run without a Byzantine worker is no measure: {alone.failed}")
-    figures: dict[str, Any] = {"alone_steps_per_s": round(alone.steps_per_s, 2)}
+    figures: Figures = {"alone_steps_per_s": round(alone.steps_per_s, 2)}
     for arm, run in runs.items():
         figures[arm] = {
             "speed": round(run.steps_per_s / alone.steps_per_s, 3),
@@ -71,7 +70,7 @@ def beside(runs: dict[str, RunBeside]) -> dict[str, Any]:
     return figures
 
 
-async def measure(frames: int, seed: int = 1) -> dict[str, Any]:
+async def measure(frames: int, seed: int = 1) -> Figures:
     quiet = await play(0, seed)
     if quiet.failed or quiet.faults:
         raise RuntimeError(f"the run without Byzantine workers is no measure: {quiet.failed or quiet.faults}")

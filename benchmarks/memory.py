@@ -16,11 +16,10 @@ Memory that the allocator has and nobody uses counts.
 import asyncio
 import gc
 import multiprocessing
-from typing import Any
 
 import psutil
 
-from benchmarks._common import Arguments, Measured, benchmark
+from benchmarks._common import Arguments, Figures, Measured, benchmark
 from benchmarks._stand_ins import PATIENCE_S, Fill
 from benchmarks._streaming import (
     GROUP_SIZE,
@@ -73,12 +72,12 @@ class ThinkingEnvironment(PausingEnvironment):
         return await super().reset(seed)
 
 
-async def _measure(trajectories: int, filled: int) -> dict[str, Any]:
+async def _measure(trajectories: int, filled: int) -> Figures:
     await _bytes(WORKERS, 0)  # What a process takes for its first run, it takes once.
     return await _bytes(trajectories, filled)
 
 
-async def _bytes(trajectories: int, filled: int) -> dict[str, Any]:
+async def _bytes(trajectories: int, filled: int) -> Figures:
     patient: dict[str, float] = dict.fromkeys(LIMITS, 10 * PATIENCE_S)
     config = streaming_config(WORKERS, trajectories, environment={"step_timeout_s": 10 * PATIENCE_S}, scheduler=patient)
     credit = -(-trajectories // WORKERS)

@@ -13,10 +13,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks._arms import deviation, in_turn
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._paced import STEP_TIMEOUT_S, Devices, FixedTask, PacedRun, TaskSettings, paced_run
 from elastic.core.types import NS_PER_S
 
@@ -96,7 +96,7 @@ async def rounds(directory: Path, arm: str, seed: int, scale: MigrationScale) ->
         return {moment: await one_round(run, MOMENTS[moment], workers) for moment in scale.moments}
 
 
-async def measure(arguments: Arguments) -> dict[str, Any]:
+async def measure(arguments: Arguments) -> Figures:
     scale = QUICK if arguments.quick else FULL
     with tempfile.TemporaryDirectory() as name:
         found = await in_turn(ARMS, scale.seeds, lambda arm, seed: rounds(Path(name), arm, seed, scale))

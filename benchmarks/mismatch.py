@@ -15,13 +15,12 @@ import copy
 import random
 import statistics
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks._arms import standard_error
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._shapes import SHAPES
 from elastic.config import TrainerConfig
 from elastic.engine.model.config import Qwen3Config
@@ -84,7 +83,7 @@ def groups_of(engine: Qwen3, step: int, outlier_nats: float, generator: torch.Ge
     return [TrainGroupFrame(step, f"g{index}", index, part) for index, part in enumerate(parts)]
 
 
-def run(arm: Mapping[str, object], seed: int, steps: int, outlier_nats: float) -> dict[str, Any]:
+def run(arm: Mapping[str, object], seed: int, steps: int, outlier_nats: float) -> Figures:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     settings = TrainerConfig.model_validate(
@@ -109,7 +108,7 @@ def over_median(norms: list[float]) -> float:
     return max(norms) / statistics.median(norms)
 
 
-def figures_of(runs: list[dict[str, Any]]) -> dict[str, float]:
+def figures_of(runs: list[Figures]) -> dict[str, float]:
     success = [one["success"] for one in runs]
     return {
         "gradient_norm_max": max(max(one["norms"]) for one in runs),
@@ -120,7 +119,7 @@ def figures_of(runs: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     quick = arguments.quick
     torch.set_num_threads(1)
     seeds, steps = (1, 8) if quick else (5, 24)
@@ -133,7 +132,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
         name: found if name == "untruncated" else figures_of([run(keys, seed, steps, nats) for seed in range(seeds)])
         for name, keys in ARMS.items()
     }
-    figures: dict[str, Any] = {**arms, "outlier_nats": nats, "seeds": seeds, "steps": steps}
+    figures: Figures = {**arms, "outlier_nats": nats, "seeds": seeds, "steps": steps}
     if quick:
         figures["skipped_because"] = {"bars": "one seed of few steps says nothing of success"}
         return figures

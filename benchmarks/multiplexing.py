@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from elastic.compose import scheduling
 from elastic.compose.plan import resolve
 from elastic.compose.scheduling import limits, run_plan
@@ -85,7 +85,7 @@ TYPES = {
     "E": JobType("Qwen3-14B", 1, 16384, 2, 64, 6.0, 525.4, 445.4, 456.1),
 }
 GROUPS = {"temporal": "AA", "train": "DDE", "spatial": "CDD"}
-THEIRS: dict[str, Any] = {
+THEIRS: Figures = {
     "printed_over_solo": {"temporal": 1.82, "train": 1.90, "spatial": 1.99},
     "tables_1_and_4_over_solo": {"temporal": 1.97, "train": 1.88, "spatial": 1.82},
     "printed_over_gavel": {"temporal": 1.73, "train": 1.43, "spatial": 1.78},
@@ -371,7 +371,7 @@ def usd_alone(kinds: Mapping[str, JobType], devices: Sequence[str]) -> float:
     return nodes * GPUS * sum(USD_PER_GPU_HOUR[device] for device in devices)
 
 
-def group(letters: str, setting: Setting) -> dict[str, Any]:
+def group(letters: str, setting: Setting) -> Figures:
     kinds = {f"{letter.lower()}-{number}": TYPES[letter] for number, letter in enumerate(letters, 1)}
     paces = {name: pace(name, kind, setting) for name, kind in kinds.items()}
     unswitched = replace(setting, switched=False)
@@ -464,11 +464,11 @@ def averaged(found: Sequence[Any]) -> Any:
     return mean(found)
 
 
-def temporal(setting: Setting) -> dict[str, Any]:
+def temporal(setting: Setting) -> Figures:
     return {"temporal": group(GROUPS["temporal"], setting), "tail": {"AA": tail("AA", setting)}}
 
 
-def train(setting: Setting) -> dict[str, Any]:
+def train(setting: Setting) -> Figures:
     return {
         "train": group(GROUPS["train"], setting),
         "naive_slowdown": naive(setting),
@@ -476,11 +476,11 @@ def train(setting: Setting) -> dict[str, Any]:
     }
 
 
-def spatial(setting: Setting) -> dict[str, Any]:
+def spatial(setting: Setting) -> Figures:
     return {"spatial": group(GROUPS["spatial"], setting)}
 
 
-def long_tails(setting: Setting) -> dict[str, Any]:
+def long_tails(setting: Setting) -> Figures:
     return {"tail": {"EE": tail("EE", setting)}}
 
 
@@ -488,9 +488,9 @@ PARTS = (train, spatial, temporal, long_tails)
 """Each with the figures that need the same jobs alone."""
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     settings = [Setting(steps=3 if arguments.quick else 9, seed=seed) for seed in range(1, 2 if arguments.quick else 4)]
-    figures: dict[str, Any] = {"measured": "simulated, token by token", "seeds": len(settings), "tail": {}}
+    figures: Figures = {"measured": "simulated, token by token", "seeds": len(settings), "tail": {}}
     with ProcessPoolExecutor(2) as processes:
         found = [[processes.submit(part, setting) for setting in settings] for part in PARTS]
         for seeds in found:

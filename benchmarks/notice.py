@@ -15,9 +15,9 @@ instances, on a machine that does other things.
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._configurations import KINDS, configuration, endless
 from benchmarks._live import live_run, run_to_end
 from benchmarks._shapes import write_policy
@@ -62,7 +62,7 @@ def market(directory: Path, lives: int, life_s: int, apart_s: int) -> Path:
     return path
 
 
-def simulated(directory: Path, notice_s: int, lives: int) -> dict[str, Any]:
+def simulated(directory: Path, notice_s: int, lives: int) -> Figures:
     config = configuration(
         "unseeded",
         "all-capacity",
@@ -96,7 +96,7 @@ def simulated(directory: Path, notice_s: int, lives: int) -> dict[str, Any]:
         return checked(journal, notice_s)
 
 
-async def live(directory: Path, notice_s: int, lives: int, life_s: int) -> dict[str, Any]:
+async def live(directory: Path, notice_s: int, lives: int, life_s: int) -> Figures:
     config = endless(
         write_policy(directory / "policy"),
         8,
@@ -120,7 +120,7 @@ async def live(directory: Path, notice_s: int, lives: int, life_s: int) -> dict[
         return checked(journal, notice_s)
 
 
-def checked(journal: JournalReader, notice_s: int) -> dict[str, Any]:
+def checked(journal: JournalReader, notice_s: int) -> Figures:
     events = list(journal.events())
     notices = found(events, noticed=notice_s > 0)
     turns, moves = journal.rows(TurnRow), journal.rows(MoveRow)
@@ -179,9 +179,9 @@ def tokens_lost(events: list[tuple[int, e.Event]], worker: str) -> int:
     return max(0, said - came)
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     lives = 2 if arguments.quick else 20
-    figures: dict[str, Any] = {}
+    figures: Figures = {}
     for notice_s in NOTICES_S:
         with tempfile.TemporaryDirectory() as name:
             figures[str(notice_s)] = simulated(Path(name), notice_s, lives)

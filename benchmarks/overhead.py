@@ -39,7 +39,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 from pydantic import BaseModel
 
-from benchmarks._common import Arguments, Measured, benchmark
+from benchmarks._common import Arguments, Figures, Measured, benchmark
 from benchmarks._configurations import configuration
 from benchmarks._episodes import EpisodePlayer, PlayedEpisode, episode
 from benchmarks._live import live_run
@@ -302,7 +302,7 @@ def read_journal(run_dir: Path) -> tuple[TokenIds, float]:
     return said, mean(turn.tokens for turn in turns)
 
 
-async def measure(quick: bool) -> dict[str, Any]:
+async def measure(quick: bool) -> Figures:
     steps = QUICK_STEPS if quick else STEPS
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

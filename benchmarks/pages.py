@@ -26,7 +26,6 @@ Chromium is missing: `skipped_because`.
 """
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
-import argparse
 import asyncio
 import importlib.util
 import os
@@ -50,7 +49,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from benchmarks import ROOT
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._hosted import CONFIG, HOST, HostedSite
 from benchmarks._hosted_runs import WrittenRun
 from benchmarks._http_load import EventStream, ReadPool, ServerHungUp, request
@@ -176,7 +175,7 @@ class PagesSite:
         }
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     if importlib.util.find_spec("playwright") is None and PYTHON.exists() and Path(sys.executable) != PYTHON:
         os.execv(PYTHON, [str(PYTHON), *sys.argv])
     if skipped := _missing():
@@ -267,12 +266,12 @@ def _figures(status: Any) -> dict[str, Any]:
     return {name: value for name, value in told.items() if name in RunFigures.model_fields}
 
 
-def measure(site: PagesSite, browser: Any, scale: PagesScale, parts: Sequence[str]) -> dict[str, Any]:
+def measure(site: PagesSite, browser: Any, scale: PagesScale, parts: Sequence[str]) -> Figures:
     began_s = time.monotonic()
     site.client.get(f"/v1/runs/{site.long_run}/metrics?samples=1&steps=1").raise_for_status()
     first_read_ms = 1e3 * (time.monotonic() - began_s)
     signed_in = _signed_in(site)
-    figures: dict[str, Any] = {}
+    figures: Figures = {}
     shown: list[OpenView] = []
     for name, place in site.places().items():
         if "views" not in parts and name not in LIVING:
@@ -324,7 +323,7 @@ def _opened(browser: Any, name: str, cookies: list[dict[str, Any]]) -> OpenView:
     return shown
 
 
-def _first(shown: OpenView, url: str) -> dict[str, Any]:
+def _first(shown: OpenView, url: str) -> Figures:
     shown.began_s = time.monotonic()
     shown.page.goto(url, wait_until="commit")
     painted_ms = shown.page.evaluate("window.painted")
@@ -355,7 +354,7 @@ class ReadsAnswered:
     streams: int = 0
 
 
-def _replayed(site: PagesSite, shown: list[OpenView], for_s: float) -> dict[str, Any]:
+def _replayed(site: PagesSite, shown: list[OpenView], for_s: float) -> Figures:
     """One real page stays open while others' requests are sent, each at its time."""
     answered = ReadsAnswered()
     traces = [[(at_s, path) for at_s, path in one.asked if at_s < for_s] for one in shown]
@@ -409,9 +408,5 @@ async def _replay(
         transport.abort()
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--part", choices=PARTS, help="measure this part alone")
-
-
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(__doc__, main, option("--part", choices=PARTS, help="measure this part alone"))

@@ -9,9 +9,8 @@ solver's and that of making its problem); `--quick` has none beyond 5. `theirs_m
 import gc
 import time
 from random import Random
-from typing import Any
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._optimum import Optimiser
 from elastic.core.cluster import Cluster, WaitLimits
 from elastic.core.cluster import commands as c
@@ -102,10 +101,10 @@ def optimum_ms(jobs: int) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     quick = arguments.quick
     changes = QUICK_CHANGES if quick else CHANGES
-    found: dict[str, dict[str, Any]] = {"latency_ms": {}, "regroup_ms": {}, "weave_latency_ms": {}, "groups": {}}
+    found: dict[str, Figures] = {"latency_ms": {}, "regroup_ms": {}, "weave_latency_ms": {}, "groups": {}}
     for jobs in SIZES:
         key = str(jobs)
         found["latency_ms"][key], found["regroup_ms"][key], found["groups"][key] = decisions("ours", jobs, changes)

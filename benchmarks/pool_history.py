@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
 from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, PhasePlan
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
@@ -180,7 +180,7 @@ def process_of(directory: Path) -> Any:
         process.wait(UP_S)
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     jobs = QUICK_JOBS if arguments.quick else JOBS
     with tempfile.TemporaryDirectory() as place:
         pool_file = Path(place) / "pool.toml"

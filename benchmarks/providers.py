@@ -15,16 +15,14 @@ actors that have a name after the run's end. `--only ray` measures nothing else.
 `skipped_because`.
 """
 
-import argparse
 import math
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks._arms import median_range
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._live import run_to_end
 from benchmarks._ray_nodes import LEFT_S, kill_nodes, why_not
 from benchmarks._runs import prepare, run
@@ -64,7 +62,7 @@ def overheads(summaries: Sequence[Summary]) -> dict[str, dict[str, dict[str, flo
     }
 
 
-def on_ray(within_s: float, began_s: float) -> dict[str, Any]:
+def on_ray(within_s: float, began_s: float) -> Figures:
     if why := why_not():
         return {"skipped_because": why}
     until_s = began_s + within_s - LEFT_S
@@ -74,7 +72,7 @@ def on_ray(within_s: float, began_s: float) -> dict[str, Any]:
         return run_to_end(kill_nodes(Path(name), KILLS, until_s))
 
 
-def replayed(arguments: Arguments) -> dict[str, Any]:
+def replayed(arguments: Arguments) -> Figures:
     prepare()
     seeds = SEEDS[:1] if arguments.quick else SEEDS
     steps, groups = (2, 8) if arguments.quick else (20, 16)
@@ -100,14 +98,7 @@ def replayed(arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--only", choices=["replayed", "ray"], help="measure one of the two alone")
-    options.add_argument(
-        "--within-s", type=float, default=math.inf, help="longest time for Ray's nodes to be killed in"
-    )
-
-
-def main(parsed: Arguments) -> dict[str, Any]:
+def main(parsed: Arguments) -> Figures:
     began_s = time.monotonic()
     figures = {} if parsed.only == "ray" else replayed(parsed)
     if parsed.only != "replayed":
@@ -116,4 +107,9 @@ def main(parsed: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--only", choices=["replayed", "ray"], help="measure one of the two alone"),
+        option("--within-s", type=float, default=math.inf, help="longest time for Ray's nodes to be killed in"),
+    )

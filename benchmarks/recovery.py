@@ -23,7 +23,6 @@ Everything shares this machine's processors, so a time here holds the machine's 
 incidents and a watch of seconds; `false_fence_minutes` and the counts say what was measured.
 """
 
-import argparse
 import asyncio
 import math
 import os
@@ -40,7 +39,7 @@ import msgspec
 import psutil
 from pydantic import ConfigDict
 
-from benchmarks._common import Arguments, Measured, benchmark, skipped_without_vllm
+from benchmarks._common import Arguments, Figures, Measured, benchmark, option, skipped_without_vllm
 from benchmarks._configurations import configuration
 from benchmarks._live import Capacity, LiveRun, live_run, replay, reserved
 from benchmarks._paced import LimitedSettings, LimitedTask
@@ -314,7 +313,7 @@ async def watch(
     return read_record(config, run_dir, run), minutes, cpu_share
 
 
-async def measure(kills: int, rounds: int, watch_s: float) -> dict[str, Any]:
+async def measure(kills: int, rounds: int, watch_s: float) -> Figures:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         policy = write_policy(directory / "policy")
@@ -388,7 +387,7 @@ async def kill_part(run: LiveRun, part: str) -> Incident:
     return incident
 
 
-async def measure_vllm(kills: int, within_s: float) -> dict[str, Any]:
+async def measure_vllm(kills: int, within_s: float) -> Figures:
     """As many rounds of one kill of each part as there shall be, and can be begun in time."""
     incidents: dict[str, list[Incident]] = {part: [] for part in VLLM_PARTS}
     with tempfile.TemporaryDirectory() as name:
@@ -408,7 +407,7 @@ async def measure_vllm(kills: int, within_s: float) -> dict[str, Any]:
                 for part in VLLM_PARTS:
                     incidents[part].append(await kill_part(run, part))
         record = read_record(config, directory / "run", run)
-    figures: dict[str, Any] = {"engine": "vllm"}
+    figures: Figures = {"engine": "vllm"}
     for part, killed in incidents.items():
         times_s = [time_s for kill in killed if (time_s := record.redispatch_s(kill)) is not None]
         elsewhere_s = [time_s for kill in killed for time_s in record.elsewhere_s(kill)]
@@ -430,11 +429,6 @@ async def measure_vllm(kills: int, within_s: float) -> dict[str, Any]:
     }
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--engine", choices=("torch", "vllm"), default="torch", help="of the workers that are killed")
-    options.add_argument("--within-s", type=float, default=1800.0, help="with vLLM: begin no kill after so long")
-
-
 def main(parsed: Arguments) -> Measured:
     if parsed.engine == "vllm" and (why := skipped_without_vllm()):
         return {"skipped_because": why}
@@ -444,4 +438,9 @@ def main(parsed: Arguments) -> Measured:
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--engine", choices=("torch", "vllm"), default="torch", help="of the workers that are killed"),
+        option("--within-s", type=float, default=1800.0, help="with vLLM: begin no kill after so long"),
+    )

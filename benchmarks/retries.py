@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import HERE, ROOT
 from benchmarks._agents import MODEL, AgentsRun, Sampling, played, trained, wrongly_trained
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._harness import HarnessSettings, MadeCall
 from benchmarks._proof import trajectories
 from elastic.core.ids import parse_turn
@@ -196,7 +196,7 @@ def inject(run: AgentsRun, connections: Cuttable, what: str, rng: random.Random)
             run.resume()
 
 
-def play(directory: Path, storm: Storm) -> dict[str, Any]:
+def play(directory: Path, storm: Storm) -> Figures:
     rng = random.Random(SEED)
     clients, missing = installed_clients()
     groups = storm.groups + 1
@@ -252,7 +252,7 @@ def checked(run: RunDirectory, calls: Sequence[MadeCall]) -> dict[str, int]:
     }
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     with tempfile.TemporaryDirectory() as name:
         return play(Path(name), QUICK if arguments.quick else FULL)
 

@@ -12,10 +12,9 @@ times as long as a call and comes again after every pause, and the dedicated dev
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks._arms import by_name, in_turn
-from benchmarks._common import benchmark
+from benchmarks._common import Figures, benchmark
 from benchmarks._configurations import configuration
 from benchmarks._shapes import write_policy
 from elastic.compose.execution import execute
@@ -80,7 +79,7 @@ def last_step(step: StepRow, calls: Sequence[CallRow], mode: str) -> tuple[float
     return rollout_s, used_s / held_s
 
 
-async def compare(runs: int, steps: int) -> dict[str, Any]:
+async def compare(runs: int, steps: int) -> Figures:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = write_policy(Path(directory))
         found = await in_turn(("dedicated", "serverless"), runs, lambda mode, _: measure(checkpoint, mode, steps))

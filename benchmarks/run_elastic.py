@@ -13,9 +13,9 @@ import time
 from functools import partial
 from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._episodes import EpisodePlayer, episode
 from benchmarks._proof import Verdict, check_run, trajectories
 from benchmarks._runs import prepare, run
@@ -55,7 +55,7 @@ def churn_trace(path: Path) -> Path:
     return path
 
 
-def identical_share(directory: Path, seed: int) -> tuple[float, Verdict, dict[str, Any]]:
+def identical_share(directory: Path, seed: int) -> tuple[float, Verdict, Figures]:
     """Share of step-one trajectories that kills left unchanged; the verdict on the disturbed run and its summary."""
     trace = churn_trace(directory / "churn.csv")
     churn = [
@@ -103,7 +103,7 @@ def held_out(run_dir: Path) -> tuple[HeldOut, HeldOut]:
     return scores[0], scores[1]
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     began_s = time.monotonic()
     prepare()
     with tempfile.TemporaryDirectory() as name:
@@ -111,7 +111,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
         share, verdict, summary = identical_share(directory, SEEDS[0])
         verdicts, summaries, wall_s = [verdict], [summary], [summary["wall_s"]]
         evaluations: list[tuple[HeldOut, HeldOut]] = []
-        by_seed: list[dict[str, Any]] = []
+        by_seed: list[Figures] = []
         if not arguments.quick:
             wall_s = []
             for seed in SEEDS:

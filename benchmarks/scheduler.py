@@ -13,9 +13,8 @@ own clock is virtual, so nothing waits; the scheduler is woken when it asked to 
 import time
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from elastic.compose.scheduling import limits, policies
 from elastic.config import Config
 from elastic.core import commands as c
@@ -254,7 +253,7 @@ class DrivenScheduler:
         )
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     load = DrivenScheduler(seed=0)
     load.set_up()
     load.times_ns.clear()

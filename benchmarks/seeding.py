@@ -14,7 +14,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks._arms import descends, in_turn, standard_error
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._paced import Devices, LongTailedTask, PacedRun, TaskSettings, paced_run
 from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S
@@ -77,7 +77,7 @@ async def tokens_per_s(directory: Path, arm: str, seed: int, scale: SeedingScale
     return run.tokens({step.step for step in steps}) / duration_s, [step.seeding_ns / NS_PER_S for step in steps]
 
 
-async def measure(arguments: Arguments) -> dict[str, Any]:
+async def measure(arguments: Arguments) -> Figures:
     scale = QUICK if arguments.quick else FULL
     with tempfile.TemporaryDirectory() as name:
         measured = await in_turn(scale.arms, scale.seeds, lambda arm, seed: tokens_per_s(Path(name), arm, seed, scale))

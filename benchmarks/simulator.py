@@ -10,12 +10,11 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 
 from benchmarks import ROOT
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from elastic.compose.plan import resolve
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import load_config
@@ -70,7 +69,7 @@ def simulate(
     return {"events": run.events, "cpu_s": cpu_s, "virtual_s": run.loop.now_ns / 1e9}
 
 
-def large(workers: int, trajectories: int) -> dict[str, Any]:
+def large(workers: int, trajectories: int) -> Figures:
     overrides = [
         "run.steps=1",
         f"rollout.groups={trajectories // GROUP_SIZE}",
@@ -96,7 +95,7 @@ def large(workers: int, trajectories: int) -> dict[str, Any]:
     }
 
 
-def small(rounds: int, steps: int, loop_events: int) -> dict[str, Any]:
+def small(rounds: int, steps: int, loop_events: int) -> Figures:
     """Loop, run with a journal and run without one, in turn."""
     job = [f"run.steps={steps}"], ["serving", "spot"]
     loops, journaled, bare, speedups = [], [], [], []
@@ -122,7 +121,7 @@ def small(rounds: int, steps: int, loop_events: int) -> dict[str, Any]:
     }
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     quick = arguments.quick
     figures = small(3, 3, LOOP_EVENTS // 10) if quick else small(7, 20, LOOP_EVENTS)
     sizes = [large(*size) for size in (SIZES[:2] if quick else SIZES)]

@@ -23,13 +23,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._throttle import LinkedPort
 from elastic.pool.messages import SiteRelay, SiteServed
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
@@ -65,7 +64,7 @@ KEY = SigningKey()
 TRUST = KEY.trust("run")
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     torch.set_num_threads(1)
     warm_up()
     workers = WORKERS_QUICK if arguments.quick else WORKERS
@@ -78,7 +77,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
         far = stack.enter_context(_relay(place / "far"))
         size_bytes = _publish(far)
         across = size_bytes / (ALONE_QUICK_S if arguments.quick else ALONE_S)
-        figures: dict[str, Any] = {}
+        figures: Figures = {}
         for name, nodes in NODES.items():
             figures[name] = _measured(pullers[: nodes * workers], workers, far, place / name, size_bytes, across)
     figures["version"] = {"bytes": size_bytes, "buckets": BUCKETS, "workers_a_node": workers}
@@ -149,7 +148,7 @@ def _publish(far: SiteServed) -> int:
 
 def _measured(
     pullers: list[_PullingProcess], workers: int, far: SiteServed, place: Path, size_bytes: int, across: float
-) -> dict[str, Any]:
+) -> Figures:
     within = across * WITHIN_GBPS / ACROSS_GBPS
     assert far.far is not None
     direct_s, direct_bytes = _all_pull(pullers, far.far, across, [None] * len(pullers))
@@ -212,8 +211,8 @@ def _at(relay: SiteRelay, port: LinkedPort) -> SiteRelay:
     return SiteRelay(f"https://127.0.0.1:{port.port}", relay.token, relay.anchor)
 
 
-def computed() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def computed() -> Figures:
+    found: Figures = {}
     for name, nodes in NODES.items():
         found[name] = {}
         for model, parameters in MODELS.items():

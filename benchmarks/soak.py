@@ -12,11 +12,10 @@ import tempfile
 from itertools import cycle
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 
-from benchmarks._common import benchmark
+from benchmarks._common import Figures, benchmark
 from benchmarks._configurations import configuration
 from benchmarks._live import LiveRun, live_run, reserved
 from benchmarks._shapes import write_policy
@@ -38,7 +37,7 @@ async def churn(run: LiveRun) -> None:
         await asyncio.sleep(KILL_EVERY_S)
 
 
-async def measure(warm_up_s: float, measured_s: float) -> dict[str, Any]:
+async def measure(warm_up_s: float, measured_s: float) -> Figures:
     providers = {"reserved": reserved(WORKERS)}
     process, samples = psutil.Process(), list[tuple[float, int, int]]()
     with tempfile.TemporaryDirectory() as directory:

@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._crowds import OpenPort, attackers, crowds
 from benchmarks._runs import CommandRun, RunFailed, sets
 from benchmarks._shapes import write_policy
@@ -242,9 +242,7 @@ async def _peak_mb(target: Target, peaks: dict[str, float]) -> None:
         await asyncio.sleep(PROBE_INTERVAL_S)
 
 
-async def _measure(
-    run: AttackedRun, attacks: Sequence[str], targets: Sequence[Target], least_s: float
-) -> dict[str, Any]:
+async def _measure(run: AttackedRun, attacks: Sequence[str], targets: Sequence[Target], least_s: float) -> Figures:
     stalls: list[float] = []
     peaks: dict[str, float] = {}
     before = {target.name: target.process.memory_info().rss / MB for target in targets}
@@ -269,8 +267,8 @@ async def _measure(
     }
 
 
-async def measure(quick: bool, directory: Path) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
+async def measure(quick: bool, directory: Path) -> Figures:
+    figures: Figures = {}
     at_once, least_s, crowds_s = (3, 1.0, QUICK_S) if quick else (1, 10.0, 10.0)
     run = AttackedRun(directory)
     try:
@@ -301,7 +299,7 @@ def crowd_rounds(names: Iterable[str], quick: bool) -> list[list[str]]:
     return [list(APART), *([name] for name in names if name not in APART)]
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     raise_descriptor_limit()
     with tempfile.TemporaryDirectory() as directory:
         figures = asyncio.run(measure(arguments.quick, Path(directory)))

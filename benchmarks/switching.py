@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._shapes import SHAPES
 
 COLD_TIMES, WARM_TIMES = 3, 7
@@ -40,9 +40,9 @@ def main() -> None:
     benchmark(__doc__, measured)
 
 
-def measured(arguments: Arguments) -> dict[str, Any]:
+def measured(arguments: Arguments) -> Figures:
     cold_times, warm_times = (1, 3) if arguments.quick else (COLD_TIMES, WARM_TIMES)
-    figures: dict[str, Any] = {}
+    figures: Figures = {}
     for side, models in MODELS.items():
         for model in models:
             with tempfile.TemporaryDirectory() as directory:
@@ -59,7 +59,7 @@ def measured(arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def _run(side: str, model: str, directory: str, times: int) -> dict[str, Any]:
+def _run(side: str, model: str, directory: str, times: int) -> Figures:
     """One process, from its start: what it says of itself, and how long it took until it had the device."""
     began_s = time.monotonic()
     command = [sys.executable, __file__, "--child", side, model, directory, str(times)]

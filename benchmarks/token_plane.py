@@ -29,7 +29,6 @@ By number of streams:
 them, three times, take more than ten minutes.
 """
 
-import argparse
 import asyncio
 import contextlib
 import multiprocessing
@@ -49,7 +48,7 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from benchmarks._common import Arguments, benchmark, multiple_of
+from benchmarks._common import Arguments, Figures, benchmark, multiple_of, option
 from benchmarks._stand_ins import PATIENCE_S, TOKENS_PER_S, Look, Rest, Tell
 from benchmarks._streaming import (
     STREAMS_PER_WORKER,
@@ -305,11 +304,11 @@ def _heard(pipe: Pipe, patience_s: float = PATIENCE_S) -> Any:
     return pipe.recv()
 
 
-def compare(streams: int, seconds: float, sse_us_per_token: float, *, encrypted: bool, alone: bool) -> dict[str, Any]:
+def compare(streams: int, seconds: float, sse_us_per_token: float, *, encrypted: bool, alone: bool) -> Figures:
     """One round's figures of so many streams: over TLS, and with a worker `alone`, if so said."""
     workers = -(-streams // STREAMS_PER_WORKER)
     frames = measure_frames(workers, streams, seconds)
-    figures: dict[str, Any] = {
+    figures: Figures = {
         "frame_us_per_token": frames.us_per_token,
         "ratio": sse_us_per_token / frames.us_per_token,
         "tokens_per_s": frames.tokens / frames.wall_s,
@@ -340,9 +339,9 @@ def compare(streams: int, seconds: float, sse_us_per_token: float, *, encrypted:
     }
 
 
-def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def middle(rounds: list[Figures]) -> Figures:
     """Medians; what one round lacks, or a truth that one round does not have, holds for all."""
-    figures: dict[str, Any] = {}
+    figures: Figures = {}
     for key in rounds[0]:
         values = [one[key] for one in rounds]
         if any(isinstance(value, str) for value in values):
@@ -353,11 +352,11 @@ def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     multiprocessing.set_start_method("spawn")
     seconds, rounds, sizes = (2.0, 1, SIZES_QUICK) if arguments.quick else (10.0, 3, SIZES)
     events: list[dict[str, float]] = []
-    by_size: dict[int, list[dict[str, Any]]] = {size: [] for size in sorted(arguments.streams or sizes)}
+    by_size: dict[int, list[Figures]] = {size: [] for size in sorted(arguments.streams or sizes)}
     too_many = max(by_size) + 1
     for _ in range(rounds):
         events_s, relayed = measure_sse(COMPARED, seconds)
@@ -381,14 +380,14 @@ def main(arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument(
-        "--streams",
-        type=lambda text: [multiple_of(1)(size) for size in text.split(",")],
-        metavar="N,N,…",
-        help=f"these numbers of streams alone; without it {', '.join(map(str, SIZES))}",
-    )
-
-
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option(
+            "--streams",
+            type=lambda text: [multiple_of(1)(size) for size in text.split(",")],
+            metavar="N,N,…",
+            help=f"these numbers of streams alone; without it {', '.join(map(str, SIZES))}",
+        ),
+    )

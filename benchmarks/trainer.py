@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 from benchmarks import ROOT
-from benchmarks._common import TRAINERS_PYTHON, WITHOUT_PEFT, Arguments, benchmark
+from benchmarks._common import TRAINERS_PYTHON, WITHOUT_PEFT, Arguments, Figures, benchmark
 from benchmarks._shapes import TRAINED
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def write_model(directory: Path) -> None:
     Qwen3ForCausalLM(Qwen3Config(**MODEL)).save_pretrained(directory)
 
 
-def measured(model: Path, sequences: int, rounds: int, *, with_trl: bool) -> dict[str, Any]:
+def measured(model: Path, sequences: int, rounds: int, *, with_trl: bool) -> Figures:
     tokens = sum(len(one["ids"]) for one in batch_of(sequences))
     given = {"batch": batch_of(sequences), "prompt_tokens": PROMPT_TOKENS, "threads": THREADS}
     (model / "batch.json").write_text(json.dumps(given))
@@ -264,7 +264,7 @@ def measured(model: Path, sequences: int, rounds: int, *, with_trl: bool) -> dic
     comparing.close()
     ranked.close()
     our_s = _column(our_passes, "seconds")
-    figures: dict[str, Any] = {
+    figures: Figures = {
         "tokens": tokens,
         "ours_tokens_per_s": tokens / statistics.median(our_s),
         "reference": _reference(our_passes, reference_passes),
@@ -306,8 +306,8 @@ def _reference(ours: list[dict[str, float]], passes: list[dict[str, float]]) -> 
     return {"extra_cpu_s": extra, "forward_cpu_s": forward, "extra_over_forward": extra / forward}
 
 
-def _ranks(one: list[dict[str, float]], several: list[dict[str, float]]) -> dict[str, Any]:
-    figures: dict[str, Any] = {
+def _ranks(one: list[dict[str, float]], several: list[dict[str, float]]) -> Figures:
+    figures: Figures = {
         str(ranks): {
             "step_s": statistics.median(_column(passes, "seconds")),
             "state_bytes": passes[0]["held_bytes"] / ranks,
@@ -322,7 +322,7 @@ def _column(passes: list[dict[str, float]], name: str) -> list[float]:
     return [one[name] for one in passes]
 
 
-def _ratios(ours: list[float], theirs: dict[int, list[float]]) -> dict[str, Any]:
+def _ratios(ours: list[float], theirs: dict[int, list[float]]) -> Figures:
     middle = {size: statistics.median(found) for size, found in theirs.items()}
     best = min(middle, key=lambda size: middle[size])
     return {
@@ -340,7 +340,7 @@ def _spread(theirs: list[float], ours: list[float]) -> list[float]:
     return [min(ratios), max(ratios)]
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     quick = arguments.quick
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory, "model")

@@ -12,7 +12,6 @@
 Where vLLM is not installed: `skipped_because`.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -27,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks._common import Arguments, benchmark, skipped_without_vllm
+from benchmarks._common import Arguments, Figures, benchmark, option, skipped_without_vllm
 from benchmarks._shapes import write_policy
 
 STREAMS, PROMPT_TOKENS, TURN_TOKENS, PAIRS = 16, 64, 256, 5
@@ -55,10 +54,10 @@ UPDATES = 5
 MOVES = 32
 
 
-def measure_in_place(quick: bool) -> dict[str, Any]:
+def measure_in_place(quick: bool) -> Figures:
     from elastic.testing.models import TINY_MODELS
 
-    figures: dict[str, Any] = {"bit_exact": {}}
+    figures: Figures = {"bit_exact": {}}
     for architecture in ["qwen3"] if quick else TINY_MODELS:
         with tempfile.TemporaryDirectory() as directory:
             found = _of_architecture(architecture, Path(directory), moves=architecture == "qwen3")
@@ -67,7 +66,7 @@ def measure_in_place(quick: bool) -> dict[str, Any]:
     return figures
 
 
-def _of_architecture(architecture: str, directory: Path, *, moves: bool) -> dict[str, Any]:
+def _of_architecture(architecture: str, directory: Path, *, moves: bool) -> Figures:
     from safetensors.torch import load_file
 
     from elastic.config import EngineConfig
@@ -106,7 +105,7 @@ def _of_architecture(architecture: str, directory: Path, *, moves: bool) -> dict
         live = load_file(directory / "live.0")
         expected = fused(live, tensors)
         exact = all(tensor[: expected[name].shape[0]].equal(expected[name]) for name, tensor in live.items())
-        found: dict[str, Any] = {
+        found: Figures = {
             "restart_s": restart_s,
             "update_in_place_s": statistics.median(updates_s),
             "bit_exact": exact,
@@ -153,7 +152,7 @@ def _task() -> type:
     return GatedTask
 
 
-async def measure_pairs(pairs: int) -> dict[str, Any]:
+async def measure_pairs(pairs: int) -> Figures:
     from benchmarks._configurations import configuration
     from benchmarks._live import live_run, reserved
     from benchmarks._paced import VOCABULARY, TaskSettings
@@ -440,15 +439,10 @@ def _bench(
     }
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--pairs", type=int, default=PAIRS, help="of runs through Elastic and straight to vLLM")
-    options.add_argument("--pairs-only", action="store_true", help="without updates in place, restarts and moves")
-
-
-def main(parsed: Arguments) -> dict[str, Any]:
+def main(parsed: Arguments) -> Figures:
     if why := skipped_without_vllm():
         return {"skipped_because": why}
-    figures: dict[str, Any] = {"throughput_ratio": None, "ttft_ratio_p50": None, "cpu_us_per_token": None}
+    figures: Figures = {"throughput_ratio": None, "ttft_ratio_p50": None, "cpu_us_per_token": None}
     if not parsed.pairs_only:
         figures |= measure_in_place(parsed.quick)
     if not parsed.quick:
@@ -457,4 +451,9 @@ def main(parsed: Arguments) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, main, add_options)
+    benchmark(
+        __doc__,
+        main,
+        option("--pairs", type=int, default=PAIRS, help="of runs through Elastic and straight to vLLM"),
+        option("--pairs-only", action="store_true", help="without updates in place, restarts and moves"),
+    )

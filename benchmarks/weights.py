@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._coo import Coo
 from benchmarks._extrapolation import extrapolated
 from benchmarks._updates import LEARNING_RATES, Bits, Snapshot, snapshots
@@ -36,11 +36,11 @@ CODECS_SHOWN: dict[str, Codec] = {
 }
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     torch.set_num_threads(1)
     wanted = ["0.01", "0.05"] if arguments.quick else list(LEARNING_RATES)
     repetitions = 3 if arguments.quick else 9
-    figures: dict[str, Any] = dict.fromkeys(LEARNING_RATES)
+    figures: Figures = dict.fromkeys(LEARNING_RATES)
     for snapshot in snapshots(wanted):
         figures[snapshot.name] = measure(snapshot, repetitions)
     return {"changed": figures, "extrapolated": extrapolated(figures, memcpy_bytes_per_s())}
@@ -54,7 +54,7 @@ def memcpy_bytes_per_s() -> float:
     return source.nbytes / median(cpu_s(lambda: np.copyto(target, source))[0] for _ in range(9))
 
 
-def measure(snapshot: Snapshot, repetitions: int) -> dict[str, Any]:
+def measure(snapshot: Snapshot, repetitions: int) -> Figures:
     old, new, buckets = flat_buckets(snapshot)
     changed = int(np.count_nonzero(old != new))
     return {

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks._common import Arguments, benchmark
+from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._coo import Coo
 from benchmarks._object_store import measure_object_store
 from benchmarks._throttle import Link, LinkedRelay, RelayAround
@@ -82,13 +82,13 @@ REQUESTS = 40
 Tensors = dict[str, Tensor]
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def main(arguments: Arguments) -> Figures:
     torch.set_num_threads(1)
     register(Coo())
     rates = RATES_GBPS[:1] if arguments.quick else RATES_GBPS
     pullers = 20 if arguments.quick else PULLERS
     old, new = versions_of(next(iter(snapshots(["0.01"]))))
-    gbps: dict[str, Any] = {str(rate): None for rate in RATES_GBPS}
+    gbps: Figures = {str(rate): None for rate in RATES_GBPS}
     for rate in rates:
         gbps[str(rate)] = measure_rate(old, new, rate * BYTES_PER_S_IN_GBPS, arguments.quick)
     return {
@@ -185,7 +185,7 @@ def versions_of(snapshot: Snapshot) -> tuple[Tensors, Tensors]:
     return repeated(snapshot.old), repeated(snapshot.new)
 
 
-def measure_rate(old: Tensors, new: Tensors, bytes_per_s: float, quick: bool) -> dict[str, Any]:
+def measure_rate(old: Tensors, new: Tensors, bytes_per_s: float, quick: bool) -> Figures:
     repetitions = 3 if quick else 9
     with closing(runs_of(old, new, bytes_per_s)) as ours, closing(runs_of(old, new, bytes_per_s, "coo")) as coo:
         pairs = list(islice(zip(ours, coo, strict=False), WARM_UP + repetitions))[WARM_UP:]
@@ -335,7 +335,7 @@ class SmallHistory:
         self._publisher.close()
 
 
-def measure_copies(pullers: int, versions: int) -> dict[str, Any]:
+def measure_copies(pullers: int, versions: int) -> Figures:
     chance = random.Random(0)
     with (
         tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory,
