@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from benchmarks._configurations import written
 from benchmarks._crashes import FrontedRun
 from benchmarks._proof import trajectories
 from benchmarks._runs import sets
@@ -20,45 +21,19 @@ from elastic.runtime.agents import notes
 from elastic.runtime.journal import JournalError, RunDirectory, TrajectoryRow
 
 MODEL = "tiny"
-CONFIG = """
-[run]
-name = "agents"
-[model]
-checkpoint = "{checkpoint}"
-{environments}
-[rollout]
-max_tokens_per_turn = 24
-[trainer]
-updates_per_step = 1
-checkpoint_every_steps = 1
-max_restarts = 1000
-[engine]
-max_batch = 16
-max_context_tokens = 2048
-kv_blocks = 2048
-[engine.pacing]
-prefill_tokens_per_s = 8000
-decode_step_s = {{ 1 = 0.04 }}
-[front]
-processes = 2
-[providers.reserved]
-max_workers = 1
-"""
-ELSEWHERE = """
-[environment]
-name = "outside"
-"""
+ELSEWHERE = '[environment]\nname = "outside"\n'
 
 
 class AgentsRun(FrontedRun):
-    """A run below `directory` with these settings besides `CONFIG`: dedicated workers, and the trainer's device.
-    `environments` are its sections of environments."""
+    """A run below `directory` with these settings besides those of `agents`: a dedicated worker, and the trainer's
+    device. `environments` are its sections of environments."""
 
     def __init__(
         self, directory: Path, *settings: str, options: Sequence[str] = (), environments: str = ELSEWHERE
     ) -> None:
-        config = directory / "agents.toml"
-        config.write_text(CONFIG.format(checkpoint=write_chat_policy(directory / MODEL), environments=environments))
+        policy = write_chat_policy(directory / MODEL)
+        config = written(directory / "agents.toml", "agents", policy=policy)
+        config.write_text(config.read_text() + environments)
         super().__init__(directory / "runs", [str(config), "--providers", "reserved", *options, *sets(settings)])
 
     def driver_key(self, driver: str = "main") -> str:

@@ -18,6 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from benchmarks import ROOT
+from benchmarks._configurations import configuration
 from benchmarks._live import replay
 from benchmarks._orchestrated import RUN, OwnWorkers, orchestrator
 from elastic.compose.plan import TRAINER_PROVIDER
@@ -49,7 +50,6 @@ from elastic.worker.agent import run_agent
 from elastic.worker.connection import OrchestratorLink, Ticket, dial
 from elastic.worker.trainer_host import TrainerHost
 
-STEPS, GROUPS, GROUP_SIZE, TURNS, TOKENS_PER_TURN = 8, 3, 4, 3, 6
 HONEST = 2
 HONEST_CREDIT, BYZANTINE_CREDIT = 1, 6
 """Turns that each takes at a time: few for the honest, so that Byzantine workers are given some, too."""
@@ -64,33 +64,8 @@ PATIENCE_S = 120.0
 CAPABILITIES = Capabilities(
     engine="model", replayable_sampling=True, max_context_tokens=512, device="none", tflops=100.0, max_batch=4
 )
-CONFIGURATION = {
-    "model": {"checkpoint": "."},
-    "run": {"seed": 7, "steps": STEPS},
-    "rollout": {
-        "groups": GROUPS,
-        "group_size": GROUP_SIZE,
-        "max_turns": TURNS,
-        "max_tokens_per_turn": TOKENS_PER_TURN,
-    },
-    "trainer": {"updates_per_step": 1},
-    "environment": {"step_timeout_s": 2 * PATIENCE_S},
-    "engine": {"max_batch": 4, "max_pending": 2, "max_context_tokens": 512},
-    "seeding": {"window_s": 0.0},
-    "provisioning": {"policy": "take_all"},
-    "scheduler": {
-        "heartbeat_interval_s": 5.0,
-        "heartbeat_timeout_s": PATIENCE_S,
-        "stall_timeout_s": PATIENCE_S,
-        "turn_stall_timeout_s": PATIENCE_S,
-        "boot_timeout_s": PATIENCE_S,
-        "load_timeout_s": PATIENCE_S,
-        "queue_timeout_s": PATIENCE_S,
-        "retry_base_s": 0.001,
-        "retry_max_s": 0.001,
-        "resume_timeout_s": 0.001,
-    },
-}
+CONFIG = configuration("lied-to", policy=".")
+ROLLOUT, STEPS = CONFIG.rollout, CONFIG.run.steps
 
 
 class ToldLies:
@@ -119,14 +94,14 @@ class PacedEnvironment(ModelEnvironment):
         self._told_lies, self._numbers = told, numbers
 
     async def reset(self, seed: int) -> list[int]:
-        self._step = next(self._numbers) // (GROUPS * GROUP_SIZE)
+        self._step = next(self._numbers) // (ROLLOUT.groups * ROLLOUT.group_size)
         context = self.begin(seed)
-        self._turns = TURNS
+        self._turns = ROLLOUT.max_turns
         return context
 
     async def step(self, token_ids: list[int]) -> StepResult:
         result = self.answer(token_ids)
-        await self._told_lies.until((self._step + 1 - self._turns / TURNS) / STEPS)
+        await self._told_lies.until((self._step + 1 - self._turns / ROLLOUT.max_turns) / STEPS)
         return result
 
 
@@ -239,7 +214,7 @@ class PlayedRun:
 
 async def play(frames: int, seed: int) -> PlayedRun:
     """One run; with `frames` lies, each over a session of its own, or with none."""
-    config, told, numbers = Config.model_validate(CONFIGURATION), ToldLies(frames), itertools.count()
+    told, numbers = ToldLies(frames), itertools.count()
 
     def names() -> list[str]:
         """Turns and workers that there are: those of others."""
@@ -253,33 +228,24 @@ async def play(frames: int, seed: int) -> PlayedRun:
         directory = Path(name)
         kept = RunDirectory(directory / RUN)
         kept.path.mkdir()
-        honest = Honest(config, kept.path)
+        honest = Honest(CONFIG, kept.path)
         providers = [
             OwnWorkers(TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
             OwnWorkers("spot", HONEST, honest.work),
             *([OwnWorkers(BYZANTINE, SESSIONS, ByzantineWorkers(told, Random(seed), names).work)] if frames else []),
         ]
-        journal = kept.begin_journal(config.journal)
-        run = orchestrator(config, kept, journal, providers, environment, relay=str(directory / "relay"))
+        journal = kept.begin_journal(CONFIG.journal)
+        run = orchestrator(CONFIG, kept, journal, providers, environment, relay=str(directory / "relay"))
         failed = await run.run()
         journal.close()
         played = PlayedRun(
             failed, told.of_kind, sum(refused.count for refused in run._door.refusals() if refused.worker)
         )
-        _read(played, kept, config, run.scheduler)
+        _read(played, kept, CONFIG, run.scheduler)
     played.rows |= {("learnt", group): (step, what) for step, group, what in honest.weights.learnt}
     return played
 
 
-LIMITS_BESIDE = {
-    "heartbeat_interval_s": 0.1,
-    "heartbeat_timeout_s": 1.0,
-    "stall_timeout_s": 1.0,
-    "turn_stall_timeout_s": 0.3,
-    "retry_base_s": 0.05,
-    "retry_max_s": 0.2,
-    "resume_timeout_s": 0.5,
-}
 BESIDE_CREDIT = 3
 """Turns that the honest worker takes at a time: fewer than there are."""
 
@@ -301,9 +267,7 @@ class RunBeside:
 
 async def play_beside(arm: str, steps: int, token_s: float) -> RunBeside:
     """One run with a Byzantine worker of this arm, or without any if it is empty."""
-    body = {**CONFIGURATION, "run": {"seed": 7, "steps": steps}}
-    body["scheduler"] = {**cast(dict[str, Any], CONFIGURATION["scheduler"]), **LIMITS_BESIDE}
-    config = Config.model_validate(body)
+    config = configuration("lied-to", "lied-to-by-one", policy=".", run={"steps": steps})
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         kept = RunDirectory(directory / RUN)

@@ -203,14 +203,17 @@ async def paced_run(
     devices: Mapping[str, Devices],
     task: type[FixedTask],
     task_settings: TaskSettings,
+    kind: str,
+    *,
+    seed: int,
     **sections: Any,
 ) -> AsyncIterator[PacedRun]:
-    """A run of steps without end on such devices; `sections` are the configuration's."""
+    """A run of steps without end on such devices, of this kind of configuration with these sections."""
     policy = directory / "policy"
     if not policy.exists():
         write_policy(policy)
-    run = {"name": name, "seed": sections.pop("seed", 0)}
-    config = configuration("all-capacity", "patient", "many-steps", policy=policy, run=run, **sections)
+    kinds, run = ("all-capacity", "patient", "many-steps", kind), {"name": name, "seed": seed}
+    config = configuration(*kinds, policy=policy, run=run, **sections)
     stocks = {kind: Stock(some.workers) for kind, some in devices.items()}
     providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
         kind: (StockProvider, _settings(some, stocks[kind])) for kind, some in devices.items()

@@ -2,17 +2,16 @@
 
 import asyncio
 import tempfile
-import tomllib
 from pathlib import Path
 from statistics import median
 
 from benchmarks._churn import PROMPT_TOKENS, SeenRequests, asked
 from benchmarks._common import Figures
+from benchmarks._configurations import configuration
 from benchmarks._live import live_run, reserved, run_to_end
 from benchmarks._paced import FixedTask, TaskSettings
-from benchmarks._served import CONFIG, under_way
+from benchmarks._served import under_way
 from benchmarks._shapes import write_chat_policy
-from elastic.config import Config
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import RunDirectory, SampleRow
 
@@ -22,7 +21,6 @@ AT_ONCE = WORKERS * sum(ENGINE.values())
 """Requests: as many turns as a run's own workers have, those sent ahead included."""
 TOKENS = 64
 """Of a turn."""
-GROUP_SIZE = 8
 EPISODES = 224
 COUNTED = (2 * AT_ONCE * TOKENS, (EPISODES - 2 * AT_ONCE) * TOKENS)
 """Between which numbers of tokens time is taken: all workers are there and full, and turns wait for each."""
@@ -62,18 +60,10 @@ def _own_rate(directory: Path) -> float:
 
 async def _rolled_out(directory: Path, run_dir: Path) -> None:
     """The step of a run of single-turn episodes, until its tokens are those that count."""
-    text = CONFIG.format(checkpoint=write_chat_policy(directory / "policy"), workers=WORKERS, fronts=1)
-    config = tomllib.loads(text)
-    config["engine"] |= ENGINE
-    config["seeding"] = {"policy": "none"}
-    config["rollout"] = {
-        "groups": EPISODES // GROUP_SIZE,
-        "group_size": GROUP_SIZE,
-        "max_turns": 1,
-        "max_tokens_per_turn": TOKENS,
-    }
-    providers = {"reserved": reserved(WORKERS)}
-    async with live_run(Config.model_validate(config), run_dir, providers, FixedTask, TASK) as run:
+    rollout = {"groups": EPISODES // 8, "group_size": 8, "max_turns": 1, "max_tokens_per_turn": TOKENS}
+    more = {"engine": ENGINE, "seeding": {"policy": "none"}, "rollout": rollout}
+    config = configuration("served", policy=write_chat_policy(directory / "policy"), **more)
+    async with live_run(config, run_dir, {"reserved": reserved(WORKERS)}, FixedTask, TASK) as run:
         await run.until("its tokens", lambda: _counted(run_dir), END_S)
 
 

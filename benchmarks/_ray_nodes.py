@@ -98,7 +98,7 @@ async def kill_nodes(directory: Path, kills: int, until_s: float) -> Figures:
     policy = write_policy(directory / "ray-policy")
     run_dir = directory / f"ray-{time.time_ns()}"
     with ray_nodes() as nodes:
-        config = endless(policy, TURNS, weights={"relay": nodes.address, "pull_timeout_s": 60})
+        config = endless(policy=policy, turns=TURNS, weights={"relay": nodes.address, "pull_timeout_s": 60})
         given = {"address": nodes.address, "max_workers": WORKERS, "num_gpus": 0, "resources": {"place": 1.0}}
         providers: dict[str, Capacity] = {
             "ray": (cast(type[Provider], RayProvider), RaySettings.model_validate(given)),

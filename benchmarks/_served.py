@@ -12,6 +12,7 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks._configurations import written
 from benchmarks._crashes import FrontedRun
 from benchmarks._runs import sets
 from benchmarks._shapes import write_chat_policy
@@ -22,51 +23,6 @@ from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust
 
 MODEL = "tiny"
-CONFIG = """
-[run]
-name = "served"
-[model]
-checkpoint = "{checkpoint}"
-[trainer]
-max_restarts = 1000
-[engine]
-max_batch = 16
-max_context_tokens = 2048
-kv_blocks = 2048
-[engine.pacing]
-prefill_tokens_per_s = 8000
-decode_step_s = {{ 1 = 0.02 }}
-[front]
-processes = {fronts}
-[providers.reserved]
-max_workers = {workers}
-"""
-ADAPTING = """
-[run]
-name = "adapted"
-[model]
-checkpoint = "{checkpoint}"
-[engine]
-kind = "vllm"
-max_batch = 4
-max_context_tokens = 256
-kv_block_tokens = 32
-kv_blocks = 64
-[engine.vllm]
-base = "{checkpoint}"
-adapter_rank = {rank}
-start_timeout_s = 600.0
-[scheduler]
-boot_timeout_s = 600.0
-queue_timeout_s = 600.0
-stall_timeout_s = 60.0
-heartbeat_timeout_s = 30.0
-[front]
-processes = {fronts}
-[providers.reserved]
-max_workers = {workers}
-"""
-"""Of a run that adapters are offered to."""
 ADAPTER_RANK = 8
 WAIT_S = 120.0
 
@@ -79,16 +35,19 @@ class DoorsRun(FrontedRun):
         directory: Path,
         *settings: str,
         workers: int = 1,
-        fronts: int = 2,
         policy: Path | None = None,
         options: Sequence[str] = (),
-        text: str = CONFIG,
+        kind: str = "served",
     ) -> None:
         self.base = policy or write_chat_policy(directory / MODEL)
         self.root = directory / "weights"
         self.root.mkdir()
-        config = directory / "served.toml"
-        config.write_text(text.format(checkpoint=self.base, workers=workers, fronts=fronts, rank=ADAPTER_RANK))
+        sections: dict[str, Any] = {"providers": {"reserved": {"max_workers": workers}}}
+        if kind == "adapted":
+            sections["engine"] = {
+                "vllm": {"base": str(self.base), "adapter_rank": ADAPTER_RANK, "start_timeout_s": 600.0}
+            }
+        config = written(directory / "served.toml", kind, policy=self.base, **sections)
         arguments = [str(config), "--providers", "reserved", "--weights-root", str(self.root), *options]
         super().__init__(directory / "runs", [*arguments, *sets(settings)])
 

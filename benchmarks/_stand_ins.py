@@ -33,7 +33,6 @@ from elastic.worker.connection import Ticket, dial
 
 TOKENS_PER_S = 50
 TURN_TOKENS_MEDIAN, TURN_TOKENS_SIGMA = 2_000, 0.8
-TURN_TOKENS_MAX = 1 << 15
 DRAWN_TOKENS = 1 << 20
 """Drawn once for a process; each frame takes some of them, from the next place on."""
 PATIENCE_S = 120.0

@@ -12,7 +12,7 @@ import random
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel
 
+from benchmarks._configurations import configuration
 from benchmarks._orchestrated import OwnWorkers, orchestrator
 from benchmarks._stand_ins import (
     PATIENCE_S,
     TOKENS_PER_S,
-    TURN_TOKENS_MAX,
     USUAL_PACE,
     Looked,
     Question,
@@ -59,7 +59,6 @@ LOOKS_LESS = 20
 STILL_S, STILL_LOOKS = 30.0, 20
 """After so long, and so many looks, without growth a figure is not waited for any longer. Of a large run one round of
 the event loop may take as long."""
-SILENCE_S = 30.0
 FEW_CHUNKS = 4
 """Of a frame that left for the sake of a turn or two, and not because a flush was due."""
 
@@ -246,32 +245,15 @@ class StreamedRun:
         return sum(turn.accepted > 0 for turn in self.scheduler.turns.live.values())
 
 
-def streaming_config(workers: int, streams: int, **sections: Mapping[str, Any]) -> Config:
-    """The defaults, but that there are as many trajectories as streams, and that no step ends; `sections` besides.
-
-    Workers may be silent for longer: what a machine is too slow for shows in what it carries, and not in lost workers
-    or in tokens that come after their turn was taken away.
-    """
-    return Config.model_validate(
-        {
-            "model": {"checkpoint": "."},
-            "run": {"steps": 1},
-            "rollout": {
-                "groups": streams // GROUP_SIZE,
-                "group_size": GROUP_SIZE,
-                "max_turns": 1 << 20,
-                "max_tokens_per_turn": TURN_TOKENS_MAX,
-            },
-            "trainer": {"updates_per_step": 1},
-            "engine": {"max_pending": streams, "max_context_tokens": 1 << 22, "kv_blocks": 1 << 18},
-            "seeding": {"window_s": 3600, "reserved_engines": max(1, workers - 1)},
-            "scheduler": {
-                "heartbeat_timeout_s": SILENCE_S,
-                "stall_timeout_s": SILENCE_S,
-                "handover_timeout_s": SILENCE_S,
-            },
-            **sections,
-        }
+def streaming_config(workers: int, streams: int, *kinds: str, policy: Path | str = ".", **sections: Any) -> Config:
+    """A run with as many trajectories as streams; of these kinds, and with these sections, besides."""
+    return configuration(
+        *("streaming", *kinds),
+        policy=policy,
+        rollout={"groups": streams // GROUP_SIZE},
+        engine={"max_pending": streams},
+        seeding={"reserved_engines": max(1, workers - 1)},
+        **sections,
     )
 
 

@@ -37,7 +37,6 @@ BANDWIDTH = {
     "memory_gb_per_s": 4000,
 }
 PROMPTS, OBSERVATIONS = {"long": 160, "short": 16}, {"long": 60, "short": 4}
-MAX_BATCH = 8
 SEND_ALL = 64
 """Θ of the static baseline: a pinned turn is sent to its worker however long the queue there."""
 
@@ -56,13 +55,10 @@ class BalancingScale:
 
 FULL = BalancingScale(tuple(ARMS), seeds=3, workers=2, steps=3, turns=3, turn_tokens=48)
 QUICK = BalancingScale(("static", "balanced"), seeds=1, workers=1, steps=1, turns=2, turn_tokens=32)
-GROUP_SIZE = 4
 
 
 async def rollout_s(directory: Path, arm: str, seed: int, scale: BalancingScale) -> list[float]:
     """Of each step of one run."""
-    pending = SEND_ALL if arm == "static" else 2
-    engine = {"max_batch": MAX_BATCH, "max_pending": pending, "max_context_tokens": 640, "kv_blocks": 512}
     devices = {"compute": Devices(scale.workers, COMPUTE), "bandwidth": Devices(scale.workers, BANDWIDTH)}
     async with paced_run(
         directory,
@@ -70,15 +66,10 @@ async def rollout_s(directory: Path, arm: str, seed: int, scale: BalancingScale)
         devices,
         LongTailedTask,
         TaskSettings(prompts=PROMPTS, observations=OBSERVATIONS, turns=scale.turns),
+        "balancing",
         seed=seed,
-        rollout={
-            "groups": 2 * 2 * scale.workers * MAX_BATCH // GROUP_SIZE,
-            "group_size": GROUP_SIZE,
-            "max_turns": scale.turns,
-            "max_tokens_per_turn": scale.turn_tokens,
-        },
-        engine=engine | {"pacing": COMPUTE["pacing"]},
-        seeding={"policy": "fixed", "window_s": 0},
+        rollout={"groups": 8 * scale.workers, "max_turns": scale.turns, "max_tokens_per_turn": scale.turn_tokens},
+        engine={"max_pending": SEND_ALL if arm == "static" else 2, "pacing": COMPUTE["pacing"]},
         **ARMS[arm],
     ) as run:
         await run.workers(2 * scale.workers)

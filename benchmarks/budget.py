@@ -10,9 +10,9 @@ seeds.
 
 import math
 from random import Random
-from typing import Any
 
 from benchmarks._common import Figures, benchmark
+from benchmarks._configurations import configuration
 from elastic.compose.incarnations import configured_budget
 from elastic.compose.plan import resolve
 from elastic.compose.scheduling import limits, policies, run_plan
@@ -37,33 +37,19 @@ def budgeted(seed: int, billing: str) -> tuple[Config, float]:
     """A run's configuration, and its budget in dollars."""
     draw = Random(seed)
     budget_usd = round(draw.uniform(*BUDGET_USD), 2)
-    body: dict[str, Any] = {
-        "run": {"name": "budget", "steps": 10_000, "seed": seed, "budget_usd": budget_usd},
-        "model": {"checkpoint": "Qwen3-8B"},
-        "rollout": {"groups": 4, "group_size": 4, "max_turns": 1, "max_tokens_per_turn": 16_000},
-        "trainer": {"gpus": 4, "step_timeout_s": 3600.0, "billing": billing},
-        "engine": {"max_batch": 32, "max_context_tokens": 16_384, "kv_blocks": 4096},
-        "scheduler": {
-            "heartbeat_interval_s": FRAME_S,
-            "heartbeat_timeout_s": 3 * FRAME_S,
-            "stall_timeout_s": 5 * FRAME_S,
-            "turn_stall_timeout_s": 5 * FRAME_S,
-        },
-        "balancing": {"policy": "none"},
-        "providers": {
-            "spot": {
-                "kind": "spot-replay",
-                "trace": draw.choice(("rlboost-a", "rlboost-b", "rlboost-c")),
-                "start_s": draw.uniform(0.0, TRACE_END_S / 2),
-                "repeat": True,
-                "max_workers": 6,
-                "usd_per_gpu_hour": 2.66,
-                "billing": billing,
-                "notice_s": draw.choice((0.0, 30.0, 120.0)),
-            }
-        },
+    spot = {
+        "kind": "spot-replay",
+        "trace": draw.choice(("rlboost-a", "rlboost-b", "rlboost-c")),
+        "start_s": draw.uniform(0.0, TRACE_END_S / 2),
+        "repeat": True,
+        "max_workers": 6,
+        "usd_per_gpu_hour": 2.66,
+        "billing": billing,
+        "notice_s": draw.choice((0.0, 30.0, 120.0)),
     }
-    return Config.model_validate(body), budget_usd
+    run, trainer = {"seed": seed, "budget_usd": budget_usd}, {"billing": billing}
+    made = configuration("budget", policy="Qwen3-8B", run=run, trainer=trainer, providers={"spot": spot})
+    return made, budget_usd
 
 
 def stopped_run(config: Config) -> SimulatedRun:

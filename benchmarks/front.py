@@ -123,10 +123,9 @@ LOADS = ChatLoad(64, 50), ChatLoad(1_000, 10)
 
 def fronted_config(checkpoint: Path, workers: int, trajectories: int) -> Config:
     """Agents drive the run, and the least limit of theirs is the machine's."""
-    base = streaming_config(workers, -(-trajectories // GROUP_SIZE) * GROUP_SIZE)
     outside = {"name": OUTSIDE, "settings": {"deadline_s": NEVER_S, "idle_s": NEVER_S}}
-    more = {"model": {"checkpoint": str(checkpoint)}, "environment": outside, "front": {"renderer": "template"}}
-    return Config.model_validate({**base.model_dump(), **more})
+    more = {"environment": outside, "front": {"renderer": "template"}}
+    return streaming_config(workers, -(-trajectories // GROUP_SIZE) * GROUP_SIZE, policy=checkpoint, **more)
 
 
 def write_checkpoint(directory: Path) -> Path:

@@ -35,6 +35,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 from benchmarks._common import Arguments, Figures, benchmark, option
+from benchmarks._configurations import configuration
 from benchmarks._episodes import EpisodePlayer, PlayedEpisode, episode
 from benchmarks._shapes import SHAPES, random_weights
 from elastic.config import EngineConfig, RolloutConfig
@@ -381,7 +382,6 @@ def trainer_ranks(scale: GpuExtent) -> Figures:
 
     import torch
 
-    from elastic.config import Config
     from elastic.worker.trainer import create_trainer
 
     if importlib.util.find_spec("transformers") is None:
@@ -392,21 +392,9 @@ def trainer_ranks(scale: GpuExtent) -> Figures:
     for shape, offload in shapes.items():
         with tempfile.TemporaryDirectory() as directory:
             _write_model(Path(directory), shape, scale.device)
-            given = {
-                "model": {"checkpoint": directory},
-                "run": {"steps": 100},
-                "engine": {"device": scale.device},
-                "rollout": {"groups": groups, "group_size": 4},
-                "trainer": {
-                    "kind": "transformers",
-                    "gpus": gpus,
-                    "updates_per_step": 1,
-                    "micro_batch_tokens": 4096,
-                    "mismatch_max": 1e9,
-                    "transformers": {"dtype": "bfloat16", "offload": offload},
-                },
-            }
-            made = create_trainer(Config.model_validate(given))
+            own = {"gpus": gpus, "transformers": {"dtype": "bfloat16", "offload": offload}}
+            engine = {"device": scale.device}
+            made = create_trainer(configuration("gpu-ranks", policy=directory, engine=engine, trainer=own))
             if scale.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             found[shape] = {"offload": offload, **_steps(made, scale, groups, SHAPES[shape]["vocab_size"])}

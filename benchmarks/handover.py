@@ -39,16 +39,8 @@ TIMEOUT_S = 300.0
 
 
 def handing_over(checkpoint: Path, margin: float) -> Config:
-    return configuration(
-        "unseeded",
-        "all-capacity",
-        policy=checkpoint,
-        run={"name": "handover", "seed": 3, "steps": 1},
-        rollout={"groups": 96, "group_size": 8, "max_turns": 16, "max_tokens_per_turn": 16},
-        scheduler={"drain_timeout_s": DRAIN_S, "reseed_delay_s": TIMEOUT_S, "queue_timeout_s": TIMEOUT_S},
-        engine={"max_batch": 8, "pacing": {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.03, 8: 0.05}}},
-        provisioning={"successor_margin": margin},
-    )
+    kinds, provisioning = ("unseeded", "all-capacity", "handover"), {"successor_margin": margin}
+    return configuration(*kinds, policy=checkpoint, provisioning=provisioning)
 
 
 async def measure(checkpoint: Path, margin: float, lease_s: float, ends: int) -> tuple[float, float]:

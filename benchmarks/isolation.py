@@ -48,6 +48,7 @@ import psutil
 
 from benchmarks import HERE
 from benchmarks._common import Arguments, Figures, benchmark, option
+from benchmarks._configurations import written
 from benchmarks._pools import LivePool, Moment, example, left_over, live_pool, moments
 from benchmarks._proof import same_episode, trajectories
 from benchmarks._runs import elastic, sets
@@ -70,59 +71,6 @@ STEPS_BETWEEN = 4
 THREE, AWAY_STEPS = "killed_of_three", 8
 WITHIN_S = 240.0
 LIMITS = {"notice_s": 4, "park_s": 4, "measure_s": 0.5}
-JOB = """
-[run]
-name = "{name}"
-seed = {seed}
-steps = 100000
-directory = "{directory}"
-[model]
-checkpoint = "{policy}"
-[environment]
-name = "frozenlake"
-[environment.settings]
-sizes = [4]
-[rollout]
-groups = 2
-group_size = 2
-max_turns = 4
-max_tokens_per_turn = 32
-[trainer]
-checkpoint_every_steps = 1
-max_restarts = {trainers}
-[trainer.pacing]
-train_tokens_per_s = 200
-update_s = 0.2
-[engine]
-device = "cpu"
-max_context_tokens = 320
-max_batch = 4
-max_pending = 2
-[engine.pacing]
-prefill_tokens_per_s = 8000
-decode_step_s = {{ 1 = 0.04, 4 = 0.05 }}
-[job]
-slo = 4.0
-restart_s = 30
-max_restarts = 0
-max_resubmissions = {resubmissions}
-rollout_memory_gb = 2.0
-train_memory_gb = 2.0
-plan = {{ rollout_s = 8, train_s = 8, sync_s = 1, rollout_switch_s = 0.5, train_switch_s = 0.5 }}
-"""
-GROWING = """
-[run]
-name = "victim"
-steps = 100000
-[job]
-slo = 4.0
-restart_s = 2
-max_restarts = 0
-max_resubmissions = 100
-rollout_memory_gb = 0.5
-train_memory_gb = 0.3
-plan = { rollout_s = 2, train_s = 2, sync_s = 0.5, rollout_switch_s = 0.2, train_switch_s = 0.2 }
-"""
 
 
 @dataclass
@@ -280,21 +228,20 @@ def _in_short(status: Mapping[str, Any]) -> str:
     return "; ".join(f"{job['name']} {job['state']} ({job['reason']}) {job['steps_done']}" for job in status["jobs"])
 
 
-def submitted(
-    pool: LivePool, directory: Path, policy: Path, name: str, trainers: int = 0, resubmissions: int = 100
-) -> Path:
-    """A run that survives so many losses of its trainer, and is resubmitted so often."""
-    config = configured(directory, policy, name, directory / "runs", trainers, resubmissions)
-    return pool.submit(config, name, directory / "runs")
+def submitted(pool: LivePool, directory: Path, policy: Path, name: str, *settings: str) -> Path:
+    return pool.submit(configured(directory, policy, name), name, directory / "runs", settings)
 
 
-def configured(
-    directory: Path, policy: Path, name: str, runs: Path, trainers: int = 0, resubmissions: int = 100
-) -> Path:
-    file = directory / f"{name}.toml"
-    settings = {"name": name, "seed": SEEDS[name], "directory": runs, "policy": policy}
-    file.write_text(JOB.format(**settings, trainers=trainers, resubmissions=resubmissions))
-    return file
+def configured(directory: Path, policy: Path, name: str, trainers: int = 0, resubmissions: int = 100) -> Path:
+    """The configuration of a job that survives so many losses of its trainer, and is resubmitted so often."""
+    return written(
+        directory / f"{name}.toml",
+        "isolated",
+        policy=policy,
+        run={"name": name, "seed": SEEDS[name], "directory": str(directory / "runs")},
+        trainer={"max_restarts": trainers},
+        job={"max_resubmissions": resubmissions},
+    )
 
 
 @dataclass(frozen=True)
@@ -315,7 +262,7 @@ def at_work(
     nodes = 2 if own_nodes else 1
     with live_pool(directory, "solo" if own_nodes else "ours", nodes, nodes, LIMITS) as pool:
         policy, place = beside.policy(), directory / "runs"
-        files = {name: (configured(directory, policy, name, place, trainers), ()) for name in (VICTIM, OTHER)}
+        files = {name: (configured(directory, policy, name, trainers), ()) for name in (VICTIM, OTHER)}
         runs = pool.submit_at_once(files, place)
         session = Session(pool, rng, quick=quick)
         session.until(lambda now: all(count >= 1 for count in _steps(now).values()), "the first steps")
@@ -343,8 +290,7 @@ def outgrown(directory: Path, policy: Path, kills: int, *, quick: bool) -> Told:
     """A session in which a script is ended each time for what it holds, and submitted again."""
     with live_pool(directory, "ours", 1, 1, LIMITS) as pool:
         runs = {OTHER: submitted(pool, directory, policy, OTHER)}
-        config, grows = directory / f"{VICTIM}.toml", directory / "grow"
-        config.write_text(GROWING)
+        config, grows = written(directory / f"{VICTIM}.toml", "growing"), directory / "grow"
         arguments = ["jobs", "submit", str(config), "--name", VICTIM, "--pool", str(pool.directory), "--json"]
         elastic(*arguments, "--", sys.executable, str(HERE / "_growing.py"), str(grows))
         session = Session(pool, random.Random(0), quick=quick)
@@ -372,7 +318,7 @@ def killed_of_three(directory: Path, policy: Path) -> Figures:
     others = (OTHER, THIRD)
     with live_pool(directory, "ours", 1, 1, LIMITS) as pool:
         for name in SEEDS:
-            submitted(pool, directory, policy, name, trainers=1, resubmissions=0)
+            submitted(pool, directory, policy, name, "trainer.max_restarts=1", "job.max_resubmissions=0")
         session = Session(pool, random.Random(0), quick=False)
         session.until(lambda now: all(count >= 1 for count in _steps(now).values()), "the first steps")
         session.steps(dict.fromkeys(SEEDS, AWAY_STEPS), "steps of all three")
@@ -495,12 +441,13 @@ def alone(directory: Path, policy: Path, steps: Mapping[str, int]) -> dict[str, 
     found: dict[str, dict[str, TrajectoryRow]] = {}
     directory.mkdir(parents=True)
     for name, count in steps.items():
-        config = configured(directory, policy, name, directory)
+        config = configured(directory, policy, name)
         unpaced = [
             f"run.steps={count}",
             "providers.reserved={max_workers=1}",
             "engine.pacing={prefill_tokens_per_s=1e9, decode_step_s={1=1e-6}}",
             "trainer.pacing={train_tokens_per_s=1e9}",
+            f"run.directory={directory}",
         ]
         elastic("run", str(config), "--providers", "reserved", "--json", *sets(unpaced))
         (run,) = (path for path in directory.iterdir() if path.is_dir())

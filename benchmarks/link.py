@@ -145,7 +145,7 @@ async def measure(policy: Path, directory: Path, name: str, times: int) -> Figur
     case, run_dir, port = LINKS[name], directory / name, free_port()
     link = BadLink(f"127.0.0.1:{port}", case.quality)
     listen = {"host": "0.0.0.0", "port": port, "advertise": await link.start()}
-    config = endless(policy, TURNS, run=listen)
+    config = endless(policy=policy, turns=TURNS, run=listen)
     providers: dict[str, Capacity] = {
         "far": (FarProvider, ProviderSettings.model_validate({"max_workers": FAR_WORKERS})),
         "near": reserved(NEAR_WORKERS),

@@ -22,10 +22,10 @@ from statistics import mean
 from typing import Any
 
 from benchmarks._common import Arguments, Figures, benchmark
+from benchmarks._configurations import configuration
 from elastic.compose import scheduling
 from elastic.compose.plan import resolve
 from elastic.compose.scheduling import policies, run_plan
-from elastic.config import Config
 from elastic.core.ledger import overhead_share
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Account, TrajectoryId
@@ -35,23 +35,6 @@ from elastic.simulation.performance import Episode, Episodes, EpisodeTurn, Simul
 from elastic.simulation.performance.worker import WorkerModel
 
 H100 = "H100/Qwen3-8B"
-NUMBERS = {"boot_s": 40.0, "trainer_boot_s": 50.0}
-"""Within the default `boot_timeout_s`, which the estimates of both reach."""
-
-HAND_TUNED = {
-    "heartbeat_interval_s": 10.0,
-    "heartbeat_timeout_s": 30.0,
-    "stall_timeout_s": 60.0,
-    "turn_stall_timeout_s": 300.0,
-    "drain_timeout_s": 60.0,
-    "boot_timeout_s": 300.0,
-    "load_timeout_s": 300.0,
-    "queue_timeout_s": 3600.0,
-    "retry_base_s": 10.0,
-    "retry_max_s": 120.0,
-}
-"""What somebody set by hand who knew how long such turns take."""
-
 WORKERS = 4
 TURN_TOKENS = 14_000
 DECLINES_AT_S, DECLINES_S = 600.0, 60.0
@@ -88,32 +71,28 @@ SHORT = Task("short", turns=4, observation=32, tokens=64, shortest_share=0.1)
 
 def simulated(
     task: Episodes,
-    profile: str,
-    *,
+    *kinds: str,
     steps: int,
     groups: int,
     engine: Mapping[str, Any],
     turn_tokens: int,
-    providers: Mapping[str, Any],
+    workers: int,
+    staleness: int = 0,
     profiles: Mapping[str, str] | None = None,
-    **sections: Any,
 ) -> SimulatedRun:
     """A run that has not begun."""
-    rollout = {"groups": groups, "group_size": 8, "max_turns": 16, "max_tokens_per_turn": turn_tokens}
-    body = {
-        "run": {"name": "long-turns", "steps": steps, "seed": 1},
-        "model": {"checkpoint": "Qwen3-8B"},
-        "simulation": {"numbers": NUMBERS},
-        "trainer": {"gpus": 4, "step_timeout_s": 3600.0},
-        "engine": {"kv_blocks": 4096, "prefill_chunk_tokens": 4096, **engine},
-        "providers": providers,
-        **sections,
-        "rollout": rollout | sections.get("rollout", {}),
-    }
-    config = Config.model_validate(body)
-    plan = resolve(config, list(providers), "long turns")
+    rollout = {"groups": groups, "max_tokens_per_turn": turn_tokens, "staleness_bound": staleness}
+    config = configuration(
+        *("long-turns", *kinds),
+        policy="Qwen3-8B",
+        run={"steps": steps},
+        engine=engine,
+        providers={"reserved": {"max_workers": workers}},
+        rollout=rollout,
+    )
+    plan = resolve(config, ["reserved"], "long turns")
     scheduler = Scheduler(run_plan(plan), scheduling.limits(config), policies(config), 0)
-    experiment = simulation.Experiment(profile=profile, profiles=dict(profiles or {}))
+    experiment = simulation.Experiment(profile=H100, profiles=dict(profiles or {}))
     run = simulation.build(plan, experiment, scheduler, NullJournal())
     run.environments.episodes = task
     return run
@@ -127,17 +106,16 @@ def lived(run: SimulatedRun) -> str:
         return str(error)
 
 
-def long_turns(steps: int, staleness: int, limits: Mapping[str, Any], *, declining: bool) -> Figures:
+def long_turns(steps: int, staleness: int, *kinds: str, declining: bool) -> Figures:
     run = simulated(
         LONG,
-        H100,
+        *kinds,
         steps=steps,
         groups=16,
         engine={"max_batch": 32, "max_context_tokens": 16_384},
         turn_tokens=TURN_TOKENS,
-        providers={"reserved": {"max_workers": WORKERS}},
-        rollout={"staleness_bound": staleness},
-        scheduler=limits,
+        workers=WORKERS,
+        staleness=staleness,
     )
     if declining:
         run.loop.at(round(DECLINES_AT_S * NS_PER_S), lambda: busiest(run).decline(round(DECLINES_S * NS_PER_S)))
@@ -172,8 +150,8 @@ def arms(steps: int) -> Figures:
         ("alpha0_declining", 0, True),
         ("alpha1_declining", 1, True),
     ):
-        found[name] = long_turns(steps, staleness, {}, declining=declining)
-        by_hand = long_turns(steps, staleness, HAND_TUNED, declining=declining)
+        found[name] = long_turns(steps, staleness, declining=declining)
+        by_hand = long_turns(steps, staleness, "hand-tuned", declining=declining)
         over[name] = 100 * (found[name]["allocation_overhead"] - by_hand["allocation_overhead"])
         if name == "alpha1":
             found["hand_tuned"] = by_hand
@@ -184,13 +162,12 @@ def short_rollout_s(batch: int, theta: int | None) -> float:
     engine = {"max_batch": batch, "max_context_tokens": 1024} | ({} if theta is None else {"max_pending": theta})
     run = simulated(
         SHORT,
-        H100,
+        "unseeded",
         steps=3,
         groups=64,
         engine=engine,
         turn_tokens=SHORT.tokens,
-        providers={"reserved": {"max_workers": 2}},
-        seeding={"policy": "fixed", "window_s": 0.0},
+        workers=2,
     )
     return rollout_s(run)
 
@@ -217,14 +194,13 @@ def slower(task: Task) -> float:
         rollout_s(
             simulated(
                 task,
-                H100,
+                "unseeded",
                 steps=3,
                 groups=8,
                 engine={"max_batch": 16, "max_context_tokens": 16_384},
                 turn_tokens=task.tokens,
-                providers={"reserved": {"max_workers": 1}},
+                workers=1,
                 profiles={"reserved": f"{device}/Qwen3-8B"},
-                seeding={"policy": "fixed", "window_s": 0.0},
             )
         )
         for device in ("H800", "H20")

@@ -63,24 +63,10 @@ def child(directory: Path) -> Figures:
 
 def _trainer(directory: Path, lora: dict[str, Any] | None, rate: float) -> tuple[Any, Any, Any]:
     """A trainer of the model, with its configuration and its own settings."""
-    from elastic.config import Config
+    from benchmarks._configurations import configuration
     from elastic.worker.trainer.transformers import Transformers, TransformersSettings
 
-    config = Config.model_validate(
-        {
-            "run": {"name": "lora"},
-            "model": {"checkpoint": str(directory / "model")},
-            "environment": {"name": "frozenlake"},
-            "rollout": {"groups": GROUPS},
-            "trainer": {
-                "kind": "transformers",
-                "updates_per_step": 1,
-                "warmup_updates": 0,
-                "learning_rate": rate,
-                "mismatch_max": 1e9,
-            },
-        }
-    )
+    config = configuration("lora", policy=directory / "model", trainer={"learning_rate": rate})
     own = TransformersSettings.model_validate({"lora": lora})
     return Transformers.create(config, own, "cpu"), config, own
 

@@ -39,8 +39,6 @@ AT_ONCE = 1_000
 """Turns that begin together: what all of them send would be in the orchestrator's buffers at one moment."""
 CHUNK_TOKENS = 12
 """Of a turn in a frame, as after a flush interval of 250 ms."""
-LIMITS: tuple[str, ...] = ("turn_stall_timeout_s", "heartbeat_timeout_s", "stall_timeout_s", "queue_timeout_s")
-"""Of the scheduler: nobody is held to any here, for memory does not depend on how busy the machine is."""
 SETTLE_S = 0.5
 """For what the journal still writes, and for the collections of a run."""
 
@@ -78,8 +76,7 @@ async def _measure(trajectories: int, filled: int) -> Figures:
 
 
 async def _bytes(trajectories: int, filled: int) -> Figures:
-    patient: dict[str, float] = dict.fromkeys(LIMITS, 10 * PATIENCE_S)
-    config = streaming_config(WORKERS, trajectories, environment={"step_timeout_s": 10 * PATIENCE_S}, scheduler=patient)
+    config = streaming_config(WORKERS, trajectories, "unlimited")
     credit = -(-trajectories // WORKERS)
     fleet = StandInFleet(1, credit, produces=False)
     thoughts = Thoughts()

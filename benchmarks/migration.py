@@ -22,11 +22,7 @@ from elastic.core.types import NS_PER_S
 
 ARMS = {"migrate": "tokens", "recompute": "responses"}
 MOMENTS = {"early": 0.2, "midway": 0.6}
-PACING = {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.04, 16: 0.04}}
-"""Decoding takes equally long for every batch: only work that is done again makes a difference, not how turns are
-spread."""
 TASK = TaskSettings(prompts={"": 16}, observations={"": 1})
-TURNS_PER_WORKER = 4
 
 
 class StepTimes(NamedTuple):
@@ -81,17 +77,10 @@ async def rounds(directory: Path, arm: str, seed: int, scale: MigrationScale) ->
         {"spot": Devices(workers)},
         FixedTask,
         TASK,
+        "migration",
         seed=seed,
-        rollout={
-            "groups": workers,
-            "group_size": TURNS_PER_WORKER,
-            "max_turns": 1,
-            "max_tokens_per_turn": scale.turn_tokens,
-        },
-        engine={"max_batch": 16, "max_pending": 16, "pacing": PACING},
+        rollout={"groups": workers, "max_tokens_per_turn": scale.turn_tokens},
         scheduler={"collect": ARMS[arm]},
-        seeding={"policy": "fixed", "window_s": 0},
-        balancing={"policy": "none"},
     ) as run:
         return {moment: await one_round(run, MOMENTS[moment], workers) for moment in scale.moments}
 

@@ -31,6 +31,7 @@ from typing import Any
 import msgspec
 
 from benchmarks._common import Arguments, Figures, benchmark
+from benchmarks._configurations import configuration
 from elastic.compose import scheduling
 from elastic.compose.plan import resolve
 from elastic.compose.scheduling import limits, run_plan
@@ -237,29 +238,22 @@ def seed_of(name: str, setting: Setting) -> int:
     return 100 * setting.seed + int(name.rpartition("-")[2])
 
 
-def config_of(name: str, kind: JobType, setting: Setting, pace: Pace, train_nodes: int) -> Config:
+def config_of(
+    name: str, kind: JobType, setting: Setting, pace: Pace, train_nodes: int, **sections: Mapping[str, Any]
+) -> Config:
     context = kind.turns * kind.tokens + 4096
     batch = kind.responses * kind.gpus_per_worker // (kind.nodes * GPUS)  # So that all workers have as much to do.
     numbers = numbers_of(kind, setting) | {"train_tokens_per_s": pace.train_tokens_per_s, "trainer_boot_s": 1.0}
-    body: dict[str, Any] = {
-        "run": {"name": name, "seed": seed_of(name, setting), "steps": setting.steps, "directory": "."},
-        "model": {"checkpoint": kind.model},
-        "environment": {"name": "frozenlake"},
-        "simulation": {"numbers": numbers},
-        "rollout": {
-            "groups": kind.responses // 8,
-            "group_size": 8,
-            "max_turns": kind.turns,
-            "max_tokens_per_turn": kind.tokens,
-        },
-        "trainer": {"gpus": train_nodes * GPUS, "usd_per_gpu_hour": USD_PER_GPU_HOUR["H800"], "step_timeout_s": 1e5},
-        "provisioning": {"hold": "rollouts"},
-        "seeding": {"policy": "fixed", "window_s": 0.0},
-        "balancing": {"interval_s": 5.0},
-        "engine": {"max_batch": batch, "max_pending": 0, "max_context_tokens": context, "kv_blocks": 1 << 16},
-        "scheduler": {"heartbeat_interval_s": 10.0, "heartbeat_timeout_s": 30.0},
-    }
-    return Config.model_validate(body)
+    return configuration(
+        "multiplexing",
+        policy=kind.model,
+        run={"name": name, "seed": seed_of(name, setting), "steps": setting.steps},
+        simulation={"numbers": numbers},
+        rollout={"groups": kind.responses // 8, "max_turns": kind.turns, "max_tokens_per_turn": kind.tokens},
+        trainer={"gpus": train_nodes * GPUS},
+        engine={"max_batch": batch, "max_context_tokens": context},
+        **sections,
+    )
 
 
 def pool_of(rollout: int, train: int, setting: Setting) -> PoolSpec:
@@ -328,18 +322,13 @@ def pace(name: str, kind: JobType, setting: Setting) -> Pace:
 
 def pipelined(name: str, kind: JobType, setting: Setting, pace: Pace) -> float:
     """An iteration, in seconds, of a run of ours on devices of its own, which never give way."""
-    config = config_of(name, kind, setting, pace, kind.nodes)
-    body = config.model_dump(mode="json") | {
-        "providers": {
-            "reserved": {
-                "max_workers": kind.nodes * GPUS // kind.gpus_per_worker,
-                "gpus_per_worker": kind.gpus_per_worker,
-                "usd_per_gpu_hour": USD_PER_GPU_HOUR["H20"],
-            }
-        },
-        "provisioning": {"hold": "run"},
+    reserved = {
+        "max_workers": kind.nodes * GPUS // kind.gpus_per_worker,
+        "gpus_per_worker": kind.gpus_per_worker,
+        "usd_per_gpu_hour": USD_PER_GPU_HOUR["H20"],
     }
-    config = Config.model_validate(body)
+    more = {"providers": {"reserved": reserved}, "provisioning": {"hold": "run"}}
+    config = config_of(name, kind, setting, pace, kind.nodes, **more)
     plan = resolve(config, ["reserved"], name)
     scheduler = Scheduler(run_plan(plan), limits(config), scheduling.policies(config), 0)
     experiment = simulation.Experiment(profile=f"H800/{kind.model}", frame_s=10.0)

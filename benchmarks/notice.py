@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from benchmarks._common import Arguments, Figures, benchmark
-from benchmarks._configurations import KINDS, configuration, endless
+from benchmarks._configurations import configuration, endless
 from benchmarks._live import live_run, run_to_end
 from benchmarks._shapes import write_policy
 from elastic.compose.plan import resolve
@@ -35,8 +35,6 @@ from providers.spot import SpotProvider
 NOTICES_S = (0, 30, 120)
 LIVE_NOTICES_S = (0, 10)
 LIFE_S, LIVE_LIFE_S, QUICK_LIFE_S = 500, 24, 18
-TURN_TOKENS_MAX, DECODE_STEP_S = 6000, 0.05
-"""300 s at the most; at the median a fifth of that."""
 USEFUL = (Account.PREFILL, Account.DECODE)
 
 
@@ -62,25 +60,15 @@ def market(directory: Path, lives: int, life_s: int, apart_s: int) -> Path:
     return path
 
 
+def spot(trace: Path, notice_s: int) -> Mapping[str, str | int]:
+    return {"trace": str(trace), "max_workers": 3, "notice_s": notice_s}
+
+
 def simulated(directory: Path, notice_s: int, lives: int) -> Figures:
     config = configuration(
-        "unseeded",
-        "all-capacity",
+        *("unseeded", "all-capacity", "notice", "notice-simulated"),
         policy="none",
-        run={"name": "notice", "seed": 5, "steps": 1},
-        rollout={"groups": 400, "group_size": 8, "max_turns": 1, "max_tokens_per_turn": TURN_TOKENS_MAX},
-        scheduler={"reseed_delay_s": 86_400, "queue_timeout_s": 86_400, "drain_timeout_s": 5.0},
-        trainer={"step_timeout_s": 86_400},
-        engine={
-            "max_batch": 16,
-            "max_pending": 2,
-            "max_context_tokens": 16_384,
-            "kv_blocks": 20_000,
-            "pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: DECODE_STEP_S, 16: DECODE_STEP_S}},
-        },
-        providers={
-            "spot": {"trace": str(market(directory, lives, LIFE_S, 250)), "max_workers": 3, "notice_s": notice_s}
-        },
+        providers={"spot": spot(market(directory, lives, LIFE_S, 250), notice_s)},
     )
     plan = resolve(config, ["spot"], "notice")
     run = RunDirectory(directory / "run")
@@ -97,21 +85,10 @@ def simulated(directory: Path, notice_s: int, lives: int) -> Figures:
 
 
 async def live(directory: Path, notice_s: int, lives: int, life_s: int) -> Figures:
-    config = endless(
-        write_policy(directory / "policy"),
-        8,
-        seeding=KINDS["unseeded"]["seeding"],
-        provisioning=KINDS["all-capacity"]["provisioning"],
-        scheduler={"reseed_delay_s": 86_400, "queue_timeout_s": 86_400},
-        rollout={"max_tokens_per_turn": 32},
-        engine={
-            "max_pending": 2,
-            "pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.06, 16: 0.06}},
-        },
-    )
-    trace = market(directory, lives, life_s, life_s // 2)
-    spot = SpotSettings.model_validate({"trace": str(trace), "max_workers": 3, "notice_s": notice_s})
-    providers = {"spot": (cast("type[Provider]", SpotProvider), spot)}
+    kinds, policy = ("unseeded", "all-capacity", "notice", "notice-live"), write_policy(directory / "policy")
+    config = endless(*kinds, policy=policy, turns=8, engine={"max_pending": 2})
+    settings = SpotSettings.model_validate(spot(market(directory, lives, life_s, life_s // 2), notice_s))
+    providers = {"spot": (cast("type[Provider]", SpotProvider), settings)}
     lake = FrozenLakeSettings(sizes=(8,))
     async with live_run(config, directory / "run", providers, FrozenLake, lake) as run:
         end_ns = round((lives * life_s + life_s // 2 + notice_s + 1) * NS_PER_S)

@@ -105,14 +105,11 @@ LAKE = OverheadCase(ParityLake, FrozenLakeSettings(), max_tokens_per_turn=16)
 
 
 def played_for(policy: Path, case: OverheadCase, steps: int, *, paced: bool) -> Config:
-    pacing = {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.01, 8: 0.012, 16: 0.016}}
     return configuration(
-        "untimed",
+        *("untimed", "overhead", *(["overhead-paced"] if paced else [])),
         policy=policy,
-        run={"seed": SEED, "steps": steps},
-        rollout={"groups": GROUPS, "group_size": GROUP_SIZE, "max_tokens_per_turn": case.max_tokens_per_turn},
-        trainer={"learning_rate": 3e-4, "updates_per_step": 2},
-        engine={"max_pending": 8, "pacing": pacing if paced else None},
+        run={"steps": steps},
+        rollout={"max_tokens_per_turn": case.max_tokens_per_turn},
     )
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 import psutil
@@ -196,24 +196,13 @@ def read_record(config: Config, run_dir: Path, run: LiveRun) -> JournaledInciden
     return record
 
 
-def working(policy: Path, seconds: float, turns: int, *, paced: bool) -> Config:
+def working(policy: Path, seconds: float, turns: int, *kinds: str) -> Config:
     """A run with work for at least `seconds`, in episodes of so many turns."""
     return configuration(
-        "untimed",
-        *(["paced"] if paced else []),
+        *("untimed", "recovery", *kinds),
         policy=policy,
-        rollout={
-            "groups": math.ceil(seconds * TRAJECTORIES_PER_S / 8),
-            "group_size": 8,
-            "max_turns": turns,
-            "max_tokens_per_turn": TURN_TOKENS,
-        },
-        engine={
-            "max_pending": 8,
-            "max_context_tokens": PROMPT_TOKENS + turns * (TURN_TOKENS + OBSERVATION_TOKENS),
-            "kv_blocks": 2048,
-        },
-        seeding={"window_s": 0},
+        rollout={"groups": math.ceil(seconds * TRAJECTORIES_PER_S / 8), "max_turns": turns},
+        engine={"max_context_tokens": PROMPT_TOKENS + turns * (TURN_TOKENS + OBSERVATION_TOKENS)},
     )
 
 
@@ -262,7 +251,7 @@ async def silence_one(
 
 async def disturb(policy: Path, directory: Path, kills: int, rounds: int) -> tuple[Incidents, JournaledIncidents]:
     config, run_dir, incidents = (
-        working(policy, 30 + 5 * kills + 15 * rounds, turns=6, paced=True),
+        working(policy, 30 + 5 * kills + 15 * rounds, 6, "paced"),
         directory / "disturbed",
         Incidents(),
     )
@@ -299,7 +288,7 @@ async def watch(
     policy: Path, directory: Path, seconds: float, workers: int = 4
 ) -> tuple[JournaledIncidents, float, float]:
     """Unpaced workers left alone: what happened, for how many minutes, and how busy the processors were."""
-    config, run_dir = working(policy, 30 + seconds, turns=14, paced=False), directory / "watched"
+    config, run_dir = working(policy, 30 + seconds, 14), directory / "watched"
     task = steady(places=8 * workers, turns=14)
     async with live_run(config, run_dir, {"near": reserved(workers)}, LimitedTask, task) as run:
         await run.until(
@@ -340,22 +329,6 @@ async def measure(kills: int, rounds: int, watch_s: float) -> Figures:
 VLLM_WORKERS = 3
 VLLM_START_TIMEOUT_S = 900.0
 VLLM_PARTS = ("worker", "vllm_process", "engine_core")
-VLLM_ENGINE: dict[str, Any] = {
-    "kind": "vllm",
-    "max_pending": 4,
-    "max_batch": 8,
-    "kv_block_tokens": 32,
-    "kv_blocks": 256,
-    "vllm": {"start_timeout_s": VLLM_START_TIMEOUT_S, "max_restarts": 1000, "restart_max_s": 1.0},
-}
-VLLM_PATIENCE = {
-    "boot_timeout_s": VLLM_START_TIMEOUT_S,
-    "queue_timeout_s": VLLM_START_TIMEOUT_S,
-    "load_timeout_s": VLLM_START_TIMEOUT_S,
-    "heartbeat_timeout_s": 30.0,
-    "stall_timeout_s": 60.0,
-    "turn_stall_timeout_s": 120.0,
-}
 
 
 def busy_among_all(run: LiveRun) -> Worker | None:
@@ -392,12 +365,9 @@ async def measure_vllm(kills: int, within_s: float) -> Figures:
     incidents: dict[str, list[Incident]] = {part: [] for part in VLLM_PARTS}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        raw = working(write_policy(directory / "policy"), within_s, turns=6, paced=False).model_dump()
-        raw |= {"engine": raw["engine"] | VLLM_ENGINE, "scheduler": VLLM_PATIENCE}
-        raw["trainer"]["engine"] = {"kind": "torch"}
-        config = Config.model_validate(raw)
+        config = working(write_policy(directory / "policy"), within_s, 6, "recovery-vllm")
         # As many turns as the others have room for.
-        settings = steady(places=VLLM_ENGINE["max_batch"] * (VLLM_WORKERS - 1), turns=6)
+        settings = steady(places=config.engine.max_batch * (VLLM_WORKERS - 1), turns=6)
         async with live_run(config, directory / "run", {"near": reserved(VLLM_WORKERS)}, LimitedTask, settings) as run:
             await run.until("all workers ready", lambda: len(run.ready("near")) == VLLM_WORKERS, VLLM_START_TIMEOUT_S)
             begun_ns = run.orchestrator.now_ns()

@@ -37,20 +37,13 @@ def rewarded(checkpoint: Path, mode: str, steps: int) -> Config:
     return configuration(
         "unseeded",
         "all-capacity",
+        "rewards",
         policy=checkpoint,
-        run={"name": mode, "seed": 3, "steps": steps},
-        environment={"settings": {"sizes": [6], "hole_probability": 0.05}},
-        rollout={"groups": 8, "group_size": 8, "max_turns": 8, "max_tokens_per_turn": 16},
+        run={"name": mode, "steps": steps},
         rewards={
-            "name": "frozenlake",
             "pacing_s": REWARD_S,
-            "timeout_s": 60.0,
             "concurrency": 1 if dedicated else FUNCTIONS,
             "idle_s": NEVER_S if dedicated else 1.0,
-        },
-        engine={
-            "max_batch": 8,
-            "pacing": {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.02, 8: 0.03}},
         },
         providers={"reserved": {"max_workers": DEVICES - 1 if dedicated else DEVICES}},
     )

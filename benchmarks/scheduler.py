@@ -15,8 +15,8 @@ from collections.abc import Callable
 from random import Random
 
 from benchmarks._common import Arguments, Figures, benchmark
+from benchmarks._configurations import configuration
 from elastic.compose.scheduling import limits, policies
-from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.invariants import check
@@ -45,8 +45,6 @@ QUICK_EVENTS = 100_000
 EVENT_NS = 50_000
 """Virtual time between events: 20,000 a second, a thousand workers that flush every 50 ms."""
 
-CONFIGURATION = {"model": {"checkpoint": "."}, "seeding": {"window_s": 0.0, "reserved_engines": WORKERS}}
-"""The defaults, but that the trainer's device generates nothing, and that the first step may have all workers."""
 COLLECTION_NS = round(YOUNG_COLLECTION_INTERVAL_S * NS_PER_S)
 TOKENS = 3
 TURN_ENDS = 0.03
@@ -82,7 +80,7 @@ class DrivenScheduler:
         self.cpu_ns: list[int] = []
         groups = 4 * TURNS // GROUP_SIZE
         plan = Plan(steps=1, groups=groups, group_size=GROUP_SIZE)
-        config = Config.model_validate(CONFIGURATION)
+        config = configuration("decided", policy=".")
         self.scheduler = Scheduler(plan, limits(config), policies(config), 0)
         self.waiting: list[str] = []
         self.answers: list[e.Event] = []

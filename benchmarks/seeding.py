@@ -24,7 +24,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "no_memory": {"policy": "adaptive", "window_s": 0.3, "rate": 3.0, "memory": False},
     "none": {"policy": "fixed", "window_s": 0},
 }
-PACING = {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.03, 4: 0.04, 24: 0.16}}
 TASK = TaskSettings(prompts={"": 16}, observations={"": 1})
 
 
@@ -67,9 +66,9 @@ async def tokens_per_s(directory: Path, arm: str, seed: int, scale: SeedingScale
         {"spot": Devices(scale.workers)},
         LongTailedTask,
         TASK,
+        "seeding",
         seed=seed,
-        rollout={"groups": 2 * scale.workers, "group_size": 4, "max_turns": 1, "max_tokens_per_turn": 48},
-        engine={"max_batch": 24, "max_pending": 4, "pacing": PACING},
+        rollout={"groups": 2 * scale.workers},
         seeding=ARMS[arm],
     ) as run:
         steps = await lose_and_regain(run, scale)

@@ -42,12 +42,7 @@ async def measure(warm_up_s: float, measured_s: float) -> Figures:
     process, samples = psutil.Process(), list[tuple[float, int, int]]()
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
-        config = configuration(
-            policy=write_policy(Path(directory)),
-            run={"name": "soak", "seed": 3, "steps": 100_000},
-            rollout={"groups": 2, "group_size": 2, "max_turns": 4, "max_tokens_per_turn": 8},
-            scheduler={"retry_base_s": 0.2, "retry_max_s": 0.5},
-        )
+        config = configuration("soak", policy=write_policy(Path(directory)))
         async with live_run(config, run_dir, providers, FrozenLake, FrozenLakeSettings()) as run:
             await run.until("a worker", lambda: run.ready("reserved"), READY_TIMEOUT_S)
             churning = asyncio.create_task(churn(run))

@@ -134,19 +134,11 @@ def child(model: Path, *, adapts: bool, compares: bool) -> None:
 
 def ranked_child(model: Path, ranks: int) -> NoReturn:
     """Our side, of so many ranks."""
-    from elastic.config import Config
+    from benchmarks._configurations import configuration
     from elastic.worker.trainer import create_trainer
 
-    config = {
-        "model": {"checkpoint": str(model)},
-        "environment": {"name": "frozenlake"},
-        "engine": {"device": "cpu"},
-        "rollout": {"groups": 1},
-        "trainer": STEP
-        | {"kind": "transformers", "gpus": ranks, "threads": THREADS}
-        | {"transformers": {"activation_checkpointing": False}},
-    }
-    trainer, trajectories = create_trainer(Config.model_validate(config)), trajectories_of(model)
+    config = configuration("trainer-ranks", policy=model, engine={"device": "cpu"}, trainer={"gpus": ranks})
+    trainer, trajectories = create_trainer(config), trajectories_of(model)
     for step, _ in enumerate(sys.stdin):
         took = pass_of(trainer, trajectories, step)
         if not step:

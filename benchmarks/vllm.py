@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks._common import Arguments, Figures, benchmark, option, skipped_without_vllm
+from benchmarks._configurations import KINDS, configuration
 from benchmarks._shapes import write_policy
 
 STREAMS, PROMPT_TOKENS, TURN_TOKENS, PAIRS = 16, 64, 256, 5
-ENGINE = {"max_batch": STREAMS, "max_pending": 0, "max_context_tokens": 448, "kv_block_tokens": 32, "kv_blocks": 512}
+ENGINE = KINDS["vllm"]["engine"]
 START_TIMEOUT_S, RUN_TIMEOUT_S = 900.0, 600.0
 BENCH_SERVE = """
 import json
@@ -89,7 +90,7 @@ def _of_architecture(architecture: str, directory: Path, *, moves: bool) -> Figu
     tensors = model.tensors(0)
     first = publish(0, tensors)
     begun_s = time.monotonic()
-    engine = create_engine(model.config, EngineConfig.model_validate({"kind": "vllm", **ENGINE}))
+    engine = create_engine(model.config, EngineConfig.model_validate(ENGINE))
     assert isinstance(engine, VllmEngine)
     recorder = Recorder(engine, START_TIMEOUT_S)
     try:
@@ -153,7 +154,6 @@ def _task() -> type:
 
 
 async def measure_pairs(pairs: int) -> Figures:
-    from benchmarks._configurations import configuration
     from benchmarks._live import live_run, reserved
     from benchmarks._paced import VOCABULARY, TaskSettings
 
@@ -165,21 +165,7 @@ async def measure_pairs(pairs: int) -> Figures:
         run_dir = directory / "run"
         task = _task()
         task.gate = asyncio.Event()
-        config = configuration(
-            policy=policy,
-            run={"name": "vllm", "steps": pairs + 2},
-            environment={"step_timeout_s": RUN_TIMEOUT_S},
-            rollout={"groups": 4, "group_size": 4, "max_turns": 1, "max_tokens_per_turn": TURN_TOKENS},
-            trainer={"engine": {"kind": "torch"}},
-            seeding={"policy": "fixed", "window_s": 0.0},
-            engine={"kind": "vllm", **ENGINE, "vllm": {"start_timeout_s": START_TIMEOUT_S}},
-            scheduler={
-                "boot_timeout_s": START_TIMEOUT_S,
-                "queue_timeout_s": START_TIMEOUT_S,
-                "heartbeat_timeout_s": 30.0,
-                "stall_timeout_s": 60.0,
-            },
-        )
+        config = configuration("vllm", policy=policy, run={"steps": pairs + 2})
         spoken = TaskSettings(prompts={"": PROMPT_TOKENS}, observations={"": 1})
         with _pinned(os.getpid(), 1), _server(policy) as url:
             async with live_run(config, run_dir, {"reserved": reserved(1)}, task, spoken) as run:

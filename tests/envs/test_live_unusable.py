@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _agents
+from benchmarks._configurations import written
 from benchmarks._shapes import write_chat_policy
 from elastic.runtime.journal import RunDirectory
 from tests.envs.installed_environment import install_environment
@@ -73,9 +73,9 @@ def test_the_first_start_ends_the_run(
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     install_environment(tmp_path, "raising", RAISING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    config, policy = tmp_path / "agents.toml", write_chat_policy(tmp_path / "policy")
-    sections = _agents.CONFIG.format(checkpoint=policy, environments=environments.format(here=tmp_path))
-    config.write_text(sections if "chat" in environments else sections.replace("[front]\nprocesses = 2\n", ""))
+    config = written(tmp_path / "agents.toml", "agents", policy=write_chat_policy(tmp_path / "policy"))
+    sections = config.read_text() + environments.format(here=tmp_path)
+    config.write_text(sections if "chat" in environments else sections.replace("front.processes = 2\n", ""))
     given = [f"--set=run.directory={tmp_path}/runs", "--set=run.pass_env=['PYTHONPATH']"]
     command = [sys.executable, "-m", "elastic.cli", "run", str(config), "--providers", "reserved", *given]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
