@@ -64,7 +64,7 @@ PATIENCE_S = 120.0
 CAPABILITIES = Capabilities(
     engine="model", replayable_sampling=True, max_context_tokens=512, device="none", tflops=100.0, max_batch=4
 )
-CONFIG = configuration("lied-to", policy=".")
+CONFIG = configuration("all-capacity", "lied-to", policy=".")
 ROLLOUT, STEPS = CONFIG.rollout, CONFIG.run.steps
 
 
@@ -267,7 +267,7 @@ class RunBeside:
 
 async def play_beside(arm: str, steps: int, token_s: float) -> RunBeside:
     """One run with a Byzantine worker of this arm, or without any if it is empty."""
-    config = configuration("lied-to", "lied-to-by-one", policy=".", run={"steps": steps})
+    config = configuration("all-capacity", "lied-to", "lied-to-by-one", policy=".", run={"steps": steps})
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         kept = RunDirectory(directory / RUN)
