@@ -12,19 +12,12 @@
 
 import asyncio
 import contextlib
-import ctypes
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence, Set
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
 import structlog
-from pydantic import Field
 
 from elastic.core.types import EndCause, LeaseId
 from elastic.protocol.endpoint import is_loopback
@@ -42,35 +35,33 @@ from providers.base import (
 )
 from providers.base_provider import Found, LeaseHandle
 from providers.markets import CapacityUnavailable, LeaseEnding, Market
+from providers.ray_actors import (
+    ActorQuestions,
+    ActorsSaid,
+    RayClusterSettings,
+    WorkerActor,
+    end_actor,
+    named_actors,
+    node_resources,
+    places,
+    told_resources,
+)
 from providers.ray_connection import RayConnection, RayUnusable, ray
-from providers.ray_relay import NODE_VARIABLE
 from providers.vendor_calls import call
 from providers.vendor_provider import VendorProvider
 
 log = structlog.get_logger(__name__)
 
-LINGER_S = 60.0
-"""How long an actor waits after its worker's end for somebody to ask how it ended."""
 CLOSING_SHARE = 0.5
 """The share of a provider's closing time for ending actors. The rest is for the connection."""
 
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-
-class RaySettings(ProviderSettings):
-    address: str = Field("ray://127.0.0.1:10001", pattern=r"^ray://.+", description="of the cluster's client server")
-    namespace: str = Field("elastic", min_length=1, description="of the actors' names")
-    num_cpus: Amount = Field(1.0, description="CPUs of a node that a worker takes")
-    num_gpus: Amount | None = Field(None, description="GPUs that Ray counts for a worker; by default gpus_per_worker")
-    resources: dict[str, Amount] = Field(default_factory=dict, description="… and what Ray calls custom resources")
-    poll_s: float = Field(2.0, gt=0, description="time between two looks at the cluster")
-    answer_timeout_s: float = Field(60.0, gt=0, description="longest time that the cluster's head may take to answer")
+class RaySettings(RayClusterSettings, ProviderSettings):
+    """A worker has `gpus_per_worker` GPUs."""
 
     def asked(self) -> dict[str, float]:
         """The resources of one worker, in Ray's names."""
-        gpus = self.gpus_per_worker if self.num_gpus is None else self.num_gpus
-        asked = {"CPU": self.num_cpus, "GPU": gpus, **self.resources}
-        return {name: amount for name, amount in asked.items() if amount}
+        return self.asked_with(self.gpus_per_worker)
 
 
 class RayMarket(Market[RaySettings]):
@@ -84,59 +75,12 @@ class RayMarket(Market[RaySettings]):
         return self.places
 
 
-def places(available: Mapping[str, float], asked: Mapping[str, float]) -> int:
-    """Return how many workers fit into the available resources, if these are not too fragmented."""
-    return int(min((available.get(name, 0.0) / amount for name, amount in asked.items()), default=0))
-
-
-class ActorStatus(NamedTuple):
-    """An actor's word on its worker's process: the exit status after its end; None if it could not start."""
-
-    runs: bool
-    status: int | None = None
-
-
-class WorkerActor:
-    """The actor that starts a worker's process on a node and waits for its end."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._said = ActorStatus(runs=True)
-        threading.Thread(target=self._work, args=(command, environment), daemon=True).start()
-
-    def said(self) -> "ActorStatus":
-        return self._said
-
-    def _work(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        cluster = ray().get_runtime_context().gcs_address
-        status: int | None = None
-        # Of this thread's death its child is told, and it lives as long as the actor does.
-        with contextlib.suppress(OSError):
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                env={**os.environ, **environment, NODE_VARIABLE: cluster},
-                preexec_fn=_die_with_parent,
-            )
-            status = process.wait()
-        self._said = ActorStatus(runs=False, status=status)
-        time.sleep(LINGER_S)
-        os._exit(0)
-
-
-def _die_with_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
 class RayStatus(NamedTuple):
-    """What the cluster says: resources that are free, actors that have a name, and how those asked for are.
-
-    Of an actor that is `gone` there is Ray's reason; of one that does not answer at the moment, nothing.
-    """
+    """What the cluster says: resources that are free, actors that have a name, and how those asked for are."""
 
     free: Mapping[str, float]
     named: frozenset[str]
-    said: Mapping[str, ActorStatus]
-    gone: Mapping[str, str]
+    actors: ActorsSaid
 
 
 class _Actors:
@@ -180,18 +124,17 @@ class RayProvider(VendorProvider[RaySettings]):
         """The names of the actors that have been started."""
         self._unanswered: set[str] = set()
         """The names of actors that a call is starting, also one that nobody waits for any more."""
-        self._questions: dict[str, Any] = {}
-        """Open questions to actors. Only `_read` changes them."""
+        self._questions = ActorQuestions(self.settings.namespace)
 
     async def start(self, emit: Emit) -> None:
         await self._connect()
         asked = self.settings.asked()
-        nodes = await self.ask(_nodes)
+        nodes = await self.ask(node_resources)
         if not any(places(node, asked) for node in nodes):
-            there = "; ".join(sorted({_told(node) for node in nodes})) or "no node"
+            there = "; ".join(sorted({told_resources(node) for node in nodes})) or "no node"
             raise ProviderUnavailable(
                 f"{self.name}: no node of {self.vendor} has what a worker asks for "
-                f"({_told(asked)}); its nodes have {there}: set num_cpus, num_gpus or resources, or add nodes"
+                f"({told_resources(asked)}); its nodes have {there}: set num_cpus, num_gpus or resources, or add nodes"
             )
         await self._read()
         await super().start(emit)
@@ -212,8 +155,9 @@ class RayProvider(VendorProvider[RaySettings]):
             for name in names:  # What could not be ended belongs to no lease now: the next look ends it.
                 self._ends.pop(name, None)
             if isinstance(error, TimeoutError):
+                asked = told_resources(self.settings.asked())
                 raise CapacityUnavailable(
-                    f"the Ray cluster had no room for a worker within {timeout_s:g} s ({_told(self.settings.asked())})"
+                    f"the Ray cluster had no room for a worker within {timeout_s:g} s ({asked})"
                 ) from error
             raise
         self._started.update(names)
@@ -221,7 +165,7 @@ class RayProvider(VendorProvider[RaySettings]):
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
         await self._connect()
-        there = await self.ask(_named, self.settings.namespace, self._prefix)
+        there = await self.ask(named_actors, self.settings.namespace, self._prefix)
         names = {
             lease_id: [self._actor(lease_id, ticket) for ticket in one.request.tickets]
             for lease_id, one in known.items()
@@ -253,7 +197,7 @@ class RayProvider(VendorProvider[RaySettings]):
         """
         timeout_s = self.context.release_timeout_s * CLOSING_SHARE
         try:
-            await call(timeout_s, _end, name, self.settings.namespace, timeout_s)
+            await call(timeout_s, end_actor, name, self.settings.namespace, timeout_s)
         except Exception as error:
             since_s = time.monotonic() if self.silent_since_s is None else self.silent_since_s
             if not (self._closing or time.monotonic() - since_s > self.context.orchestrator_timeout_s):
@@ -276,7 +220,7 @@ class RayProvider(VendorProvider[RaySettings]):
 
     async def sweep(self) -> bool:
         settled = not self._unanswered
-        there = await self.ask(_named, self.settings.namespace, self._prefix)
+        there = await self.ask(named_actors, self.settings.namespace, self._prefix)
         await self._end_left_over(there)
         return settled and not there
 
@@ -306,14 +250,18 @@ class RayProvider(VendorProvider[RaySettings]):
     async def _read(self) -> set[str]:
         """Ask the cluster for its state, and return the actors that belong to no lease."""
         known = set(self._ends)
-        look = await self.ask(_look, self.settings, self._prefix, sorted(self._started), self._questions)
+        look = await self.ask(self._status, sorted(self._started))
         self._ray_market.places = places(look.free, self.settings.asked())
-        for name, said in look.said.items():
+        for name, said in look.actors.said.items():
             if not said.runs:
                 self._over(name, said.status)
-        for name, reason in look.gone.items():
+        for name, reason in look.actors.gone.items():
             self._ended(name, LeaseEnding(EndCause.LOST, f"Ray says of actor {name}: {reason}"))
         return set(look.named - known)
+
+    def _status(self, names: Sequence[str]) -> RayStatus:
+        actors = self._questions.ask(names, self.settings.poll_s)
+        return RayStatus(ray().available_resources(), named_actors(self.settings.namespace, self._prefix), actors)
 
     def _over(self, name: str, status: int | None) -> None:
         if status == 0:
@@ -331,48 +279,12 @@ class RayProvider(VendorProvider[RaySettings]):
     async def unanswered(self, error: Exception) -> None:
         """Offer nothing until there is a new connection."""
         self._ray_market.places = 0
-        self._questions = {}
+        self._questions.forget()
         with contextlib.suppress(Exception):
             await self.ask(self._connection.reset)
 
 
 # What is called on the cluster, by the client's threads.
-
-
-def _nodes() -> list[dict[str, float]]:
-    return [node["Resources"] for node in ray().nodes() if node["Alive"]]
-
-
-def _named(namespace: str, prefix: str) -> frozenset[str]:
-    named = ray().util.list_named_actors(all_namespaces=True)
-    return frozenset(one["name"] for one in named if one["namespace"] == namespace and one["name"].startswith(prefix))
-
-
-def _look(settings: RaySettings, prefix: str, started: Sequence[str], questions: dict[str, Any]) -> RayStatus:
-    """Read the cluster's state. An actor gets one question at a time: on a lost node none answers until Ray knows."""
-    exceptions = ray().exceptions
-    said: dict[str, ActorStatus] = {}
-    gone: dict[str, str] = {}
-    for name in questions.keys() - set(started):
-        del questions[name]
-    for name in started:
-        try:
-            if name not in questions:
-                questions[name] = ray().get_actor(name, namespace=settings.namespace).said.remote()
-        except ValueError:
-            gone[name] = "no actor has this name any more"
-    asked = {reference: name for name, reference in questions.items()}
-    answered = ray().wait(list(asked), num_returns=len(asked), timeout=settings.poll_s)[0] if asked else []
-    for reference in answered:
-        name = asked[reference]
-        del questions[name]
-        try:
-            said[name] = ray().get(reference, timeout=settings.poll_s)
-        except exceptions.ActorUnavailableError as error:
-            log.debug("an actor does not answer", actor=name, error=told(error))
-        except exceptions.RayActorError as error:
-            gone[name] = str(error).partition("\n")[0]
-    return RayStatus(ray().available_resources(), _named(settings.namespace, prefix), said, gone)
 
 
 def _start(
@@ -396,22 +308,3 @@ def _start(
     )
     handle = actor.remote(list(command), dict(environment))
     ray().get(handle.said.remote(), timeout=timeout_s)
-
-
-def _end(name: str, namespace: str, timeout_s: float) -> None:
-    """Kill an actor, and return once none has its name. Raises `TimeoutError`."""
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        try:
-            ray().kill(ray().get_actor(name, namespace=namespace), no_restart=True)
-        except ValueError:
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"Ray still knows actor {name} after {timeout_s:g} s")
-
-
-def _told(resources: Mapping[str, float]) -> str:
-    own = {
-        name: amount for name, amount in resources.items() if not name.startswith(("node:", "object_store", "memory"))
-    }
-    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(own.items())) or "nothing"

@@ -7,6 +7,8 @@
 import importlib
 import os
 import threading
+import time
+from collections.abc import Mapping
 from typing import Any
 
 from elastic.system.plain_values import told
@@ -32,16 +34,17 @@ _users: "set[RayConnection]" = set()
 
 
 class RayConnection:
-    """One user's part in the process's connection. Its methods block."""
+    """One user's part in the process's connection. Its methods block. `runtime_env` is what Ray ships to where the
+    first user's calls and actors are."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, runtime_env: Mapping[str, Any] | None = None) -> None:
+        self.address, self._runtime_env = address, dict(runtime_env or {})
 
     def open(self, within_s: float) -> None:
         """Connect, if nobody has. Raises `RayUnusable`."""
         cluster = f"the Ray cluster at {self.address}"
         try:
-            called(within_s, self._open)
+            called(within_s, self._open, time.monotonic() + within_s)
         except ImportError as error:
             raise RayUnusable("Ray is not installed here; pip install -e '.[ray]' in a clone of elastic") from error
         except (ConnectionError, TimeoutError) as error:
@@ -69,23 +72,27 @@ class RayConnection:
                 _users.clear()
                 ray().shutdown()
 
-    def _open(self) -> None:
+    def _open(self, deadline_s: float) -> None:
         with _changing:
             if not ray().is_initialized():
                 if _users:  # Ray's client has given this connection up, but makes no other before it is ended.
                     _users.clear()
                     ray().shutdown()
                 os.environ.setdefault(GRACE_VARIABLE, str(GRACE_S))
-                try:
-                    self._init()
-                except ConnectionAbortedError:  # The head was too busy to start this client's process in its time.
-                    self._init()
+                while True:
+                    try:
+                        self._init()
+                        break
+                    except ConnectionAbortedError:  # The head was too busy to start this client's process in its time.
+                        if time.monotonic() > deadline_s:
+                            raise
                 _users.add(self)
             elif _users:  # Else it is somebody else's, who ends it.
                 _users.add(self)
 
     def _init(self) -> None:
-        ray().init(self.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        further = {"runtime_env": self._runtime_env} if self._runtime_env else {}
+        ray().init(self.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **further)
 
 
 def ray() -> Any:

@@ -105,6 +105,8 @@ def start_pool(
         f"{directory}; "
         f"{program()} jobs submit CONFIG brings it work, {program()} pool stop ends it"
     )
+    if spec.rollout.ray is not None:
+        say(f"its rollout nodes are asked of the Ray cluster at {spec.rollout.ray.address}; {program()} pool status")
     if spec.rollout.kind == "joined":
         say(f"{program()} pool ticket lets other machines join as its rollout nodes")
     return 0
@@ -177,13 +179,20 @@ def stop_pool(
 
 @pool.command("put-back")
 def put_back_device(
-    device: Annotated[str, typer.Argument(metavar="DEVICE", help="As `elastic pool status` names it, such as cuda:1.")],
+    device: Annotated[
+        str,
+        typer.Argument(
+            metavar="DEVICE",
+            help="As `elastic pool status` names it, such as cuda:1; or a drained node of Ray's.",
+        ),
+    ],
     name: PoolName = "",
     command_id: JobCommandIdOption = "",
     as_json: AsJson = False,
     directory: PoolsDirectory = Path("pools"),
 ) -> int:
-    """Let a pool's nodes have a device again that was set aside because residents died there as they started.
+    """Let a pool's nodes have a device again that was set aside because residents died there as they started, or have
+    the pool ask its Ray cluster again for a node that was drained.
 
     Example: elastic pool put-back cuda:1
     """
@@ -192,7 +201,7 @@ def put_back_device(
     answer = asked(PoolControl(path).put_back(device, command_id), command_id)
     if as_json:
         emit({"pool": path.name, "command": "put-back", "id": answer.id, "repeated": answer.repeated})
-    say(f"device {device} is the pool's again{' (as it was told before)' if answer.repeated else ''}")
+    say(f"{device} is the pool's again{' (as it was told before)' if answer.repeated else ''}")
     return 0
 
 
@@ -280,7 +289,7 @@ def drain_node(
     directory: PoolsDirectory = Path("pools"),
 ) -> int:
     """Let a node of another machine go: its jobs go on elsewhere from their step's end. A ticket that nobody has used
-    is void.
+    is void. A node of a Ray cluster is given back to it, and not asked for again until `elastic pool put-back NODE`.
 
     Example: elastic pool drain rollout-2
     """
@@ -481,6 +490,7 @@ def pool_tables(reply: PoolStatusReply, path: Path) -> Group:
         for device, reason in status.set_aside.items()
     ]
     going_on = [job for job in status.jobs if not job.over]
+    parts += [Text(f"{node} is asked for: {words}") for node, words in status.asked_for.items()]
     parts += [Text(), jobs_table(going_on) if going_on else Text("no job goes on")]
     if status.jobs_left_out:
         parts.append(Text(f"{status.jobs_left_out} more wait: {program()} jobs list"))

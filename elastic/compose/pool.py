@@ -1,10 +1,11 @@
 """A pool's process: its journal, its gateway, its shell and the processes that it starts, wired."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from elastic.config import ConfigError
 from elastic.core.cluster import Cluster
 from elastic.core.cluster.events import ClusterEvent
 from elastic.core.cluster.types import NodeId, PhaseKind, PhasePlan
+from elastic.core.ids import tagged
 from elastic.pool import messages as w
 from elastic.pool.client import FINGERPRINT_VARIABLE, JOB_VARIABLE, POOL_VARIABLE, TOKEN_VARIABLE, PoolMembership
 from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandManager, invalid
@@ -30,6 +32,9 @@ from elastic.pool.gateway import PoolGateway, PoolTokens
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
 from elastic.pool.live import SET_ASIDE, LivePorts
+from elastic.pool.machines import rollout_names
+from elastic.pool.node_requests import NodeRequests
+from elastic.pool.node_supply import NodeSupply
 from elastic.pool.node_tickets import NodeTickets, blank_ticket
 from elastic.pool.ports import HowEnded, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
@@ -45,6 +50,8 @@ from elastic.system.logs import log_to
 from elastic.system.processes import OF_SITE, inherited
 from elastic.system.signals import TERMINATION, act_on
 from elastic.system.supervision import RecordedProcesses
+from providers.ray_connection import RayUnusable
+from providers.ray_nodes import RayNodes
 
 log = structlog.get_logger(__name__)
 
@@ -54,6 +61,8 @@ RUN_LOG = Path("logs") / "process.log"
 BEGAN, STOPPED_NS, ADDRESS = "began", "stopped_ns", "address"
 """Notes of a journal: when the pool's time began, how far it had come when the pool was stopped, where it listens."""
 NODE_AGENT_START_NS = 60_000_000_000
+GIVE_BACK_S = 60.0
+"""For a cluster to take back what a stopped pool had of it."""
 
 
 class PoolPrograms:
@@ -235,11 +244,12 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
     """Be the pool of this directory, which nobody else is, until it is stopped."""
     journal = PoolJournal(directory)
     cluster, last_ns = journal.open_pool(config.spec(), config.wait_limits(), config.policies(), config.policy_names)
+    tokens = PoolTokens(pool_secret(directory))
+    ray = await _ray_nodes(config, tokens, anew=not _goes_on(journal))
     began, anew = _began(journal, last_ns)
     limits = config.limits
     set_aside = msgspec.json.decode(journal.note(SET_ASIDE) or "{}", type=dict[DeviceName, str])
     devices = DeviceAllotment(pool_devices(config), set_aside)
-    tokens = PoolTokens(pool_secret(directory))
     isolated = IsolatedLoop("pool", wiring.faults, clock=asyncio.get_running_loop().time)
     welcome = w.NodeAgentWelcome(
         "", limits.silence_s, limits.orphan_s, limits.measure_s, limits.stall_s, limits.still_s
@@ -271,8 +281,11 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
 
     market, joins = config.pool.rollout.market(), config.joins
     shell = PoolShell(cluster, ports, times, journal.entries(), after, market, devices=devices, joins=joins)
+    requests = NodeRequests(rollout_names(config.pool.rollout.nodes), times.retry_ns)
+    supply = None if ray is None else NodeSupply(ray, requests, shell, node_tickets, isolated)
+    asked_for = dict[NodeId, str] if supply is None else supply.told
     command_manager = PoolCommandManager(
-        config.pool.name, shell, journal, made.admit, ports.jobs.pid, made.logs, node_tickets
+        config.pool.name, shell, journal, made.admit, ports.jobs.pid, made.logs, node_tickets, asked_for
     )
     socket = wiring.line_socket(directory, command_manager.answer, invalid, SUBMISSION_BYTES_MAX)
     heed_no_more = _stops_by_signal(shell, journal)
@@ -281,8 +294,11 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
         running = asyncio.create_task(ports.run(shell, anew=anew, stop=journal.note(STOPPING)), name="pool's shell")
         await asyncio.sleep(0)
         await socket.start()
-        await running
+        async with _kept(supply):
+            await running
         await ports.end_node_agents()
+        if supply is not None:
+            await supply.give_all_back(GIVE_BACK_S)
         journal.set_note(STOPPING, "")
         journal.set_note(STOPPED_NS, str(ports.now_ns()))
         journal.note_state(cluster, at_once=True)
@@ -291,7 +307,39 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
         await socket.aclose()
         await gateway.aclose()
         await ports.aclose()
+        if ray is not None:
+            await ray.aclose()
         journal.close()
+
+
+async def _ray_nodes(config: PoolConfig, tokens: PoolTokens, *, anew: bool) -> RayNodes | None:
+    """Return the Ray cluster that the pool asks for nodes, if there is one. Raises `ConfigError` if the pool cannot
+    begin with it; one that goes on waits for it."""
+    settings = config.pool.rollout.ray
+    if settings is None:
+        return None
+    kind = config.pool.rollout.node_kind()
+    tag = tagged(config.pool.name, tokens.ticket("ray", 0))
+    found = RayNodes(settings, tag, kind.gpus, kind.memory_bytes, config.pool.devices)
+    try:
+        await found.open()
+    except RayUnusable as error:
+        if anew:
+            raise ConfigError(f"pool.rollout.ray: {error}") from error
+        log.warning("the pool goes on without its cluster", cause=str(error))
+    return found
+
+
+@contextlib.asynccontextmanager
+async def _kept(supply: NodeSupply | None) -> AsyncIterator[None]:
+    """A context in which nodes are asked for and given back."""
+    running = None if supply is None else asyncio.create_task(supply.run(), name="nodes that are asked for")
+    try:
+        yield
+    finally:
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
 
 def _node_tickets(
@@ -302,20 +350,23 @@ def _node_tickets(
     if config.joins is not None:
         seen = Endpoint(str(Address.parse(address).seen_as(pool.advertise)), fingerprint=fingerprint)
         blank = blank_ticket(pool.name, seen, config.joins.gpus, pool.devices)
-    return NodeTickets(journal, tokens, blank, pool.rollout.nodes)
+    return NodeTickets(journal, tokens, blank, pool.rollout.nodes, asked=pool.rollout.ray is not None)
 
 
 def _began(journal: PoolJournal, last_ns: int) -> tuple[Began, bool]:
     """When the pool's time began, and whether nothing of it was left running: time stood still meanwhile."""
-    stopped = journal.note(STOPPED_NS)
-    noted = journal.note(BEGAN)
-    if noted and not stopped:
-        return msgspec.json.decode(noted, type=Began), False
-    now, past_ns = Began.now(), max(int(stopped or "0"), last_ns)
+    if _goes_on(journal):
+        return msgspec.json.decode(journal.note(BEGAN), type=Began), False
+    now, past_ns = Began.now(), max(int(journal.note(STOPPED_NS) or "0"), last_ns)
     began = Began(now.boot, now.boottime_ns - past_ns, now.unix_ns - past_ns)
     journal.set_note(BEGAN, msgspec.json.encode(began).decode())
     journal.set_note(STOPPED_NS, "")
     return began, True
+
+
+def _goes_on(journal: PoolJournal) -> bool:
+    """Whether an earlier process of the pool has not stopped it."""
+    return bool(journal.note(BEGAN)) and not journal.note(STOPPED_NS)
 
 
 def _certificate(config: PoolConfig, directory: Path) -> Certificate | None:

@@ -28,6 +28,7 @@ from policies.clusters import PLACED_ANEW, TAILS
 from policies.drift import NoDrift
 from policies.tails import NoTails
 from providers.markets import SpotMarket, SpotSettings, SpotTraceSettings
+from providers.ray_nodes import RayNodesSettings
 
 GB = 1_000_000_000
 NS_PER_S = 1_000_000_000
@@ -115,15 +116,21 @@ class PoolNodesConfig(_PoolPart):
 class PoolRolloutConfig(PoolNodesConfig):
     """Nodes for rollouts. With `spot` they are instances of a spot market, at most `nodes` at a time."""
 
-    kind: Literal["local", "joined"] = Field(
-        "local", description="`joined`: other machines, at most `nodes`, which join by `elastic pool join`"
+    kind: Literal["local", "joined", "ray"] = Field(
+        "local",
+        description="`joined`: other machines, at most `nodes`, which join by `elastic pool join`; `ray`: machines of "
+        "a Ray cluster, at most `nodes`, which the pool asks for and gives back",
     )
     spot: SpotTraceSettings | None = Field(None, description="the market whose instances these nodes are")
+    ray: RayNodesSettings | None = Field(None, description="the Ray cluster of kind `ray`, and what is asked of it")
 
     @model_validator(mode="after")
     def _one_source(self) -> "PoolRolloutConfig":
-        if self.spot is not None and self.kind == "joined":
-            raise ValueError("kind 'joined' and spot: found both; allowed: one of them")
+        if self.spot is not None and self.kind != "local":
+            raise ValueError(f"kind {self.kind!r} and spot: found both; allowed: one of them")
+        if (self.ray is None) == (self.kind == "ray"):
+            found = "no table" if self.ray is None else "a table"
+            raise ValueError(f"kind {self.kind!r}: found {found} pool.rollout.ray; allowed: one with kind 'ray' alone")
         return self
 
     def market(self) -> SpotMarket | None:
@@ -160,7 +167,7 @@ class PoolSection(_PoolPart):
 
     @model_validator(mode="after")
     def _reached(self) -> "PoolSection":
-        if self.rollout.kind == "joined" and is_wildcard(self.host) and not self.advertise:
+        if self.rollout.kind != "local" and is_wildcard(self.host) and not self.advertise:
             raise ValueError(
                 f"advertise is missing: nobody can dial pool.host = {self.host}; name the address by which machines "
                 "that join reach this one"

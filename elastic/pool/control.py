@@ -1,7 +1,7 @@
 """Answers requests at the control socket of a pool's process. Source: `elastic.pool.control_messages`."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -10,7 +10,7 @@ import msgspec
 from elastic.core.cluster import ClusterError
 from elastic.core.cluster.history import cluster_digest
 from elastic.core.cluster.state import JobRecord
-from elastic.core.cluster.types import JobState
+from elastic.core.cluster.types import JobState, NodeId
 from elastic.pool.control_messages import (
     JOBS_PAGE,
     POOL_CONTROL_VERSION,
@@ -70,7 +70,7 @@ class PoolCommandManager:
     """Turns requests into events of the shell. Each request takes effect once.
 
     `admit` returns the record of a job as it is kept, and raises `ValueError` for one that cannot be started. `pid`
-    returns the id of a job's process, and `logs` where its logs are.
+    returns the id of a job's process, `logs` where its logs are, and `asked_for` which nodes are asked of a cluster.
     """
 
     def __init__(
@@ -82,9 +82,10 @@ class PoolCommandManager:
         pid: Callable[[str], int | None],
         logs: Callable[[JobEntry], Path],
         tickets: NodeTickets,
+        asked_for: Callable[[], Mapping[NodeId, str]] = dict,
     ) -> None:
         self._pool, self._shell, self._journal, self._tickets = pool, shell, journal, tickets
-        self._admit, self._pid, self._logs = admit, pid, logs
+        self._admit, self._pid, self._logs, self._asked_for = admit, pid, logs, asked_for
 
     async def answer(self, line: bytes) -> PoolAnswer:
         """Answer one request. Raises `msgspec.DecodeError` if the line is not a request."""
@@ -136,7 +137,7 @@ class PoolCommandManager:
                 return self._done(request.id, self._shell.stop(now=request.now))
 
     def _put_back(self, device: str, command: DoneCommand) -> PoolAnswer:
-        if self._shell.put_back(device):
+        if self._tickets.want_again(device) or self._shell.put_back(device):
             self._journal.keep(command)
             return PoolAcknowledged(id=command.id)
         there = ", ".join(self._shell.devices.set_aside) or "none"
@@ -208,6 +209,7 @@ class PoolCommandManager:
         found.digest = cluster_digest(cluster)
         found.stopping = shell.stopping
         found.set_aside = dict(shell.devices.set_aside)
+        found.asked_for = dict(self._asked_for())
         found.jobs_over = len(cluster.state.over) + self._journal.count_forgotten()
         found.jobs_left_out = sum(job not in known for job, record in cluster.jobs.items() if not record.over)
         joined = self._journal.joined()

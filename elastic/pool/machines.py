@@ -46,9 +46,14 @@ def read_node_ticket(content: bytes) -> NodeTicket:
         raise TicketRefused(f"not a ticket as `elastic pool ticket` writes it: {error}") from error
 
 
+def rollout_names(most: int) -> Sequence[NodeId]:
+    """Return the names of at most so many rollout nodes on other machines."""
+    return [f"rollout-{number}" for number in range(1, most + 1)]
+
+
 def free_name(most: int, taken: Collection[NodeId]) -> NodeId:
     """Return the name of the next rollout node of at most so many. Raises `ValueError` if all are taken."""
-    names = [f"rollout-{number}" for number in range(1, most + 1)]
+    names = rollout_names(most)
     for name in names:
         if name not in taken:
             return name

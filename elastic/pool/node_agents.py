@@ -211,6 +211,13 @@ class NodeAgents(PoolRoom):
             follows = "its machine may come again" if self.by_itself(self._nodes[name].phase) else REPLACED
             self.lose(name, f"its node agent {how}; {follows}")
 
+    def requested_lost(self, name: NodeId, how: str) -> None:
+        """Give up a node that was asked of a cluster, whether it has joined or not."""
+        if name in self._nodes:
+            self.lose(name, f"{how}; another is asked for")
+        else:
+            self._ports.died(name, "", f"{how}, before it had joined; another is asked for")
+
     def start_again(self, name: NodeId, phase: PhaseKind) -> None:
         """Start the node agent of a node that the cluster has, on the devices that are there now."""
         if self._pool.devices.take(name, self._cluster.spec.kind(phase).gpus):

@@ -1,6 +1,7 @@
 """The tickets by which machines join a pool as nodes: minted, told, and void once their nodes are drained."""
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -15,25 +16,51 @@ from elastic.system.host import here
 
 class NodeTickets:
     """A pool's tickets. `blank` is a ticket without node and token, None if no machine joins the pool by ticket; there
-    are at most so many `nodes`."""
+    are at most so many `nodes`. If those are `asked` of a cluster, only the pool mints their tickets."""
 
-    def __init__(self, journal: PoolJournal, tokens: PoolTokens, blank: NodeTicket | None, nodes: int) -> None:
-        self._journal, self._tokens, self._blank, self._nodes = journal, tokens, blank, nodes
+    def __init__(
+        self, journal: PoolJournal, tokens: PoolTokens, blank: NodeTicket | None, nodes: int, *, asked: bool = False
+    ) -> None:
+        self._journal, self._tokens, self._blank, self._nodes, self._asked = journal, tokens, blank, nodes, asked
 
     def mint(self, label: str, valid_s: float, there: Collection[NodeId]) -> NodeTicket:
         """Return a new ticket, which nobody can be told again. `there`: the nodes that the pool has.
 
         Raises `ValueError` where no machine may join.
         """
-        if self._blank is None:
-            raise ValueError(
-                "pool.rollout.kind: found 'local', whose nodes are on the pool's machine; allowed for tickets: 'joined'"
-            )
+        if self._blank is None or self._asked:
+            found = "'ray', whose nodes Ray starts" if self._asked else "'local', whose nodes are on the pool's machine"
+            raise ValueError(f"pool.rollout.kind: found {found}; allowed for tickets: 'joined'")
         terms, now_s = self._journal.joined(), _now_s()
         taken = {name for name, its in terms.items() if self._is_taken(name, its, now_s)}
         node = free_name(self._nodes, taken | {*there})
-        number = self._journal.mint_ticket(node, JoinTerms(label, now_s + valid_s))
-        return msgspec.structs.replace(self._blank, node=node, token=self._tokens.ticket(node, number))
+        return self._minted(self._blank, node, JoinTerms(label, now_s + valid_s))[0]
+
+    def renew(self, node: NodeId, label: str) -> tuple[NodeTicket, int]:
+        """Return a new ticket for a node that is asked of a cluster, and its number. It is good until there is another
+        one, or the node is drained."""
+        assert self._blank is not None
+        return self._minted(self._blank, node, JoinTerms(label, math.inf))
+
+    def _minted(self, blank: NodeTicket, node: NodeId, terms: JoinTerms) -> tuple[NodeTicket, int]:
+        number = self._journal.mint_ticket(node, terms)
+        return msgspec.structs.replace(blank, node=node, token=self._tokens.ticket(node, number)), number
+
+    def numbers(self) -> Mapping[NodeId, int]:
+        """Return the numbers of the last tickets."""
+        return {node: self._journal.ticket(node)[0] for node in self._journal.joined()}
+
+    def drained(self) -> Collection[NodeId]:
+        """Return the nodes whose tickets are void."""
+        return [node for node, terms in self._journal.joined().items() if terms.drained]
+
+    def want_again(self, node: NodeId) -> bool:
+        """Have a node that was drained be asked for again; returns whether it is one."""
+        terms = self._journal.joined().get(node)
+        if not self._asked or terms is None or not terms.drained:
+            return False
+        self._journal.change_terms(node, msgspec.structs.replace(terms, drained=False))
+        return True
 
     def _is_taken(self, node: NodeId, terms: JoinTerms, now_s: float) -> bool:
         _, spent = self._journal.ticket(node)

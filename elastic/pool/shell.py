@@ -266,6 +266,11 @@ class PoolShell(PoolRoom):
         self._node_agents.gone(name, "died")
         self._drain()
 
+    def requested_node_lost(self, name: NodeId, how: str) -> None:
+        """Note that a node which was asked of a cluster is gone there, joined or not."""
+        self._node_agents.requested_lost(name, how)
+        self._drain()
+
     def node_agent_heard(self, name: NodeId, message: w.FromNodeAgent) -> None:
         node = self._nodes.get(name)
         if node is None:

@@ -155,6 +155,7 @@ class PoolStatus(msgspec.Struct, kw_only=True):
     - `jobs`: the first of them. `jobs_over` counts all that are over, `jobs_left_out` those that go on and are not
       among `jobs`.
     - `set_aside`: devices that no node gets, each with the reason.
+    - `asked_for`: nodes that are asked of a cluster and are not up, each with what is known of it.
     - `events`, `digest`: how many events the journal has, and the digest of the cluster after them.
     """
 
@@ -171,6 +172,7 @@ class PoolStatus(msgspec.Struct, kw_only=True):
     digest: str = ""
     stopping: bool = False
     set_aside: dict[DeviceName, str] = {}
+    asked_for: dict[NodeId, str] = {}
     jobs_over: int = 0
     jobs_left_out: int = 0
 

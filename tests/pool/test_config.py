@@ -42,6 +42,14 @@ def test_the_example_is_a_pool_and_comes_back_from_its_directory(tmp_path: Path)
         (('name = "lab"', 'name = "a/b"'), ("pool.name", "found 'a/b'")),
         (("profile_s = 300", "profile_s = 0"), ("limits.profile_s", "greater than 0", "found 0")),
         (("[limits]", "[limit]"), ("limit: unknown key; allowed: charging, drift, limits, ",)),
+        (
+            ("[pool.rollout]\n", '[pool.rollout]\nkind = "ray"\n'),
+            ("kind 'ray': found no table pool.rollout.ray; allowed: one with kind 'ray' alone",),
+        ),
+        (
+            ("[pool.rollout]\n", '[pool.rollout]\nray = { address = "10.0.0.1" }\n'),
+            ("pool.rollout.ray.address", "found '10.0.0.1'"),
+        ),
     ],
 )
 def test_what_is_no_pool(tmp_path: Path, change: tuple[str, str], words: tuple[str, ...]) -> None:

@@ -87,6 +87,22 @@ def test_tickets_are_one_for_each_node_and_void_ones_give_their_names_back(tmp_p
     journal.close()
 
 
+def test_the_pool_itself_mints_the_tickets_of_nodes_that_it_asks_a_cluster_for(tmp_path: Path) -> None:
+    journal, tokens = PoolJournal(tmp_path), PoolTokens(b"secret")
+    tickets = NodeTickets(journal, tokens, blank_ticket("lab", Endpoint("host:1"), 1, "cpu"), nodes=1, asked=True)
+    with pytest.raises(ValueError, match=r"pool.rollout.kind: found 'ray', .* allowed for tickets: 'joined'"):
+        tickets.mint("", 60, ())
+    (first, number), (second, later) = tickets.renew("rollout-1", "a cluster"), tickets.renew("rollout-1", "a cluster")
+    assert (number, later, first.token == second.token) == (1, 2, False)
+    assert tickets.numbers() == {"rollout-1": 2}
+    assert not tickets.want_again("rollout-1")
+    tickets.void("rollout-1")
+    assert [*tickets.drained()] == ["rollout-1"]
+    assert tickets.want_again("rollout-1")
+    assert not tickets.drained()
+    journal.close()
+
+
 def test_what_is_no_ticket_is_refused_and_pools_of_this_machine_have_none(tmp_path: Path) -> None:
     for content in (b"", b"\xff", b"{}", b'{"pool": 1}'):
         with pytest.raises(TicketRefused, match="not a ticket as `elastic pool ticket` writes it"):

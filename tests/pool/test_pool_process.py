@@ -10,7 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,16 @@ pytestmark = pytest.mark.slow
 
 class Pool:
     def __init__(
-        self, tmp_path: Path, host: str = "127.0.0.1", spot: Path | None = None, kind: str = "local", **limits: float
+        self,
+        tmp_path: Path,
+        host: str = "127.0.0.1",
+        spot: Path | None = None,
+        kind: str = "local",
+        ray: Mapping[str, Any] | None = None,
+        **limits: float,
     ) -> None:
         nodes = {"usd_per_gpu_hour": 1.0, "memory_gb": 8}
-        market = {"kind": kind} if spot is None else {"spot": {"trace": str(spot)}}
+        market = {"kind": kind, "ray": ray} if spot is None else {"spot": {"trace": str(spot)}}
         self.config = PoolConfig.model_validate(
             {
                 "pool": {
@@ -136,9 +142,14 @@ class Pool:
 
 @contextlib.asynccontextmanager
 async def running(
-    tmp_path: Path, host: str = "127.0.0.1", spot: Path | None = None, kind: str = "local", **limits: float
+    tmp_path: Path,
+    host: str = "127.0.0.1",
+    spot: Path | None = None,
+    kind: str = "local",
+    ray: Mapping[str, Any] | None = None,
+    **limits: float,
 ) -> AsyncIterator[Pool]:
-    pool = Pool(tmp_path, host, spot, kind, **limits)
+    pool = Pool(tmp_path, host, spot, kind, ray, **limits)
     pool.start()
     try:
         await pool.until(

@@ -1,0 +1,240 @@
+"""A pool's rollout nodes on a Ray cluster: a placement group for each, with an actor that keeps the node's agent in it.
+
+Group and actor are detached and have one name: they outlive the pool's process, and its next one finds them. An actor
+whose node agent has ended gives its group back itself, in case nobody else does.
+"""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from pydantic import Field
+
+from elastic.pool.machines import NodeTicket
+from elastic.pool.node_requests import NodeClusterSilent, NodeRequest
+from elastic.system.devices import DeviceKind
+from elastic.system.plain_values import told
+from elastic.system.supervision import how_ended
+from providers.ray_actors import (
+    ActorQuestions,
+    ActorsSaid,
+    ActorStatus,
+    RayClusterSettings,
+    WorkerActor,
+    end_actor,
+    named_actors,
+    node_resources,
+    places,
+    told_resources,
+)
+from providers.ray_connection import RayConnection, RayUnusable, ray
+from providers.vendor_calls import call
+
+T = TypeVar("T")
+
+TICKET_VARIABLE = "ELASTIC_TICKET"
+LAST_WORDS_S, LAST_WORDS_CHARACTERS = 1.0, 300
+PLACED, PENDING, REMOVED = "CREATED", ("PENDING", "PREPARED"), "REMOVED"
+"""What Ray calls the states of placement groups."""
+
+
+class RayNodesSettings(RayClusterSettings):
+    """What is asked for a node: its pool's `gpus` and `memory_gb`, and what is given here."""
+
+    runtime_env: dict[str, Any] = Field(
+        default_factory=dict, description="what Ray ships to nodes, such as `py_modules`, `working_dir`, `pip`"
+    )
+    site_label: str = Field(
+        "ray.io/availability-zone", description="the label of Ray's nodes that names their site; without it all are one"
+    )
+    directory: str = Field("/tmp/elastic-nodes", min_length=1, description="where nodes keep their files, on each")
+
+
+class NodeAgentActor(WorkerActor):
+    """The actor that keeps a node's agent on a node of the cluster, at the site that a label of that node names."""
+
+    stderr = subprocess.PIPE
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], site_label: str) -> None:
+        site = ray().get_runtime_context().get_node_labels().get(site_label, "")
+        self._last, self._relaying = b"", threading.Thread(target=lambda: None)
+        super().__init__((*command, "--site", str(site)), environment)
+
+    def _began(self, process: "subprocess.Popen[bytes]") -> None:
+        self._relaying = threading.Thread(target=self._relay, args=(process,), daemon=True)
+        self._relaying.start()
+
+    def _relay(self, process: "subprocess.Popen[bytes]") -> None:
+        """Pass on what the node agent says, which Ray keeps, and remember its last line."""
+        assert process.stderr is not None
+        for line in process.stderr:
+            self._last = line.strip() or self._last
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+
+    def _last_words(self) -> str:
+        if self._relaying.ident is not None:
+            self._relaying.join(LAST_WORDS_S)
+        return self._last.decode(errors="replace")[:LAST_WORDS_CHARACTERS]
+
+    def _over(self) -> None:
+        group = ray().util.get_current_placement_group()
+        with contextlib.suppress(Exception):  # The cluster may be ending, too.
+            ray().util.remove_placement_group(group)
+
+
+class _Look(NamedTuple):
+    """The states of placement groups by name, what actors say, and the largest that there is for a node."""
+
+    groups: Mapping[str, str]
+    actors: ActorsSaid
+    named: frozenset[str]
+    nodes: Sequence[Mapping[str, float]]
+
+
+class RayNodes:
+    """The `NodeCluster` that is a Ray cluster. `tag` is the pool's name there, which no other pool has. A node has so
+    many `gpus`, or as many arenas of the CPU if its `devices` are that, and memory."""
+
+    def __init__(self, settings: RayNodesSettings, tag: str, gpus: int, memory_bytes: int, devices: str) -> None:
+        self.name, self.look_s = f"the Ray cluster at {settings.address}", settings.poll_s
+        self._settings, self._tag, self._gpus = settings, tag, gpus
+        self._arenas = devices == DeviceKind.CPU
+        self._prefix = f"elastic/{tag}/"
+        asked = settings.asked_with(0 if self._arenas else gpus)
+        self._bundle = asked | ({"memory": memory_bytes} if memory_bytes else {})
+        self._connection = RayConnection(settings.address, settings.runtime_env)
+        self._questions = ActorQuestions(settings.namespace)
+        self._connected = False
+
+    async def open(self) -> None:
+        """Connect. Raises `RayUnusable`, which is `passing` if it only does not answer."""
+        await asyncio.to_thread(self._connection.open, self._settings.answer_timeout_s)
+        self._connected = True
+
+    async def look(self) -> Sequence[NodeRequest]:
+        seen = await self._asked(_look, self._settings, self._prefix, self._questions)
+        found = [self._request(name, state, seen) for name, state in sorted(seen.groups.items())]
+        return found + [self._of(name, ended="it has no resources") for name in sorted(seen.named - seen.groups.keys())]
+
+    async def ask(self, ticket: NodeTicket, number: int) -> None:
+        name = f"{self._prefix}{ticket.node}/{number}"
+        environment = {TICKET_VARIABLE: msgspec.json.encode(ticket).decode()}
+        await self._asked(_ask, name, self._settings, self._bundle, self._command(ticket), environment)
+
+    async def give_back(self, request: NodeRequest) -> None:
+        name = f"{self._prefix}{request.node}/{request.number}"
+        await self._asked(_give_back, name, self._settings.namespace, self._settings.answer_timeout_s)
+
+    async def aclose(self) -> None:
+        with contextlib.suppress(Exception):
+            await call(self._settings.answer_timeout_s, self._connection.close)
+
+    def _command(self, ticket: NodeTicket) -> Sequence[str]:
+        words = ["-P", "-m", "elastic.cli", "pool", "join", "--directory", f"{self._settings.directory}/{self._tag}"]
+        if self._arenas:  # Several nodes may be on one machine, and no two of them share an arena.
+            first = (int(ticket.node.rpartition("-")[2]) - 1) * self._gpus
+            words += ["--devices", ",".join(f"{DeviceKind.CPU}:{first + number}" for number in range(self._gpus))]
+        return words
+
+    def _of(self, name: str, waits: str = "", ended: str = "") -> NodeRequest:
+        node, _, number = name.removeprefix(self._prefix).partition("/")
+        return NodeRequest(node, int(number) if number.isdecimal() else 0, waits, ended)
+
+    def _request(self, name: str, state: str, seen: _Look) -> NodeRequest:
+        if state in PENDING:
+            largest = "; ".join(sorted({told_resources(node) for node in seen.nodes})) or "nothing"
+            beyond = not any(places(node, self._bundle) for node in seen.nodes)
+            no_node = f", and none of its nodes has as much: they have {largest}" if beyond else ""
+            return self._of(name, waits=f"room in {self.name}: {told_resources(self._bundle)}{no_node}")
+        if state != PLACED:
+            return self._of(name, ended="its machine is lost, as Ray says")
+        if name in seen.actors.gone:
+            return self._of(name, ended=f"Ray says of its node agent: {seen.actors.gone[name]}")
+        said = seen.actors.said.get(name)
+        return self._of(name, ended="" if said is None or said.runs else _ending(said))
+
+    async def _asked(self, function: Any, *arguments: Any) -> Any:
+        """Ask the cluster, after a new connection if the last one has failed. Raises `NodeClusterSilent`."""
+        try:
+            if not self._connected:
+                await self.open()
+            return await call(self._settings.answer_timeout_s, function, *arguments)
+        except RayUnusable as error:
+            raise NodeClusterSilent(str(error)) from error
+        except Exception as error:
+            self._connected = False
+            self._questions.forget()
+            with contextlib.suppress(Exception):
+                await call(self._settings.answer_timeout_s, self._connection.reset)
+            raise NodeClusterSilent(
+                f"{self.name} cannot be asked ({told(error)}): start its head again, or open its client port to this "
+                "machine"
+            ) from error
+
+
+def _ending(said: ActorStatus) -> str:
+    if said.status is None:
+        return "its node agent could not be started"
+    return f"its node agent {how_ended(said.status)}{f': {said.words}' if said.words else ''}"
+
+
+# What is called on the cluster, by the client's threads.
+
+
+def _look(settings: RayNodesSettings, prefix: str, questions: ActorQuestions) -> _Look:
+    groups = _groups(prefix)
+    actors = questions.ask(sorted(name for name, state in groups.items() if state == PLACED), settings.poll_s)
+    return _Look(groups, actors, named_actors(settings.namespace, prefix), node_resources())
+
+
+def _groups(prefix: str) -> dict[str, str]:
+    table = ray().util.placement_group_table().values()
+    return {one["name"]: one["state"] for one in table if one["name"].startswith(prefix) and one["state"] != REMOVED}
+
+
+def _ask(
+    name: str,
+    settings: RayNodesSettings,
+    bundle: Mapping[str, float],
+    command: Sequence[str],
+    environment: Mapping[str, str],
+) -> None:
+    """Have a group, and an actor that starts once that has a machine."""
+    group = ray().util.placement_group([dict(bundle)], strategy="STRICT_PACK", name=name, lifetime="detached")
+    within = ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    known = ("CPU", "GPU", "memory")
+    actor: Any = (
+        ray()
+        .remote(NodeAgentActor)
+        .options(
+            name=name,
+            namespace=settings.namespace,
+            lifetime="detached",
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            memory=bundle.get("memory", 0) or None,
+            resources={name: amount for name, amount in bundle.items() if name not in known},
+            max_restarts=0,
+            scheduling_strategy=within,
+        )
+    )
+    actor.remote(list(command), dict(environment), settings.site_label)
+
+
+def _give_back(name: str, namespace: str, timeout_s: float) -> None:
+    """End the actor and the group of this name, and return once neither is known. Raises `TimeoutError`."""
+    deadline_s = time.monotonic() + timeout_s
+    end_actor(name, namespace, timeout_s)
+    while _groups(name).get(name) is not None:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"Ray still knows placement group {name} after {timeout_s:g} s")
+        with contextlib.suppress(ValueError):  # It may be gone meanwhile.
+            ray().util.remove_placement_group(ray().util.get_placement_group(name))
+        time.sleep(0.1)
