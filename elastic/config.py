@@ -175,7 +175,7 @@ NO_LIMIT_TURNS = 1_000_000
 
 
 HubName = Annotated[str, Field(pattern=r"^hf:[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")]
-"""Of a data set."""
+"""The name of a data set in the Hugging Face Hub, with `hf:` before it."""
 
 
 class DataConfig(_Section):
@@ -204,7 +204,7 @@ class DataConfig(_Section):
 
 
 class ProcessLimitsConfig(_Section):
-    """Of each process of an environment; no boundary, as what a process may do is still its user's."""
+    """Limits of each process of an environment. They are no boundary: a process still has its user's rights."""
 
     memory_gb: float | None = Field(None, gt=0, le=1e6, description="address space, in GiB; no limit unless said")
     cpu_s: float | None = Field(None, gt=0, description="CPU time, after which it is killed; no limit unless said")

@@ -137,7 +137,8 @@ class _Receivers:
             heapify(alike)
 
     def for_turn_of(self, source: _Balance) -> _Balance | None:
-        """Of the kinds' least burdened ones, on which a turn of this source is better off, the one with most room."""
+        """Return the worker with the most room among the least loaded of each kind on which a turn of this source is
+        better off."""
         found: list[tuple[int, int, _Balance]] = []
         for kind, alike in self._of_kind.items():
             burden, place, balance = alike[0]

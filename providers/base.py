@@ -153,7 +153,7 @@ class Provider(Protocol):
     on_this_machine: ClassVar[bool] = False
     """Whether its workers run on the orchestrator's machine, with the run's files at hand."""
     trainer_of_turns: "ClassVar[type[Provider] | None]" = None
-    """Of a provider whose devices the run has in turns with other jobs: the provider of the trainer's device then.
+    """The provider of the trainer's device, where the run shares this provider's devices in turns with other jobs.
 
     The run must be a pool's job. Its processes outlive their leases, and what a run leaves of them ends without it.
     """

@@ -158,7 +158,8 @@ def check_command(what: str, command: Sequence[str]) -> None:
 
 
 def new_record(context: ProviderContext, provider: str, name: str, **kept: str) -> RecordedProcesses:
-    """Of what a provider is about to start. `kept` is what the run's next process has to know besides."""
+    """Return a record of what a provider is about to start. `kept` is what the run's next process has to know
+    besides."""
     return RecordedProcesses(records(context.run_dir), context.run, provider, name, kept)
 
 

@@ -85,7 +85,7 @@ class RayRelay:
         parts = urlsplit(url)
         self._url = url
         self.name = parts.path.strip("/") or "elastic"
-        """Of its actor in the cluster."""
+        """The name of its actor in the cluster."""
         self._unused_s = unused_s
         self._node = os.environ.get(NODE_VARIABLE, "")
         self._connection = RayConnection(self._node or f"ray://{parts.netloc}")

@@ -79,7 +79,7 @@ class _Host:
 
     @property
     def kv_used_share(self) -> float:
-        """Of late; of a host that has reported."""
+        """The share of KV memory in recent use by a host that has reported."""
         return fmean(self.kv_used_shares)
 
     async def look(self) -> LoadReport:

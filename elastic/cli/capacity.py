@@ -23,7 +23,8 @@ def examined(plan: RunPlan, names: Collection[str] | None = None) -> Iterator[tu
 
 
 def vendor_prices(plan: RunPlan) -> tuple[dict[str, float], list[str]]:
-    """Of a GPU for an hour now, by each vendor whose price the settings do not say; and why some is not known.
+    """Return the price of a GPU-hour now at each vendor whose price the settings do not say, and why a price is not
+    known.
 
     Blocks for some seconds each.
     """

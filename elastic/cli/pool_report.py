@@ -71,7 +71,7 @@ def pool_report_command(what: Pooled, output: Path | None, *, as_json: bool) -> 
 
 
 def live_report(pool: Path) -> tuple[PoolReport, list[NodeSlice]]:
-    """Of the pool in this directory, as its journal has it by now. Raises `PoolJournalError`."""
+    """Return the report of the pool in this directory, as its journal has it by now. Raises `PoolJournalError`."""
     config = load_pool(pool / POOL_CONFIG)
     try:
         history = history_of(read_records(pool), config.policies())

@@ -44,7 +44,7 @@ from elastic.system.given import read_json
 from elastic.system.processes import inherited
 
 SOONER = 0.9
-"""Of the time for which fronts hold calls: who chats is told by the run why nothing came."""
+"""The share of the time for which fronts hold calls after which the run tells a chatting person why nothing came."""
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -79,7 +79,7 @@ def agent_limits(plan: RunPlan) -> AgentLimits | None:
 
 
 def _times(settings: BaseModel) -> EpisodeTimes:
-    """Of an environment that agents drive, whose settings go on from `OutsideSettings`."""
+    """Return the time limits of an environment that agents drive, whose settings extend `OutsideSettings`."""
     own = settings if isinstance(settings, OutsideSettings) else OutsideSettings()  # type: ignore[call-arg]
     return EpisodeTimes(own.deadline_s, own.idle_s)
 

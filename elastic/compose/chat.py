@@ -63,7 +63,7 @@ class Answerer(Protocol):
     """Answers chats. Closing an answer's iterator stops the answer."""
 
     version: int | None
-    """That of the weights, where it is known."""
+    """The version of the weights, where it is known."""
 
     def answer(self, messages: Sequence[Message], settings: ChatSettings) -> Iterator[ChatPiece]:
         """Raises `ChatFailed`."""
@@ -191,7 +191,7 @@ class EngineAnswers:
 
 
 def live_answers(config: Config, run_dir: Path, base_url: str, key: str) -> SpareCreditAnswers:
-    """Of a run on this machine that goes on. Raises `ConfigError`, and `HttpSettingsError`."""
+    """Return what answers for a living run on this machine. Raises `ConfigError`, and `HttpSettingsError`."""
     own = config.run.certificate is None
     front = config.front or FrontConfig()  # type: ignore[call-arg]
     silence_s = max(SILENCE_S, 2 * front.hold_s)

@@ -12,7 +12,7 @@ from elastic.environments.rows import BadData, DataSource, read_rows
 from policies.curriculum import CURRICULA, OrderedPasses
 
 DECISION = "curriculum"
-"""Of policies: who orders a pass over the data."""
+"""The decision of the policies that order a pass over the data."""
 
 
 def episode_seed(config: Config, environment: str) -> int:

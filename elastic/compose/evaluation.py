@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elastic.environments.env_worker import HeldOutRows
 
 MOST_EPISODES = 1_000_000
-"""Of an evaluation: each of their rewards is kept until its end."""
+"""The most episodes of an evaluation, which keeps each reward until its end."""
 
 
 def planned_evaluation(config: Config) -> PlannedEvaluation | UnsetType:

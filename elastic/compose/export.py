@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHARD_BYTES = 5 * 10**9
-"""Of a file of weights, as transformers writes them."""
+"""The most bytes of one file of weights, as transformers writes them."""
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Ends of the names of files that belong to a policy beside its weights: its config, tokenizer and template."""
 OF_TOKENS = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")

@@ -41,7 +41,7 @@ from providers.serving_messages import ServedLoad
 
 PROVIDERS_OPTION = "--providers"
 RANKS_A_CORE = 8
-"""Of a trainer on CPUs: beyond it a mistake is likelier than a wish."""
+"""The most ranks of a trainer for each core of a machine without GPUs: more are likelier a mistake than a wish."""
 BFLOAT16_BYTES = 2
 TRACE_PLAYERS = {name: f"{name}-replay" for name in ("serving", "serverless", "spot")}
 """The kinds of sections with these names and without a `kind`: they play traces on this machine."""

@@ -345,7 +345,7 @@ async def _kept(supply: NodeSupply | None) -> AsyncIterator[None]:
 def _node_tickets(
     config: PoolConfig, journal: PoolJournal, tokens: PoolTokens, address: str, fingerprint: str
 ) -> NodeTickets:
-    """Of a pool that listens there."""
+    """Return the tickets of a pool that listens at this address."""
     pool, blank = config.pool, None
     if config.joins is not None:
         seen = Endpoint(str(Address.parse(address).seen_as(pool.advertise)), fingerprint=fingerprint)

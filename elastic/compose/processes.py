@@ -40,9 +40,9 @@ PATIENCE_VARIABLE = "ELASTIC_ORCHESTRATOR_TIMEOUT_S"
 TICKET_VARIABLE = "ELASTIC_TICKET"
 FINGERPRINT_VARIABLE = "ELASTIC_JOIN_FINGERPRINT"
 NICENESS = 10
-"""Of env workers: their code computes when nothing of the run has to."""
+"""The niceness of env workers: their code computes while no process of the run has to."""
 SAID_AFTER = 0.5
-"""Of the time in which an env worker has to dial: it says then where it stands."""
+"""The share of an env worker's time to dial after which it says what it is doing."""
 ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_RUN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
 
 

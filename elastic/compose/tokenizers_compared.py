@@ -25,7 +25,7 @@ TEXTS = (
     "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n<|endoftext|>",
     "<s>[INST] Hi [/INST]</s><bos><start_of_turn>user<end_of_turn><|eot_id|><pad><unk>",
 )
-"""Of what tokenizers differ in: words, spaces, digits, code, marks, other scripts, and control tokens of templates."""
+"""Texts in which tokenizers differ: words, spaces, digits, code, marks, other scripts, control tokens of templates."""
 
 
 class _Codec(NamedTuple):

@@ -12,7 +12,7 @@ MARKS_KEPT = 4096
 ABOVE_MEAN, SPREAD = 1.5, 2
 """A worker has too much for its affinity to count with more turns than so many times the mean, and so many more."""
 CACHED_SHARE = 0.5
-"""Of a prompt, at least, what requests with a beginning in common share."""
+"""The least share of a prompt that requests with a common beginning share."""
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Affinity:
     _holders: dict[str, WorkerId] = field(default_factory=dict[str, WorkerId])
     """By mark, who was given such a request last; the mark of the last one at the end."""
     _marks: dict[TurnId, tuple[str, ...]] = field(default_factory=dict[TurnId, tuple[str, ...]])
-    """Of turns that are not over."""
+    """The marks of each turn that is not over."""
 
     def asked(self, turn: TurnId, marks: tuple[str, ...]) -> WorkerId | None:
         """The worker that had the last request like this one, if any is known."""

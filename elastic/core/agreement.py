@@ -90,7 +90,7 @@ class Agreement:
     evidence: dict[WorkerId, Evidence] = field(default_factory=dict[WorkerId, Evidence])
     mismatches: list[Mismatch] = field(default_factory=list[Mismatch])
     steps: list[Compared] = field(default_factory=list[Compared])
-    """Of the last steps with any, at most `OUTCOME_STEPS`; the last one is that of now."""
+    """The comparisons of the last steps, at most `OUTCOME_STEPS`; the last entry is the step under way."""
     proofs: dict[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
     """By version, the log-probabilities that it gives to the text by which versions are known."""
 

@@ -40,5 +40,5 @@ OF_DEVICES: Mapping[str, type[Any]] = {
     "admission": AdmissionPolicy,
     "memory": MemoryPolicy,
 }
-"""Of serving devices that rollouts share."""
+"""The decisions about a serving device that rollouts share."""
 DECISIONS: Mapping[str, type[Any]] = {**OF_RUNS, **OF_POOLS, **OF_DEVICES}

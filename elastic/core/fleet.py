@@ -349,8 +349,8 @@ class Fleet:
         return opened
 
     def ends(self, count: int, others: Collection[WorkerId]) -> list[Worker]:
-        """Of each kind so many ready workers with the most to do, so many with the least, and all `others` that are
-        ready, in the order in which they came to the fleet."""
+        """Return `count` ready workers of each kind with the most to do, `count` with the least, and all `others` that
+        are ready, in the order in which they came to the fleet."""
         if self._out_of_order:
             self._put_in_order()
         found = {*self._ends.ends(count, others), *others}

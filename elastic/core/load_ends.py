@@ -46,7 +46,7 @@ class LoadEnds:
             self._placed[worker] = kind, load
 
     def ends(self, count: int, but: Container[WorkerId] = ()) -> Iterator[WorkerId]:
-        """Of each kind so many workers with the least to do, and so many with the most, without those in `but`; a
+        """Yield `count` workers of each kind with the least to do, and `count` with the most, without those in `but`; a
         worker may come twice."""
         for loads in self._alike.values():
             in_order = sorted(loads)

@@ -12,7 +12,7 @@ MOST_CAUSES = 100
 """Different causes that are told apart in a step."""
 OTHERS = "other causes"
 CAUSE_CHARACTERS = 200
-"""Of a cause that is told among others."""
+"""The most characters of a cause that is shown among others."""
 
 
 @dataclass(slots=True)

@@ -100,7 +100,7 @@ class Patience:
         self._paces: list[_Pace] = []
         """The slowest of late, of two workers at most; the slowest first."""
         self._usual: dict[WorkerId, _Usual] = {}
-        """Of the workers that have ended turns last, that of the last one at the end."""
+        """The usual times of the workers that have ended turns last, the most recent worker at the end."""
 
     def note(self, what: str, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
         longest = self._longest.get(what)

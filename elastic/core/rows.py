@@ -54,7 +54,7 @@ class RowProgress:
 
     rewards: dict[int, float] = field(default_factory=dict[int, float])
     number: int = -1
-    """Of the pass."""
+    """The number of the pass."""
     given: int = 0
     """Rows of this pass that groups have had."""
     walked: int = 0

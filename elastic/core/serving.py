@@ -23,7 +23,7 @@ class Serving:
 
     offers: list[VersionOffered] = field(default_factory=list[VersionOffered])
     look: str = ""
-    """Of the version that is served now."""
+    """The `look` of the offer whose version is served now."""
     labels: dict[int, str] = field(default_factory=dict[int, str])
     """What trainers call the last versions."""
     held: bool = False

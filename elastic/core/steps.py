@@ -52,7 +52,7 @@ class Group:
     version_floor: int = 0
     environment: str = ""
     row: int | None = None
-    """Of its environment's data, where a curriculum has chosen it."""
+    """The row of its environment's data, where a curriculum has chosen one."""
     wanted: int = 0
     """How many members are trained on: those that come to a reward first. 0 means all."""
     oldest_token: int | None = None

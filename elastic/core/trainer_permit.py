@@ -31,7 +31,7 @@ class TrainerPermit:
         self._run = run
         self.state = PermitState.NONE
         self.number = 0
-        """Of the last permit that was granted."""
+        """The number of the last permit that was granted."""
         self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
             e.PermitGranted: self._on_granted,
             e.PermitRecalled: self._on_recalled,

@@ -21,7 +21,7 @@ class TurnQueue:
     def __init__(self) -> None:
         self.changed = False
         self._needs: dict[TurnId, Needs] = {}
-        """Of each turn that is queued. An entry of a line counts while its turn stands here with the line's needs."""
+        """The needs of each queued turn. An entry of a line counts while its turn is here with the line's needs."""
         self._lines: dict[Needs, list[tuple[int, TurnId]]] = {}
         self.heads: list[tuple[int, Needs, TurnId]] = []
         """Each line's head with its order and needs, oldest request first."""

@@ -17,11 +17,11 @@ from elastic.system.named_code import GivenCode
 from elastic.system.plain_values import number, shown
 
 METRIC_CHARACTERS, POLICY_CHARACTERS = 64, 256
-"""Of a metric's name, and of a policy's."""
+"""The most characters of a metric's name, and of a policy's name."""
 
 
 class DemonstratedSettings(OutsideSettings):
-    """Of an environment that may have its policy warmed up."""
+    """The settings of an environment whose policy may be warmed up."""
 
     demonstrations: GivenCode | None = Field(
         None, description="function that returns conversations, which `elastic prepare` makes a small policy imitate"
@@ -53,9 +53,9 @@ class EpisodeTask(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     seed: int
     place: int = 0
-    """Of its group among the groups of its environment."""
+    """The place of its group among the groups of its environment."""
     row: Mapping[str, Any] = {}
-    """Of the data set, where there is one; `prompt` and `answer` are its columns of these names."""
+    """The row of the data set, where there is one; `prompt` and `answer` are its columns of these names."""
     prompt: Any = None
     answer: Any = None
 

@@ -24,7 +24,7 @@ FOLDER = "/elastic"
 INSIDE_VARIABLE = "ELASTIC_ENV_WORKER_INSIDE"
 """Set for an env worker in a container."""
 SERVED_PORT = 8000
-"""Of a server in a container, as images of OpenEnv have it."""
+"""The port of a server in a container, as images of OpenEnv have it."""
 ENGINE_S = 60.0
 """For an engine to answer a question."""
 SAID_CHARACTERS = 300

@@ -39,7 +39,7 @@ TOO_LONG = "prompt_too_long"
 NOT_SCORED = "Error calling reward function"
 """How that begins which verifiers of before 0.4 logs of a reward function that raises. It scores 0 then."""
 RETRIES = 10
-"""Of a call that breaks, as verifiers has it by itself."""
+"""The retries of a call that fails, as many as verifiers makes by itself."""
 
 
 class VerifiersSettings(KindSettings):

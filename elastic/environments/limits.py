@@ -24,7 +24,7 @@ CPU_GRACE_S = 5
 
 
 class ProcessLimits(NamedTuple):
-    """Of each process: its address space, its CPU time, and its open files; None for no limit."""
+    """The limits of each process: its address space, its CPU time, and its open files; None for no limit."""
 
     memory_gb: float | None = None
     cpu_s: float | None = None

@@ -19,7 +19,7 @@ import threading
 STDIN, STDOUT, STDERR = 0, 1, 2
 READ_BYTES = 64 * 1024
 HELD_BYTES = 1024
-"""Of a line without an end: a key is shorter."""
+"""The most bytes that are held of a line without an end. A key is shorter."""
 HIDDEN = b"[key]"
 UNKEPT_STATUS = 71
 """The exit status of a process whose node agent is gone."""

@@ -57,11 +57,11 @@ REQUEST_ID_HEADERS = ("x-request-id", "request-id")
 """In which clients look for the id of a request: OpenAI's, and Anthropic's."""
 REQUEST_ID_CHARS_MAX = 128
 UNTRAINED = {"x-elastic-trained": "false"}
-"""Of answers to viewers."""
+"""The header of answers to viewers."""
 METRICS_WAIT_S = 5.0
 """For the run to tell its metrics: the scraper comes again soon."""
 TASK_BYTES_MAX = 1024 * 1024
-"""Of a driver's task, which the run journals."""
+"""The most bytes of a driver's task, which the run journals."""
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 

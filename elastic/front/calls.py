@@ -223,9 +223,9 @@ class LiveCall:
         self._inbox = TurnInbox()
         self._chain: list[bytes] = []
         self._known = 0
-        """Of the chat's messages, how many are in a history that the run has."""
+        """How many of the chat's messages are in a history that the run has."""
         self._prompt_ids: Sequence[int] | None = None
-        """Of a chat; where nobody wants all of them, the last ones."""
+        """The token ids of a chat; where no reader wants all of them, the last ones."""
         self._progress: dict[int, _Progress] = {}
         self._prompt_tokens: dict[int, int] = {}
         """By the number of the prompt."""

@@ -82,7 +82,7 @@ class Choice:
         self._tail: ParsedAnswer | str | None = None
         """What was held back, once the turn is over."""
         self._known = 0
-        """Of the tokens, how many have come since the turn was last joined."""
+        """How many of the tokens have come since the turn was last joined."""
 
     @property
     def stop(self) -> str | None:

@@ -5,7 +5,7 @@ from typing import NamedTuple, TypeAlias
 from elastic.protocol.openai.errors import FrontError, no_such_model
 
 NAME_CHARS_MAX = 256
-"""Of a model elsewhere."""
+"""The most characters of the name of a model elsewhere."""
 
 
 class ModelNames(NamedTuple):

@@ -45,7 +45,7 @@ REQUEST_ID, THEIR_REQUEST_ID = "x-request-id", "x-upstream-request-id"
 USAGE_MAX_BYTES = 8 * MIB
 """A stream's event that is longer is not looked into for what the call came to."""
 TOLD_CHARS = 300
-"""Of an upstream's error that a client is told."""
+"""The most characters of an upstream's error that a client is shown."""
 ELSEWHERE = (
     *(b'"previous_response_id"', b'"conversation"', b'"pmpt_', b'"file_id"', b'_url"', b'"url"'),
     *(b'"image"', b'"input_image"', b'"input_audio"', b'"document"', b'"input_file"', b'"file"'),

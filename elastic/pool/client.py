@@ -115,7 +115,7 @@ class JobPart:
         """Those of rollout nodes."""
         self.trainer: PoolWorker | None = None
         self.progress: tuple[int, int] | None = None
-        """Of the present rollout: how many of its responses are done, of how many."""
+        """How many responses of the present rollout are done, and how many it has."""
         self._steps: int | None = None
         self._yields: dict[int, w.YieldPhase] = {}
         """Those that the pool may not have heard of."""

@@ -182,7 +182,7 @@ class PoolVersion(_PoolReply, frozen=True, tag="version"):
 
 
 class PoolStatusReply(_PoolReply, frozen=True, tag="status"):
-    """Of the jobs there are at most `JOBS_PAGE`, first those that go on; `AskJobs` tells of all."""
+    """The pool's status. It has at most `JOBS_PAGE` jobs, first those that go on; `AskJobs` returns all."""
 
     pool: str
     pid: int

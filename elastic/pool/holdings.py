@@ -47,7 +47,7 @@ class PoolNode(msgspec.Struct, kw_only=True):
     site: SiteNode | None = None
     residents: dict[JobId, Resident] = {}
     start_deaths: list[StartDeath] = []
-    """Of its last residents, since one has come up."""
+    """The deaths of its last residents as they started, since the last one that came up."""
 
 
 class LiveJob(msgspec.Struct, kw_only=True):

@@ -92,7 +92,7 @@ class LivePorts:
         self._stops: dict[JobId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._endings: set[asyncio.Task[None]] = set()
-        """Of the residents of node agents that are gone."""
+        """The tasks that end the residents of node agents that are gone."""
         self.node_agents = detached(self._records, pool, NODE_AGENTS, self._node_agent_over)
         self.jobs = detached(self._records, pool, JOBS, self._job_over)
         self.profiles = detached(self._records, pool, PROFILES, self._profile_over)

@@ -101,7 +101,7 @@ class _KeptResident:
     end_reason: str = ""
     """Why it was asked to."""
     ticket: w.WorkerTicketFrame | None = None
-    """Of a worker that it was not told of yet."""
+    """The ticket of a worker that the resident was not told of yet."""
     follower: w.StartResidentFrame | None = None
     """Started once this one is gone."""
     leaving: bool = False

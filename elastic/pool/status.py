@@ -140,7 +140,7 @@ class JobStatus(msgspec.Struct, kw_only=True):
     usd_alone: float = 0.0
     """What its steps would have cost so far on nodes of its own, by its plan."""
     queue_place: int | None = None
-    """Of those that wait for room, how many are looked at before it, itself included."""
+    """The job's place, from 1, in the order in which queued jobs are considered."""
     directory: str = ""
     logs: str = ""
     script: bool = False

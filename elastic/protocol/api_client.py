@@ -421,7 +421,7 @@ class Client:
         self._request("DELETE", f"/v1/keys/{_part(key)}")
 
     def own_keys(self) -> Iterator[ApiKey]:
-        """Of the person who asks, in the project that they are in."""
+        """Yield the keys of the person who asks, in the project that they are in."""
         return self._pages("/v1/me/keys", ApiKey, {})
 
     def create_own_key(self, key: NewOwnKey) -> CreatedKey:

@@ -340,7 +340,7 @@ class Connection(asyncio.Protocol, Generic[SaysT, HearsT]):
 
 
 class Peer(NamedTuple):
-    """Whom one dials, in the words of messages to users: its name, and what helps when dialling it fails.
+    """The peer that is dialled, in the words of messages to users: its name, and what helps when dialling it fails.
 
     `changes` says whether another one may have its certificate later. The pause before each attempt to dial it is up to
     `pause_growth` times as long as the one before, from 0.1 s to 1 s: of a peer that few dial, and that is soon back

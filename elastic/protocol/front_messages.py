@@ -34,7 +34,7 @@ CHAIN_MAX = 16_384
 """Most messages of a call."""
 CHOICES_MAX = 128
 HISTORY_BYTES_MAX = 16 * 1024 * 1024
-"""Of what was said up to an answer: what is more is not kept."""
+"""The most bytes that are kept of the messages up to an answer."""
 ALL_IDS = 2**31 - 1
 """`LookUp.ids_before` of a front that wants all of a context."""
 NAME_MAX = 512

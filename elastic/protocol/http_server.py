@@ -58,7 +58,7 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
     head_timeout_s: float = 5.0
     unread_timeout_s: float = 30.0
     dials_per_s: float = DIALS_PER_S
-    """Of one address, on average; `connections_max` at once."""
+    """Dials of one address a second, on average; `connections_max` at once."""
     bearer_share: float = 0.5
     """The part of all places that one bearer of a token may have in work."""
     address_share: float = 0.75
@@ -66,7 +66,7 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
     kept_share: float = 0.1
     """The part of all places that is kept for bearers and addresses that have none in work."""
     proxies: tuple[IPv4Network | IPv6Network, ...] = ()
-    """Whose `x-forwarded-for` counts: for these there are no bounds per address."""
+    """Networks whose `x-forwarded-for` counts. They have no bounds per address."""
     linger_timeout_s: float = 2.0
     """For the rest of a body that nobody wants, so that its sender gets to read the answer."""
 

@@ -41,21 +41,21 @@ RUN: Mapping[str, Family] = {
     "queued_turns": Family("elastic_run_queued_turns", "turns that wait for a worker"),
     "trajectories_running": Family("elastic_run_trajectories_running", "trajectories that are under way"),
 }
-"""Of a run, by the field of its status."""
+"""The metrics of a run, by the field of its status."""
 PROVIDER: Mapping[str, Family] = {
     "ready": Family("elastic_provider_workers_ready", "workers that take turns"),
     "booting": Family("elastic_provider_workers_booting", "workers on their way"),
     "usd": Family("elastic_provider_cost_dollars", "what its leases have cost"),
     "usd_per_hour": Family("elastic_provider_dollars_per_hour", "price of what is held now"),
 }
-"""Of a run's provider, by the field of its status."""
+"""The metrics of a run's provider, by the field of its status."""
 CHATS: Mapping[str, Family] = {
     "under_way": Family("elastic_chats_under_way", "chats that are answered, or wait for spare credit"),
     "turns": Family("elastic_chat_turns_total", "chats that have ended", COUNTER),
     "tokens": Family("elastic_chat_tokens_total", "their tokens, of which none is trained", COUNTER),
     "gpu_s": Family("elastic_chat_gpu_seconds_total", "time of GPUs that they took", COUNTER),
 }
-"""Of a run's chats."""
+"""The metrics of a run's chats."""
 
 RUNNING = Family("vllm:num_requests_running", "turns in execution")
 WAITING = Family("vllm:num_requests_waiting", "turns that wait for a worker, or on one for a place")
@@ -102,7 +102,7 @@ HISTOGRAMS: tuple[BucketFamily, ...] = (
     *(FIRST_TOKEN, BETWEEN_TOKENS, END_TO_END, QUEUE, PREFILL, DECODE, INFERENCE),
     *(TURN_PROMPT, TURN_TOKENS, CHOICES, TURN_LIMIT),
 )
-"""Of an engine, in the order in which a run tells them to its fronts."""
+"""The metrics of an engine, in the order in which a run sends them to its fronts."""
 
 
 class Buckets(msgspec.Struct, array_like=True, gc=False):

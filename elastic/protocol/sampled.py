@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 TOKEN_BYTES = 4
-"""Of an id, and of a log-probability."""
+"""The bytes of a token's id, and of its log-probability."""
 
 Packed: TypeAlias = bytes | bytearray | memoryview
 
@@ -108,7 +108,7 @@ class Sampled(msgspec.Struct, array_like=True):
         )
 
     def trained(self, tokens: int) -> npt.NDArray[np.bool_]:
-        """Of each of the episode's `tokens`, whether the policy sampled it."""
+        """Return whether the policy sampled each of the episode's `tokens`, as an array of that length."""
         marks = np.zeros(tokens, np.bool_)
         for start, count in self.spans:
             marks[start : start + count] = True

@@ -9,7 +9,7 @@ ADDRESSES_KEPT = 10_000
 IPV6_PREFIX = 64
 HERE = ("127.0.0.1", "::1")
 DIALS_PER_S = 300.0
-"""Of one address, on average."""
+"""Dials of one address a second, on average."""
 
 
 def listening_socket(host: str, port: int, backlog: int = 128) -> socket.socket:

@@ -23,7 +23,7 @@ from elastic.protocol.sockets import DIALS_PER_S, DialRates, network_of
 from elastic.system.files import write_whole
 
 DIRECTORY = "tls"
-"""Of a run: its authority and its certificate."""
+"""The directory of a run with its authority and its certificate."""
 MADE_BEFORE = datetime.timedelta(days=1)
 """Certificates are dated back as much, for clocks that are slow."""
 VALID = datetime.timedelta(days=365)

@@ -59,7 +59,7 @@ MAX_WORKER_FRAME_BYTES = 4 * 1024 * 1024
 FRAME_TOKENS = 1 << 17
 """A worker ends a frame at as many tokens: less than `MAX_WORKER_FRAME_BYTES`, however long its turns."""
 PART_BYTES = 8 * 1024 * 1024
-"""Of a group's trajectories as many go into one frame: what others say to its worker waits for no more."""
+"""The most bytes of a group's trajectories in one frame: other messages to the worker wait for no more than that."""
 
 MAX_HELLO_BYTES = 4096
 """Most bytes that an unknown peer can make the orchestrator hold before it has shown a ticket."""

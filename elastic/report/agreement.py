@@ -37,7 +37,7 @@ def agreements_of(history: History) -> list[WorkerAgreement]:
 
 
 class SourceAgreement(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `tokens` that came from a provider's engines, such as "spot/vllm", and were looked at for a gradient, as in
+    """The agreement on `tokens` from a provider's engines, such as "spot/vllm", that were used for a gradient, as in
     docs/training.md; `log_ratio_max` is of all steps."""
 
     source: str

@@ -21,7 +21,7 @@ IN_VAIN = ("stale", "infrastructure")
 """Reasons for dropping a group that are neither its rewards' nor its place in the order's."""
 PARTS_BY = 0.2
 PARTS_ERRORS = 3.0
-"""Of many runs without a preference, about one in a thousand parts by so much."""
+"""The standard errors by which about one in a thousand parts differs in runs without a preference."""
 PARTS_AT_LEAST = 8
 """Groups of either kind below which nothing is said."""
 
@@ -105,7 +105,8 @@ def parted(trained: Sequence[float], dropped: Sequence[float]) -> Parted | None:
 
 
 def _by_step(rows: Iterable[GroupRow]) -> list[StepLengths]:
-    """Of the steps in which groups were dropped in vain, or trained on; empty where none was dropped so."""
+    """Return the lengths of the steps in which groups were dropped in vain, or trained on; none if no group was
+    dropped so."""
     trained: dict[int, list[int]] = {}
     dropped: dict[int, list[int]] = {}
     for row in rows:

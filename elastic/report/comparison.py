@@ -17,7 +17,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     throughput_ratio: float | None
     step_time_ratio: float | None
     cost_ratio: float | None
-    """Of a million trained tokens."""
+    """The ratio of the costs of a million trained tokens."""
 
 
 def compare(summary: Summary, other: Summary) -> Comparison:

@@ -25,7 +25,8 @@ THIRD_STEPS = 3
 ENTROPY_LOW_NATS = 0.1
 """A token has hardly an alternative: one of two is taken in 49 of 50 cases."""
 ENTROPY_FELL_TO = 0.25
-"""Of what it was: a policy that was as sure when it began has not collapsed."""
+"""The share of its first entropy to which a collapsed policy's has fallen. A policy that began as sure has not
+collapsed."""
 SCORE_ENOUGH = 0.9
 """A policy that gets nearly all there is to get may be sure of itself."""
 SCORE_RISES = 0.05
@@ -48,25 +49,25 @@ LENGTH_DOUBLED = 2.0
 """Growth for which a reward that stands still is no return."""
 
 UNSOLVED_SHARE = 0.5
-"""Of the last third's groups: more than every other one was generated for nothing, after all that was learnt."""
+"""The share of the last third's groups that were unsolved: more than every other group was generated in vain."""
 SOLVED_SHARE = 0.5
-"""Of the first third's groups: the tasks were easy before anything was learnt."""
+"""The share of the first third's groups that were solved: the tasks were easy before anything was learnt."""
 COMPARED_GROUPS = 12
 """Groups below which a share of them is chance."""
 
 FAILED_SHARE = 0.05
-"""Of all members: one in twenty, which leaves every third group of eight a member short."""
+"""The share of members that have failed: one in twenty leaves every third group of eight a member short."""
 FAILED_MEMBERS = 5
 """Members below which a share of them is chance."""
 
 BILL_SHARE = 0.1
-"""Of the bill: what a provider of less gives is no matter of money."""
+"""The least share of the bill that a provider must have for its price to be remarked on."""
 LEAST_GPU_S = 600.0
 """GPU time of a provider that is long enough to judge it by: of less the first starts are a large part."""
 DEARER_BY = 3.0
-"""Than the other paid providers' tokens: prices of one device differ by less between spot, on demand and serverless."""
+"""Factor of the other paid providers' price of a token: the kinds of one device's prices differ by less."""
 OVERHEAD_SHARE = 0.25
-"""Of a provider's GPU time. With less, a provider that is dearer than GPUs on demand is so by its price, which was
+"""The least share of overhead in a provider's GPU time. With less, a provider is dear by its price alone, which was
 known before."""
 
 

@@ -33,7 +33,7 @@ class EnvironmentUsage(msgspec.Struct, frozen=True, kw_only=True):
 def environments_of(
     trajectories: Sequence[TrajectoryRow], groups: Sequence[GroupRow], status: dict[str, EnvironmentStatus]
 ) -> list[EnvironmentUsage]:
-    """Of each environment that the run had, in their order."""
+    """Return the usage of each of the run's environments, in their order."""
     names = [*status, *(row.environment for row in trajectories), *(row.environment for row in groups)]
     return [_usage(name, trajectories, groups, status.get(name)) for name in dict.fromkeys(names) if name]
 

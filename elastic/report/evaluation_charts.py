@@ -9,7 +9,7 @@ from elastic.report.document import Chart
 from elastic.report.evaluations import Evaluations
 
 MOST_ENVIRONMENTS = 8
-"""That have a chart of their own."""
+"""The most environments with charts of their own."""
 RIGHT = 104
 """What names and values at the ends of lines take."""
 

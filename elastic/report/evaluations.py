@@ -55,7 +55,7 @@ class Evaluations(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def evaluations_of(history: History) -> Evaluations:
-    """Of a version that was evaluated again, by a process that went on from before it, the last evaluation counts. A
+    """Return a run's evaluations. The last one of a version counts, if a later process evaluated it again. A
     simulation's rewards are drawn, and come to no metric."""
     rows = {row.version: row for row in history.rows(EvaluationRow)}
     if not rows:

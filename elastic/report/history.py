@@ -47,7 +47,7 @@ STEPS_MAX = 10**9
 
 
 class StepExtent(NamedTuple):
-    """Of a step's trajectories that are `over`, so many `failed` and were `truncated`; and the policy tokens of all,
+    """How many of a step's trajectories are `over`, have `failed` and were `truncated`; and the policy tokens of all,
     and of the longest."""
 
     over: int

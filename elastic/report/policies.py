@@ -20,7 +20,7 @@ class PolicyUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def policies_of(scored: Sequence[TrajectoryRow], served_name: str, policies: Sequence[str]) -> list[PolicyUsage]:
-    """Of the model's own name and of each of the `policies`, as far as they have sampled; none where there are no
+    """Return the usage of the model's own name and of each of the `policies` that has sampled; none where there are no
     further names."""
     if not policies:
         return []

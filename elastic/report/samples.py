@@ -21,12 +21,12 @@ EACH = 6
 """Trajectories of each kind."""
 KINDS = ("best", "worst", "truncated", "failed")
 TRAJECTORY_BYTES_MAX = 24 * 2**10
-"""Of the texts of one trajectory."""
+"""The most bytes of the texts of one trajectory."""
 TOKENS_MAX = 2**14
-"""Of one trajectory that become text."""
+"""The most tokens of one trajectory that become text."""
 CONTEXTS_MAX = 8
 STRETCHES_MAX = 400
-"""Of the tokens of one message that are told apart; the rest of it is one stretch."""
+"""The most stretches of one message that are told apart; the rest of its tokens is one stretch."""
 LIKELY = (-0.1, -0.7, -2.3, -4.6)
 """Log-probabilities between which tokens count as alike."""
 

@@ -193,7 +193,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The share of the engines' paced iterations that took longer than modelled, as the engines measured."""
     cpu_saturated_share: float | None
     core_share_max: float | None
-    """Of one core: the most that the orchestrator took at a sample. This and the next two are None in a simulation."""
+    """The largest share of one core that the orchestrator took at a sample. This and the next two are None in a
+    simulation."""
     flush_interval_s_max: float | None
     kill_loses_tokens_max: int | None
     """The most tokens that lay in workers, and would have been lost with them."""
@@ -217,9 +218,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mismatches: list[Mismatch]
     """Workers that were found not to generate with the weights which they named."""
     traceback: str
-    """Of the first environment that raised."""
+    """The traceback of the first environment that raised."""
     policies: list[PolicyUsage]
-    """Of a model that agents call by several names."""
+    """The usage of each policy, where agents call the model by several names."""
     environments: list[EnvironmentUsage]
     upstream: list[UpstreamUsage]
     """Calls of models elsewhere; their cost is among that of `functions`."""

@@ -589,7 +589,7 @@ def _latency_row(name: str, q: Quantiles) -> list[str]:
 
 
 def _environments(summary: Summary) -> Table:
-    """Of runs with several environments, and of those in which anything was played for nothing."""
+    """Return the table of environments: in runs with several, and in those in which episodes were played in vain."""
     found = summary.environments
     shown = len(found) > 1 or any(one.cut_off or one.begun_again for one in found)
     return Table(
@@ -929,7 +929,7 @@ def _evaluations(summary: Summary) -> Table:
 
 
 def _evaluation_rows(one: EvaluatedVersion, names: Sequence[str], best: bool) -> list[list[str]]:
-    """Of all tasks, and of each environment's where there are several."""
+    """Return the rows of all tasks, and of each environment's tasks where there are several environments."""
     sets = one.environments
     parts = [(name, of.metrics, [of]) for name, of in sets.items()]
     if len(sets) != 1:

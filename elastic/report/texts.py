@@ -24,9 +24,9 @@ from elastic.runtime.journal import JournalError, StoredRun
 from elastic.system.plain_values import told
 
 DECODED_CHARACTERS_MAX = 4 * 2**20
-"""Of the texts of one trajectory, over all of its contexts; what is behind is left out."""
+"""The most characters of the texts of one trajectory, over all of its contexts; later text is left out."""
 MESSAGES_BYTES_MAX = 2**20
-"""Of the messages of one context, and of its text."""
+"""The most bytes of the messages of one context, and of its text."""
 MESSAGES_MAX = 4096
 NO_TOKENS = "its tokens are kept no longer"
 _LIBRARY_PANICS = "PanicException"

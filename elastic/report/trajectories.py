@@ -27,7 +27,7 @@ from elastic.runtime.journal import (
 )
 
 TOKENS_MAX = 2**18
-"""Of one trajectory that are shown, over all of its contexts."""
+"""The most tokens of one trajectory that are shown, over all of its contexts."""
 BRANCHES_MAX = 64
 TASK_CHARACTERS = 16_384
 REWARDS = "rewards/"

@@ -23,7 +23,7 @@ ORDER_REPORTS = 2
 BEATS_BURST = 32
 """Heartbeats at once, as of a device that is lent and taken back; of those beyond, the last one tells as much."""
 HELD_SHARE = 0.25
-"""Of the time for which a worker may be silent: a session that was held for so long in all is over."""
+"""The share of the time for which a worker may be silent: a session that was held up for that long in all is over."""
 SAVED_S = 300.0
 SAVED_ORDERS = 256
 """What a session has not said it may say later: as much as in so much time, and as after so many orders."""
@@ -34,7 +34,7 @@ OPENINGS_PER_S = 1.0
 
 
 class Allowance:
-    """Of one kind of thing: `burst` at once, and `per_s` besides, of which `saved_s` are kept; more is granted for
+    """A rate limit on one kind of thing: `burst` at once, and `per_s` besides, saved for `saved_s`; more is granted for
     orders."""
 
     def __init__(self, burst: float, per_s: float, now_s: float, saved_s: float = SAVED_S) -> None:

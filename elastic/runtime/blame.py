@@ -1,4 +1,4 @@
-"""Whose doing it is that an env worker dies: which episodes play together, which alone, and which have failed.
+"""Finds the episode that kills env workers: which episodes play together, which alone, and which have failed.
 
 An episode whose code was running as its env worker died begins again. Once that has happened twice in a row, it is
 played alone: nothing else runs in its env worker meanwhile, so that a further death is its own doing, and the second
@@ -48,7 +48,7 @@ NO_DEATHS = Deaths()
 
 
 class Blame(Enum):
-    """Whom the death of an env worker may be blamed on."""
+    """What the death of an env worker may be blamed on."""
 
     WORKERS = "the env worker: nothing was under way"
     ANY = "any of the episodes that were under way, which begin again"

@@ -77,7 +77,7 @@ class EngineMeters:
         return told
 
     def _engine(self, worker: WorkerId) -> EngineFigures | None:
-        """Of a worker that is there."""
+        """Return the engine's figures of a worker that is connected."""
         engine = self._engines.get(worker)
         if engine is None and worker in self._scheduler.fleet.workers:
             histograms = [Buckets.of(family) for family in metrics.HISTOGRAMS]

@@ -19,11 +19,12 @@ from elastic.system.host import here
 LOOK_S = 0.1
 """Between two looks at the core's load."""
 WANTED_SHARE = 1 / 8
-"""Of the core: below this, tokens come as soon as is configured. Turns that begin and end want most of the rest."""
+"""The share of the core below which tokens come as soon as is configured. Turns that begin and end need most of the
+rest."""
 STEP_MAX = 2.5
 """Factor by which one look may change the interval: from 30 to 250 ms, or back, takes three."""
 KEPT = 0.95
-"""Of the mean share that is shown, with each look."""
+"""The part of the shown mean share that each look keeps."""
 FELT = 1.2
 """Least factor of a change."""
 SATURATED_SHARE = 0.9
@@ -63,7 +64,7 @@ class CoreLoad:
 
 
 UNKNOWN_LOAD = CoreLoad()
-"""Of a run that nobody watches."""
+"""The load of a run that nobody watches."""
 
 
 def thread_busy_s() -> float:

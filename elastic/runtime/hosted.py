@@ -77,7 +77,7 @@ class ConnectedHost:
 
     @property
     def blame(self) -> Blame:
-        """Whom it would be blamed on if the env worker died now."""
+        """Return what would be blamed if the env worker died now."""
         if not self._asked:
             return Blame.WORKERS
         if self._alone is not None and self._alone.one_more(running=True).failed:
@@ -169,7 +169,7 @@ class EpisodeHosts:
         self._unusable: dict[str, str] = {}
         """Why env workers cannot play, by driver."""
         self._blames: dict[str, Blame] = {}
-        """Whom the last death of each is to be blamed on."""
+        """What the last death of each env worker is blamed on."""
         self._come = asyncio.Event()
 
     def make(self, environment: str) -> "RemoteEnvironment":
@@ -295,7 +295,7 @@ class RemoteEnvironment:
         self._environment = environment
         self._host: ConnectedHost | None = None
         self._number = 0
-        """Of the episode, in its env worker."""
+        """The episode's number in its env worker."""
         self._seed = 0
         self._turns: list[bytes] = []
         """The finished ones."""
@@ -304,7 +304,7 @@ class RemoteEnvironment:
         self._stands = False
         """Whether its env worker has the episode as it stands."""
         self._deaths = NO_DEATHS
-        """Of the order that is under way."""
+        """The deaths during the order that is under way."""
 
     async def reset(self, seed: int) -> list[int]:
         self._seed = seed

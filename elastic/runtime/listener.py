@@ -21,7 +21,7 @@ class Listener:
 
     trainer: GatewayTrainer
     chats: Chats | None = None
-    """Of what workers say, what is of chats goes to them, and the run hears the rest."""
+    """The chats: workers' messages about chats go to them, and the others to the run."""
 
     def __init__(
         self,

@@ -124,7 +124,7 @@ class ProviderLeases:
         self._relays = relays
         self._relay_rights = relay_rights
         self._resident = dict.fromkeys(resident, False)
-        """And whether they have their tokens."""
+        """The residents, and whether each has its tokens."""
         self._feed = feed
         self._spawn = spawn
 

@@ -88,7 +88,7 @@ CLOSING_SHOWN_S = 5.0
 """How often the end of a run says what it waits for."""
 CLOSING_SLACK_S = 5.0
 STALL_SHARE = 1 / 4
-"""Of the time in which a turn's next token must come, the most for which it may stay in its worker."""
+"""The largest share of a token's time limit for which the token may stay in its worker."""
 TRACEBACK_MAX = 8000
 """Characters of a traceback that are kept; the last ones say most."""
 

@@ -170,14 +170,14 @@ class JournalRecorder:
     ) -> None:
         self.counts: dict[str, ProviderStatus] = {}
         self.rewards: list[float] = []
-        """Of the trajectories that have ended in this step."""
+        """The rewards of the trajectories that have ended in this step."""
         self.last_success_rate: float | None = None
         self.last_mean_reward: float | None = None
         self.function_usd = 0.0
         self.events = 0
-        """That the core has been told."""
+        """How many events the core has handled."""
         self.cut_tokens = Counter[str]()
-        """Of members that were cut off, by environment."""
+        """The tokens of members that were cut off, by environment."""
         self.meters: EngineMeters | None = None
         """Told of turns and workers, where somebody asks for their metrics."""
         self._scheduler = scheduler
@@ -186,7 +186,7 @@ class JournalRecorder:
         self._when = when
         self._stored = stored
         self._rows: list[JournalRecord] = []
-        """Of the event that is being recorded."""
+        """The rows of the event that is being recorded."""
         self._recalling = False
         self._trajectories: dict[TrajectoryId, _Trajectory] = {}
         self._turns: dict[TurnId, _TurnProgress] = {}

@@ -147,7 +147,7 @@ class Rollouts:
         self._open: dict[TurnId, OpenTurn] = {}
         """Those in progress."""
         self._left: dict[TrajectoryId, list[int]] = {}
-        """Of running trajectories that have begun again: with which turn, each time."""
+        """The turns with which running trajectories have begun again."""
         self.lost = LostPlays()
         """What trajectories had come to that have begun again."""
         self._finished = FinishedEpisodes(seed, scoring, stored)

@@ -49,7 +49,7 @@ class Alarm:
     def __init__(self, clock: Clock, next_ns: Callable[[], Nanoseconds | None], wake: Callable[[], None]) -> None:
         self._clock = clock
         self._slept_ns: Nanoseconds = 0
-        """Of this the core knows: so much later it is for it than for the times below."""
+        """The suspended time that the core knows of. Its time is later than the times below by as much."""
         self._next_ns = next_ns
         self._wake = wake
         self._due_ns: Nanoseconds | None = None

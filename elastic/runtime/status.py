@@ -27,7 +27,7 @@ class ProviderStatus(msgspec.Struct, kw_only=True):
     deaths: int = 0
     replaced: int = 0
     paced_iterations: int = 0
-    """Of its workers' engines: those whose time was modelled."""
+    """The iterations of its workers' engines whose time was modelled."""
     late_iterations: int = 0
     """Those of them that took longer than modelled."""
     usd: float = 0.0
@@ -138,7 +138,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     usd: float
     cpu_share: float
     core_share: float = 0.0
-    """Of one core: what the orchestrator's own thread takes."""
+    """The share of one core that the orchestrator's own thread takes."""
     flush_interval_s: float = 0.0
     """How often workers send tokens now. What they have not sent is lost with their process."""
     late_share: float | None = None
@@ -159,7 +159,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     """Trajectories in whose place another one came, in the whole run, by what had failed them."""
     evaluation: EvaluationStatus | msgspec.UnsetType = msgspec.UNSET
     serving: ServingStatus | msgspec.UnsetType = msgspec.UNSET
-    """Of a run that others train."""
+    """The serving side of a run that others train."""
 
 
 def tokens_at_risk(tokens_per_s: float, flush_interval_s: float) -> int:

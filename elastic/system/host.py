@@ -103,13 +103,13 @@ class Host:
     sleep: Callable[[float], None] = time.sleep
     lock: Callable[[], Lock] = threading.Lock
     condition: Callable[..., threading.Condition] = threading.Condition
-    """Of a `Lock`, or of one of its own."""
+    """Makes a condition with the given `Lock`, or with one of its own."""
     thread: Callable[..., Thread] = _thread
-    """Of a `target` and a `name`. It does not keep the process alive."""
+    """Makes a thread with a `target` and a `name`. It does not keep the process alive."""
     executor: Callable[[int, str], Executor] = ThreadPoolExecutor
-    """Of so many threads, with a prefix of their names."""
+    """Makes an executor with this many threads and this prefix of their names."""
     lane: Callable[[str], Lane] = ThreadLane
-    """Of a thread's name."""
+    """Makes a lane whose thread has this name."""
     chance: Chance = _CHANCE
     connect: Callable[..., sqlite3.Connection] = sqlite3.connect
     write: Callable[[int, memoryview], int] = os.write

@@ -55,7 +55,7 @@ class ModalSilent(ModalUnusable, Outage):
 
 
 class Life(NamedTuple):
-    """Of a container, in Unix time: 0 for what has not come yet."""
+    """The times of a container's life, in Unix time: 0 for what has not come yet."""
 
     started_s: float
     finished_s: float
@@ -73,7 +73,7 @@ def modal() -> Any:
 
 @functools.cache
 def version() -> str:
-    """Of Elastic's sources as they are here: a deployment fits a run that has the same."""
+    """Return a digest of Elastic's sources here. A deployment fits a run with the same digest."""
     digest = hashlib.blake2b(digest_size=6)
     root = Path(__file__).parents[2]
     for package in SOURCES:

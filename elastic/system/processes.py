@@ -53,7 +53,7 @@ def inherited(*further: str) -> dict[str, str]:
 
 
 def named(*further: str) -> dict[str, str]:
-    """Of our environment, what is named here and would not be inherited unless it was."""
+    """Return those variables of our environment that are named here and are not inherited otherwise."""
     usual = inherited()
     return {name: value for name, value in inherited(*further).items() if name not in usual}
 

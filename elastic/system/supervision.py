@@ -257,7 +257,7 @@ class KeptProcesses:
 
     @property
     def names(self) -> Collection[str]:
-        """Of the processes that are there."""
+        """Return the names of the processes that are there."""
         return self._watched.keys()
 
     def get(self, name: str) -> WatchedProcess | None:

@@ -30,10 +30,10 @@ MODEL = "tiny"
 SECRETS = RunSecrets(b"stand-in".ljust(32))
 DRIVER_KEY = SECRETS.driver_key("stand_in")
 BODY_BYTES_MAX = 4 * 1024 * 1024
-"""Of a call: the stand-in refuses more, as fronts do beyond a limit of theirs."""
+"""The most bytes of a call: the stand-in refuses more, as fronts do beyond a limit of theirs."""
 LINE_CHARACTERS = 20_000
 WORDS = 256
-"""Of token-level environments under test: bytes."""
+"""The vocabulary of token-level environments under test: bytes."""
 
 _AnsweredEpisodes: TypeAlias = dict[int, "asyncio.Future[m.EpisodeAnswered | m.EpisodeFailed]"]
 """By number, what answers the last order."""

@@ -25,7 +25,7 @@ from policies.clusters import CLUSTER_POLICIES
 from policies.curriculum import OrderedPasses
 
 ROWS = 3
-"""Of the data of a run that asks a curriculum."""
+"""The rows of data of a run that asks a curriculum."""
 SPOT = SimulatedProviderSettings(
     name="spot", leases=2, overlap=1, life_ns=4 * NS_PER_S, notice_ns=1500 * MS, boot_ns=400 * MS
 )
@@ -48,7 +48,7 @@ WORLD = WorldSettings(
 
 POOLS_MOST = 8
 MOMENTS, PAGES = 100, 64
-"""Of a serving device: times at which its policies are asked, and pages of its KV memory."""
+"""The times at which a serving device's policies are asked, and the pages of its KV memory."""
 
 
 class PolicyMistake(AssertionError):

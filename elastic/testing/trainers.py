@@ -9,7 +9,7 @@ from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer.base import PolicyTrainer
 
 GROUPS, VOCABULARY = 4, 32
-"""Of the steps that the suite's trainers are to have, and of their policy at least."""
+"""The groups of each step of the suite's trainers, and the least vocabulary of their policy."""
 
 
 @dataclass(frozen=True)

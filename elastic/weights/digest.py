@@ -15,14 +15,14 @@ from elastic.weights.blobs import Buffer
 DIGEST_BYTES = 32
 
 PIECE_BYTES = 4 << 20
-"""Of a keyframe. Part of the format: another size gives other digests."""
+"""The bytes of a keyframe's piece. They are a part of the format: another size gives other digests."""
 
 THREADS = min(4, cores())
 """Threads that hash pieces which are in memory already."""
 
 
 def digest_of(*parts: Buffer) -> str:
-    """Of their concatenation, in hexadecimal."""
+    """Return the digest of the concatenated parts, in hexadecimal."""
     return _hashed(parts).hex()
 
 

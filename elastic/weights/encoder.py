@@ -156,7 +156,7 @@ class Encoder:
         self._share = share
         self._rank, self._ranks = (share.rank, share.ranks) if share else (0, 1)
         self._layout: Layout | None = None
-        """Of the tensors that were laid out last."""
+        """The layout of the tensors that were laid out last."""
 
     @property
     def leads(self) -> bool:

@@ -46,7 +46,7 @@ PATIENCE, PATIENCE_S = 4, 0.1
 Each further claim on the piece is waited for twice as long, so that a link that got slow is not loaded with copies."""
 
 COPIES = 2
-"""Of a version that a site has; when neither verifies one does without the site for that version."""
+"""The copies of a version that a site has. If neither verifies, a worker does without the site for that version."""
 
 CLAIMS = 6
 """On a piece; when all of them came to nothing one fetches it for oneself."""
@@ -65,7 +65,7 @@ _NAME = 32
 """Characters of a digest or a key that are enough to name it by."""
 
 MEMORY = 0.8
-"""Of the longest time that a piece took, from one piece to the next."""
+"""The factor by which the longest time of a piece fades from one piece to the next."""
 
 
 class PeerCacheRelay:
@@ -127,7 +127,7 @@ class PeerCacheRelay:
         self._far.put(key, *parts)
 
     def list_keys(self, prefix: str = "") -> list[str]:
-        """Of the far relay."""
+        """Return the keys of the far relay."""
         return self._far.list_keys(prefix)
 
     def delete(self, key: str) -> None:

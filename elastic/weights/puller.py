@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 
 CHANGES_SHARE = 1 / 8
-"""Of all elements; with more of them, changes by tensor take as much memory as the tensors."""
+"""The share of all elements above which changes by tensor take as much memory as the tensors."""
 
 
 class Puller:

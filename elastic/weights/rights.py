@@ -41,7 +41,7 @@ class RelayRights:
         self._bearers = {_digest(self.owner): Bearer("owner", owner=True)}
         self._issued: dict[str, bytes] = {}
         self.served_bytes = 0
-        """That were served to workers, in all."""
+        """The bytes that were served to workers, in all."""
 
     def issue(self, worker: str, token: str = "") -> str:
         """Let `worker` read, and ask for keyframes, with `token`, a new one unless it is given; returns that.
@@ -60,7 +60,8 @@ class RelayRights:
             del self._bearers[issued]
 
     def bearer(self, token: str) -> Bearer | None:
-        """Whose token this is. Compared as digests, so that the time it takes tells nothing of any token."""
+        """Return the bearer of this token. Digests are compared, so that the time it takes says nothing of any
+        token."""
         return self._bearers.get(_digest(token))
 
 

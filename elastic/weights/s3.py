@@ -34,7 +34,7 @@ CONNECT_TIMEOUT_S, SILENCE_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0, 60.0
 """To connect, the longest pause within a transfer, and the longest time for a part, however steadily it trickles."""
 
 ATTEMPTS = 3
-"""Of a request, by botocore. A caller with more patience asks again (`elastic.weights.waiting`)."""
+"""The attempts of a request by botocore. A caller with more patience asks again (`elastic.weights.waiting`)."""
 
 CONFLICTS = 5
 """How often a put begins again since another is under way, or the blob that was there is deleted meanwhile."""

@@ -1,4 +1,4 @@
-"""Whose word counts: what the trainer signs, and what workers believe.
+"""Signatures: what the trainer signs, and what workers believe.
 
 - The trainer makes a key when its process starts. The private half never leaves that process, but for the other ranks
   of the same trainer. So a trainer that is resumed has another key, and nothing that the one before signed is believed

@@ -65,7 +65,7 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     """Off the relay, manifests not counted."""
     full_bytes: int
-    """Of the weights that are held then."""
+    """The bytes of the whole weights that the engine then holds."""
     encode_s: float = 0.0
     """Seconds spent waiting for objects that the trainer had not put yet."""
     wire_s: float = 0.0
@@ -76,7 +76,8 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_ranks(cls, reports: Iterable["PullReport"]) -> "PullReport":
-        """Of an engine whose ranks pull at the same time: their bytes together, and the times of the slowest."""
+        """Return the report of an engine whose ranks pull at the same time: all their bytes, and the times of the
+        slowest."""
         each = list(reports)
         slowest = max(each, key=lambda report: report.encode_s + report.wire_s + report.decode_s)
         return msgspec.structs.replace(

@@ -62,7 +62,7 @@ class ResidentWeights(NamedTuple):
     hosted: tuple[bool, ...]
     """Which of the tensors these are."""
     bits: Bits
-    """Of the hosted tensors, one after the other."""
+    """The bits of the hosted tensors, one after the other."""
     state: dict[int, tuple[str, npt.NDArray[np.uint64]]]
     """Tile size → what identifies the weights, and their tiles' sums; of further sizes made when first asked for."""
 

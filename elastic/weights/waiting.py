@@ -19,7 +19,7 @@ POLL_S, POLL_MAX_S = 0.005, 0.25
 """How often one looks for what is under way: at first, and at last, since a relay has many readers."""
 
 POLL_SHARE = 1 / 16
-"""Of the time waited so far, until one looks again: by so much at most anything is noticed late."""
+"""The share of the time waited so far after which a waiter looks again. It notices a change late by at most as much."""
 
 
 class PatientRelay:

@@ -33,7 +33,7 @@ class DeviceAccounts:
         self._before = AccountMeter(start_ns, Account.BOOTING)
         self._read: Callable[[], Mapping[Account, Nanoseconds]] | None = None
         self._seen_ns: Mapping[Account, Nanoseconds] = {}
-        """Of the engine's accounts, what `_total_ns` has."""
+        """The part of the engine's accounts that `_total_ns` has."""
         self._total_ns: dict[Account, Nanoseconds] = {}
         self._devoted: Account | None = None
         self._instead_of: Account | None = None

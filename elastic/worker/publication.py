@@ -144,7 +144,7 @@ class VersionPublisher:
         open_relay: OpenRelay = open_relay,
         request_poll_s: float = REQUEST_POLL_S,
     ) -> None:
-        """Of a process that has a `share` of versions, or all."""
+        """Publish for a process that has a `share` of versions, or all of them."""
         warm_up()
         self._open_relay = open_relay
         self._place = terms.place

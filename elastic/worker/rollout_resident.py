@@ -234,7 +234,7 @@ class RolloutResident:
         self._works_as = works_as
         self._link: PoolLink[ToResident]
         self._accounts: DeviceAccounts | None = None
-        """Of the slice's first worker: they began with the slice."""
+        """The accounts of the slice's first worker, which began with the slice."""
         self._slice: _ResidentSlice | None = None
         self._following: asyncio.Task[None] | None = None
         self._tasks = asyncio.TaskGroup()

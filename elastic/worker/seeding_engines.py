@@ -35,7 +35,7 @@ class SeveralEngines:
         began = [engine.statistics() for engine in engines]
         self._seen_ns = [one.accounts_ns for one in began]
         self._progress = [one.progress for one in began]
-        """Of each engine, as this round began. It ends once all that execute turns have made progress."""
+        """Each engine's progress as this round began. The round ends once all that execute turns have made progress."""
         self._rounds = 0
 
     @property

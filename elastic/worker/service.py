@@ -57,7 +57,7 @@ class Intervals:
     audit_s: float = 60.0
     """Between two audits of the weights."""
     share_s: float = 0.01
-    """Of a co-serving worker until it asks again whether it must hold back: well within one decode iteration."""
+    """The time until a co-serving worker asks again whether it must hold back: well within one decode iteration."""
 
 
 USUAL = Intervals()
@@ -108,7 +108,7 @@ class Service:
         self._load_phase = LoadPhase.NONE
         self._training: Training | None = None
         self._parts: list[wire.TrajectoriesFrame] = []
-        """Of the next order of the trainer's."""
+        """The trajectories of the trainer's next order."""
         self._asleep = False
         self._drain_reason = ""
         self._announced_turns = 0

@@ -31,7 +31,7 @@ NAME_BYTES = 255
 """The longest name of a file."""
 COMPARED_BYTES = 16 * 1024 * 1024
 _LENGTH_BYTES = 8
-"""Of the header's length, before the header of a safetensors file."""
+"""The bytes of the header's length, which come before the header of a safetensors file."""
 _LAYER = re.compile(r"(?:^|\.)(\d{1,9})\.")
 """The number of a tensor's layer, in its name."""
 

@@ -103,7 +103,7 @@ class RequestTable:
         return chunk
 
     def last_chunks(self, finish: FinishReason, detail: str) -> list[TokenChunk]:
-        """Of every request, none of which is forgotten by that."""
+        """Return a last chunk for every request. No request is forgotten by it."""
         requests = [*(sequence.request for sequence in self._alive.values() if sequence), *self._inbox]
         return [self._last_chunk(request, finish, detail) for request in requests]
 

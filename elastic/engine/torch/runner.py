@@ -99,7 +99,7 @@ def device_named(name: str) -> torch.device:
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """Of weights and KV."""
+    """Return the type of weights and KV on this device."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
@@ -248,7 +248,7 @@ class Runner:
 
     @property
     def largest_piece_bytes(self) -> int:
-        """Of the pieces of `loading`: a table, or a layer."""
+        """Return the bytes of the largest piece of `loading`, which is a table or a layer."""
         tables = [prod(shape) for name, shape in self._shapes.items() if name in (_EMBEDDING, _HEAD)]
         layer = sum(prod(shape) for name, shape in self._shapes.items() if name.startswith("model.layers.0."))
         return max(layer, *tables) * self._dtype.itemsize

@@ -258,7 +258,7 @@ class VllmEngine:
 
     @property
     def process_id(self) -> int:
-        """Of vLLM's process that is there now."""
+        """Return the id of vLLM's present process."""
         return self._process.pid
 
     def close(self) -> None:

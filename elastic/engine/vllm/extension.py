@@ -30,7 +30,7 @@ JOBS_AT_ONCE = 2
 
 
 class Polled(NamedTuple):
-    """Of a job: whether it is over, its result or error, and what has come off relays so far."""
+    """A job's progress: whether it is over, its result or error, and the bytes that have come off relays so far."""
 
     done: bool
     result: Any
@@ -55,7 +55,7 @@ class RankWeights:
         """What this rank pulls of each tensor; None for all of it."""
         self._client = WeightsClient(None if self._parts is None else self._parts.shard)
         self._shapes: Mapping[str, Sequence[int]] | None = None
-        """Of the tensors that a model of this kind has, from the first that it took."""
+        """The shapes of the tensors of this kind of model, known from the first model that was loaded."""
         self._written: tuple[Mapping[str, Any], RankParts | None] | None = None
         """What was written last, and of which parts it is."""
         self._jobs: dict[int, Future[Any]] = {}

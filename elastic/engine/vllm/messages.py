@@ -123,7 +123,7 @@ class Spends(_PipeMessage, frozen=True):
 
 
 class PrefetchProgress(_PipeMessage, frozen=True):
-    """Of a prefetch: bytes that have come off relays so far."""
+    """A prefetch's progress: the bytes that have come off relays so far."""
 
     received_bytes: int
 

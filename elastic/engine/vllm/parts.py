@@ -25,13 +25,13 @@ STACK_OF_EXPERTS = ".routed_experts."
 
 
 class RankParts:
-    """Of one rank whose parameters have these shapes as they are loaded."""
+    """The parts of tensors that one rank holds, whose parameters have these shapes as they are loaded."""
 
     def __init__(self, local: Mapping[str, Shape], rank: int, ranks: int) -> None:
         self._local = local
         self._rank, self._ranks = rank, ranks
         self.shapes: Mapping[str, Shape] = {}
-        """Of the model's whole tensors."""
+        """The shapes of the model's whole tensors."""
         self._boxes: dict[str, Box] = {}
         self.proven = False
         """Whether a model was found to have nothing beyond these parts."""

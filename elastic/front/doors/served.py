@@ -51,7 +51,7 @@ from elastic.protocol.sampled import ids_of, logprobs_of, pack_ids
 
 ROUTE = "request"
 NAMES_KEPT = 4096
-"""Of adapters, of which each version may have a name of its own."""
+"""The most names of adapters that are kept: each version may have a name of its own."""
 NAMES_SAID = 3
 NOBODY = AgentCaller()
 """A caller is let in at the door: the run does not ask again."""

@@ -87,7 +87,7 @@ class _Probe:
         )
 
     def _closing_of_calls(self, behind: str, closing: str) -> str:
-        """Of what stands behind a call's arguments, what the end of an answer begins."""
+        """Return the part of what follows a call's arguments that begins the end of an answer."""
         ends = {self._tokenizer.control.get(number) for number in self._tokenizer.eos_token_ids}
         if (number := self._tokenizer.control_at_start(closing)) is not None:
             ends.add(self._tokenizer.control[number])

@@ -304,7 +304,7 @@ def _words_for(control: Mapping[int, str]) -> dict[str, str]:
 
 
 def _make_control_tokens_special(given: dict[str, Any], templates: str) -> None:
-    """Of the added tokens, call special what the templates write, so that the library finds none of them in texts."""
+    """Mark those added tokens as special that the templates write, so that the library finds none of them in texts."""
     for token in given["added_tokens"]:
         if token["content"] in templates and not token["content"].isspace():
             token["special"] = True

@@ -16,7 +16,7 @@ from elastic.protocol.openai.answers import ParsedAnswer
 ASSISTANT, USER, TOOL = "assistant", "user", "tool"
 ROLE_CHARACTERS = 32
 _OPENERS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|start|>")
-"""Behind them stands whose message it is, up to the end of the line or to one of the following."""
+"""Marks after which the message's role stands, up to the end of the line or to one of the following marks."""
 _HEADER_ENDS = ("<|end_header_id|>", "<|im_sep|>", "<|message|>")
 _HEADER_PARTS = ("<|channel|>", "<|constrain|>")
 """From them on, a header says more than whose message it is."""
@@ -143,7 +143,7 @@ class Transcriber:
 
 
 def _role(said: str) -> str:
-    """Whose message it is that a header says; the user's where nothing says so."""
+    """Return the role that a header names; the user's where it names none."""
     name = (said.split() or [USER])[0][:ROLE_CHARACTERS]
     return TOOL if name.startswith("functions.") else _ROLES.get(name, name)
 

@@ -45,7 +45,8 @@ class MessageWriter:
         self._text_delta = b""
         """The beginning of a delta of the text that is open."""
         self._held: str | None = None
-        """Of the open tool's arguments, what may be no JSON object and is not shown; None where they are one."""
+        """The open tool's arguments as long as they may not be a JSON object: they are not shown. None once they are
+        one."""
 
     def piece(
         self,

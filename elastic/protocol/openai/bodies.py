@@ -80,7 +80,7 @@ class AnswerFields(SamplingFields, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of an answer."""
+        """Return the most tokens of an answer."""
         return self.max_tokens
 
     @property

@@ -69,7 +69,7 @@ class Delivery:
         self._there: set[int] | None = None
         """Steps whose rows the logger has; None while it has to be asked."""
         self._passed = 0
-        """Of the finished steps, those at the beginning that are there."""
+        """How many of the finished steps, from the first on, the tracker has."""
 
     def advance(self, finished: Sequence[int], row_of: Callable[[int], TrackedRow]) -> int:
         """Write the rows of finished steps that are not there yet; returns how many. Raises `LoggerDown`.

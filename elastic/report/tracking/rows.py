@@ -37,7 +37,7 @@ from elastic.runtime.status import RunStatus, success_rate
 
 OPEN_JOURNALS = 16
 ROWS_AT_ONCE = 1000
-"""That are read of a table of which all is wanted."""
+"""How many rows are read at a time of a table that is read as a whole."""
 KEPT_ROWS = 64
 """Rows that several loggers take, one after the other."""
 TRAJECTORIES_MAX = 1_000_000
@@ -72,7 +72,7 @@ class StepSource:
         self._where: dict[int, Path] = {}
         """The journal that has a finished step."""
         self._ends: dict[int, EvaluationRow] = {}
-        """Of the step behind the last one: the evaluation with which the run ended."""
+        """The evaluation with which the run ended, by the step after the last one."""
         self._rows: OrderedDict[int, TrackedRow] = OrderedDict()
         self._group_places: dict[tuple[Path, int], _GroupPlaces] = {}
 

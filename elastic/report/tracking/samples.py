@@ -17,7 +17,7 @@ Tell: TypeAlias = Callable[[Sequence[HostedTrajectoryDetail]], Sequence[HostedTr
 
 
 class SampleBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Of how many trajectories a step, and how much of each: bytes of its messages in UTF-8."""
+    """How many trajectories are sent a step, and how much of each: bytes of its messages in UTF-8."""
 
     trajectories: int
     bytes: int

@@ -83,7 +83,7 @@ class Chats:
         self._clock_ns = clock_ns
         self._turns: dict[TurnId, AgentTurn] = {}
         self._slots: dict[tuple[WorkerId, int], set[int]] = {}
-        """Of each worker in an epoch: those of which it has not said the last."""
+        """The slots of each worker in an epoch whose last tokens have not come."""
         self._asked = asyncio.Event()
         self._number = secrets.randbits(32)
         """Another process's chats have other names."""

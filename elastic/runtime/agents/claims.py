@@ -31,7 +31,7 @@ class AgentGroup:
     place: int = 0
     """So many groups of its environment came before it."""
     row: int | None = None
-    """Of its environment's data, where a curriculum has chosen one."""
+    """The row of its environment's data, where a curriculum has chosen one."""
     driver: str = ""
     name: str = ""
     since_ns: Nanoseconds | None = None
@@ -82,7 +82,7 @@ class AgentClaims:
     begun: dict[tuple[str, str], notes.Begun] = field(default_factory=dict[tuple[str, str], notes.Begun])
     """By driver and idempotency key."""
     former: dict[TrajectoryId, FormerPlays] = field(default_factory=dict[TrajectoryId, FormerPlays])
-    """Of trajectories that were begun again."""
+    """The former plays of trajectories that were begun again."""
     lost: dict[str, LostPlays] = field(default_factory=dict[str, LostPlays])
     """In the whole run, by environment."""
 
@@ -158,7 +158,7 @@ class AgentClaims:
         return self.former.get(trajectory, NEVER_PLAYED).restart
 
     def deaths(self, trajectory: TrajectoryId) -> Deaths:
-        """Of env workers that have played it."""
+        """Return the deaths of env workers that have played the trajectory."""
         return self.former.get(trajectory, NEVER_PLAYED).deaths
 
     def begin_again(self, trajectory: TrajectoryId, tokens: int, *, ran: bool) -> None:

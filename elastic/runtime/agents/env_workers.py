@@ -59,7 +59,7 @@ class EnvWorkersOrder:
     run_dir: Path
     workers: Mapping[str, EnvWorkerOrder]
     secrets: Collection[str]
-    """That nobody is to read in what they said last."""
+    """The texts that are hidden in the last words of env workers."""
     owner: str = ENV_WORKERS
 
 

@@ -51,7 +51,7 @@ class AgentLimits:
     policies: tuple[str, ...] = ()
     """Further names of the model, each of which stands for a policy of its own."""
     upstream: UpstreamBounds | None = None
-    """Of calls of models elsewhere; None where there are none."""
+    """The bounds of calls of models elsewhere; None where there are no such models."""
     evaluation: EvaluatedSampling = EvaluatedSampling()
 
     def times(self, environment: str | None) -> EpisodeTimes:

@@ -273,7 +273,7 @@ class RequestRollouts(AgentRollouts):
 
     @property
     def version(self) -> int:
-        """That new turns have."""
+        """The version that new turns get."""
         return self._scheduler.version or 0
 
     @property

@@ -744,7 +744,7 @@ class AgentRollouts:
         )
 
     def _statuses(self, trajectory: AgentTrajectory) -> dict[str, PolicyStatus]:
-        """Of the policies that have names of their own, and were called or rewarded."""
+        """Return the status of each policy that has a name of its own and was called or rewarded."""
         if not self._limits.policies:
             return {}
         turns = Counter(turn.call.policy for turn in trajectory.turns.values())

@@ -108,7 +108,7 @@ class AgentTrajectory:
     """By those who played it before, and are gone."""
     reward: float | None = None
     policy_rewards: dict[str, float] = field(default_factory=dict[str, float])
-    """Of policies that have rewards of their own."""
+    """The rewards of policies that have their own."""
     truncated: bool = False
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 

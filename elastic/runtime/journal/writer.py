@@ -109,7 +109,7 @@ class SqliteJournal:
         self.failed: JournalError | None = None
         self.behind = False
         self.events = 0
-        """That were appended: the last one has this sequence number."""
+        """The number of events that were appended, which is the last event's sequence number."""
         self.appended_bytes = 0
         """About the size of all that was."""
         self.on_change: Callable[[], None] = lambda: None

@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 LIMIT_S = 60.0
 """Longest that a read takes, such as the report of a long run."""
 MEMORY_BYTES = 2**30
-"""Of one process, besides the files that it maps."""
+"""The memory of one process, besides the files that it maps."""
 PER_OWNER = 2
 LIMITS = SideLimits(processes=16, per_owner=PER_OWNER, kept=4, waiting=256, waiting_per_owner=64, wait_s=5.0)
 _apart = False

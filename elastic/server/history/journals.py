@@ -57,7 +57,7 @@ from elastic.system.tenant_files import NotAFile, as_owner, files, opened
 T = TypeVar("T")
 
 MOMENTS_MAX = 500
-"""Of one provider's offers that are told."""
+"""The most moments of one provider's offers that are returned."""
 CHECKPOINTS, SAFETENSORS = "checkpoints", ".safetensors"
 CHECKPOINT_ID = "[0-9]{1,12}"
 WRITTEN = ("", "-wal")

@@ -60,7 +60,7 @@ def _kind_of(environment: Mapping[str, Any]) -> object:
 
 
 def _kind_of_split(raw: Mapping[str, Any], split: Mapping[str, Any]) -> object:
-    """That of the environment which a split is like, unless it says its own."""
+    """Return the kind of the environment that a split is like, unless the split has a kind of its own."""
     like = split.get("like")
     if "kind" in split or like is None:
         return _kind_of(split)

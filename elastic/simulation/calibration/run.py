@@ -251,7 +251,8 @@ class RunMeasurement:
     # Processes
 
     def _boot_s(self) -> float | None:
-        """Of the workers that begin to boot once the trainer is up, if there are any.
+        """Return the mean boot time of the workers that begin to boot once the trainer is up, or of all if there are
+        none.
 
         Those beside it take longer, since all that a run has boots at once; but what they wait for is the trainer.
         """
@@ -260,9 +261,10 @@ class RunMeasurement:
         return _mean(self._boots_s(since_ns=up_ns) or self._boots_s())
 
     def _boots_s(self, provider: str = "", since_ns: Nanoseconds = 0) -> list[float]:
-        """From each worker's start to its first words, without the delay that its provider is set to have.
+        """Return the times from each worker's start to its first message, without the delay that its provider is set
+        to have.
 
-        Of one provider's workers, or of all those that are processes of their own; granted at `since_ns` or later.
+        They are of one provider's workers, or of all that are processes of their own; granted at `since_ns` or later.
         """
         granted: dict[str, Nanoseconds] = {}
         found: list[float] = []

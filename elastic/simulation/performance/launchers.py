@@ -72,7 +72,7 @@ class Launcher:
         self.boot_key = BOOT_KEYS.get(type(market), "boot_s")
         self._world = world
         self.spans: dict[LeaseId, BilledSpan] = {}
-        """Of every lease that was ever granted."""
+        """The billed time of every lease that was ever granted."""
         self._held: dict[LeaseId, ModelledLease] = {}
 
     def share(self, place: str) -> LentShareModel | None:

@@ -94,7 +94,7 @@ class PoolMember:
         self._step = 0
         self.placement = 0
         self.train_nodes: tuple[NodeId, ...] = ()
-        """Of the group that the job was placed in."""
+        """The training nodes of the group that the job was placed in."""
         self.feed: Callable[[run_events.Event], None] = lambda _: None
         self.slices: SliceLauncher | None = None
 

@@ -27,7 +27,7 @@ class PrefixCache:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._kept: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """Of trajectories and prompts: tokens, and how many of a prompt stand before them."""
+        """The tokens of trajectories and prompts, and how many tokens of a prompt come before them."""
         self._prompts: dict[str, Prompt] = {}
         self.tokens = 0
 

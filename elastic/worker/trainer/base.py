@@ -138,7 +138,7 @@ class StoredPolicy(NamedTuple):
     """Tokens are below it."""
     parameters: int
     float32: int = 0
-    """Of the parameters, those that travel as float32."""
+    """How many of the parameters travel as float32."""
 
 
 class TrainerKind(Protocol):
@@ -213,7 +213,7 @@ class TrainerKind(Protocol):
 
 
 SUFFIXES = (".safetensors", ".shards")
-"""Of checkpoints: files, and directories."""
+"""The suffixes of checkpoints that are files, and of those that are directories."""
 UNFINISHED_PREFIX = ".checkpoint-"
 """The suffix of a directory that is not a checkpoint yet, or no longer: the next writer removes it."""
 

@@ -38,7 +38,7 @@ KINDS = (MASTER, "exp_avg.", "exp_avg_sq.")
 _HEADER_KEY = "elastic_trainer"
 DIGESTS_KEY = "digests"
 HEADER_FILE = "elastic.json"
-"""Of a directory."""
+"""The file in a checkpoint's directory that describes it."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class StoredState(StoredParts, Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of its tensors, whole."""
+        """Return the shapes of its whole tensors."""
         ...
 
     def load(self, names: Sequence[str], ranks: Ranks) -> dict[str, Tensor]:

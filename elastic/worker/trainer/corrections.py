@@ -22,7 +22,7 @@ _LEVELS = {"seq_sum": torch.sum, "seq_mean": torch.mean, "seq_max": torch.amax}
 
 
 class WeightBounds(NamedTuple):
-    """Of an importance weight; `low` is None where weights are truncated at `high` instead of masked outside."""
+    """Bounds of an importance weight; `low` is None where weights are truncated at `high` instead of masked outside."""
 
     low: float | None
     high: float

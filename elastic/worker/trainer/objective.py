@@ -22,18 +22,19 @@ class OtherLogprobs(NamedTuple):
     """Log-probabilities of a batch's tokens by other weights than the present ones, [N] each, without a gradient."""
 
     first: Tensor | None = None
-    """Of the weights at the step's beginning; None where those are the present ones, or nobody asks."""
+    """The log-probabilities by the weights at the step's beginning; None where those are the present ones, or
+    unused."""
     reference: Tensor | None = None
-    """Of the reference, where there is one."""
+    """The log-probabilities by the reference, where there is one."""
 
 
 class BatchLoss(NamedTuple):
-    """Of a batch's N tokens, of which M may give a gradient; all but `loss` is detached."""
+    """The loss of a batch's N tokens, of which M may give a gradient; all but `loss` is detached."""
 
     loss: Tensor | None
     """Scalar, a sum, to be divided by the `share`s of the mini-batch's groups; None where M is 0."""
     tokens: TokenLosses
-    """Of shape [M]."""
+    """The losses of the M tokens, of shape [M]."""
     entropy: Tensor
     """[M]"""
     ages: Tensor

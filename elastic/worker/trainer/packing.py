@@ -21,7 +21,7 @@ class PackedTrajectory(NamedTuple, Generic[Of]):
     """A trajectory of a group."""
 
     of: Of
-    """Whose it is."""
+    """The owner of the sequence."""
     trajectory: TrajectoryData
     advantage: float
 

@@ -19,7 +19,7 @@ class ResumableTrainer(GroupTrainer):
     """A kind sets these before its first order."""
 
     _names: Sequence[str]
-    """Of what is trained."""
+    """The names of the trained tensors."""
     _masters: Sequence[Tensor]
     """In the order of the names, on this rank."""
     optimizer: AdamW
@@ -54,7 +54,7 @@ class ResumableTrainer(GroupTrainer):
         """Compute with the masters as they are now."""
 
     def _shape(self, place: int) -> tuple[int, ...]:
-        """Of the whole tensor at this place of the names."""
+        """Return the shape of the whole tensor at this place of the names."""
         return tuple(self._masters[place].shape)
 
     def _whole_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,8 @@ from elastic.config import TrainerConfig
 
 
 def learning_rate(settings: TrainerConfig, updates: int, last_update: int | None) -> float:
-    """Of the update after so many `updates`: linear in the first `warmup_updates`, then by `schedule`.
+    """Return the learning rate of the update after `updates` others: linear in the first `warmup_updates`, then by
+    `schedule`.
 
     The run makes `last_update` updates in all, of which some may have no gradient and so no place in the count; None
     where that is not known, and the rate stays.

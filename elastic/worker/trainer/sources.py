@@ -7,7 +7,7 @@ from elastic.config import Config
 from elastic.core.ids import provider_of
 
 TRAINER_PROVIDER = "trainer"
-"""Whose worker seeds on the trainer's own device."""
+"""The provider whose worker seeds on the trainer's own device."""
 
 SourceOf: TypeAlias = Callable[[str], str]
 """What a worker is counted under."""

@@ -44,7 +44,7 @@ R = TypeVar("R", HostedWorker, HostedLease, HostedOffers, Checkpoint)
 T = TypeVar("T")
 SAMPLES = 1_000
 TEXT_CHARACTERS = 200
-"""Of a text that is searched."""
+"""The most characters of a text that is searched for."""
 
 router = APIRouter(prefix="/v1/runs", tags=["results"], route_class=ModelRoute)
 CheckpointId = Annotated[str, Path(pattern=f"^{journals.CHECKPOINT_ID}$")]

@@ -46,7 +46,7 @@ class SimulatedProvider:
         self.settings = settings
         self.held: dict[LeaseId, SimulatedLease] = {}
         self.billed: list[LeaseTime] = []
-        """Of leases that are over."""
+        """The billed times of leases that are over."""
         self.asked_back_ns: dict[LeaseId, Nanoseconds] = {}
         """When each lease was asked back first, whether that was heard or not."""
         self.silences: list[Interval] = []

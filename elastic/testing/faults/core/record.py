@@ -82,7 +82,7 @@ class RunRecord:
         self._given_back: dict[tuple[TurnId, WorkerId], Nanoseconds] = {}
         """When a worker gave up a turn that it had not been asked to give up."""
         self._credits: dict[WorkerId, tuple[int, int]] = {}
-        """Of each worker the epoch, and how many turns it last said that it can hold."""
+        """Each worker's epoch, and how many turns it last said that it can hold."""
 
     def recall(self, former: "RunRecord") -> None:
         """Take over what workers generated before a crash, from the former record. Called before the journal is

@@ -272,7 +272,7 @@ class ModelJob:
         self.node_agent: ModelNodeAgent | None = None
         self.part = JobPart(shape.request.id, self._say)
         self.computes_on: tuple[NodeId, ...] = ()
-        """Of a script."""
+        """The nodes on which a script computes."""
         self.steps = 0
         self.life = 0
         self.placement = 0
@@ -286,7 +286,7 @@ class ModelJob:
         self.highest = 0
         """The highest permit that its processes were granted."""
         self.older = (0, 0)
-        """That of processes that have died, and the pool's incarnation then."""
+        """The count of processes that have died, and the pool's incarnation at that time."""
         self.deaths = 0
         self.bereft_ns = 0
         """When a resident of it has last ended."""

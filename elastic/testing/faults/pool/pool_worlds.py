@@ -247,7 +247,7 @@ class PoolWorld:
         self._set_aside: dict[DeviceName, str] = {}
         self.jobs = {shape.request.id: ModelJob(self, shape) for shape in plan.jobs}
         self.ended: list[tuple[JobId, int, JobEnding]] = []
-        """Of processes that ended while there was nobody to hear of it."""
+        """The ends of processes that no shell has heard of."""
         self.shell: PoolShell | None = None
         self.events = 0
         self.appended_ns = 0

@@ -41,7 +41,7 @@ SLOW_COMMIT_S = 0.5
 STILLBORN_S = 4.0
 """Shortest time in which nobody can start: enough for two starts."""
 NEARLY_LATE = 0.8
-"""Of the time that a token may take."""
+"""The share of a token's time limit after which it is nearly late."""
 SPAM, SPAM_S = 20, 0.05
 FLAP_S = 0.3
 LONG_SUSPENSION_S = 30.0

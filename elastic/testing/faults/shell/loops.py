@@ -120,7 +120,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         self.machine = machine
         self.alive = True
         self.context = copy_context()
-        """Of what others have it call: theirs is of another process."""
+        """The context of what other processes have it call: theirs is of another process."""
         self.failures: list[dict[str, Any]] = []
         self.threads: dict[SimulatedThread, None] = {}
         self._head: Any = None

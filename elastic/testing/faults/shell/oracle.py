@@ -118,7 +118,7 @@ class Oracle:
         """Until when something may be the cause of what befalls a worker, or of what else ails."""
         self.held: dict[LeaseId, Held] = {}
         self._granted_late: set[LeaseId] = set()
-        """Of these, leases that were granted while the core's time was behind: it has made up for that in between."""
+        """Those of these leases that were granted while the core's time was behind: it has caught up since."""
         self._byzantine: dict[WorkerId, None] = {}
         self.lasting: dict[WorkerId, Lasting] = {}
         """Those that lie for as long as they live."""

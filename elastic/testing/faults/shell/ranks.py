@@ -24,7 +24,7 @@ T = TypeVar("T")
 STEP_S = 0.02
 """Longest that a rank takes for anything, unless it is stopped."""
 FILES = 2
-"""Of each rank in a checkpoint: between them it can be killed."""
+"""The files of each rank in a checkpoint: it can be killed between them."""
 
 
 class TrainerRanks:

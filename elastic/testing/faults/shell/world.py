@@ -224,7 +224,7 @@ class World:
         self.relay.asked = lambda url: self.oracle.asks(loop_here(), url)
         self.network.serve_http = self.relay.transport
         self.down_until_ns: dict[FaultKind, Nanoseconds] = {}
-        """Of environments and functions."""
+        """The times until which environments and functions are down."""
         self._relay_port = RELAY_PORT
         self._weights_of: dict[tuple[str, int], bytes] = {}
         """The bits that a trainer's process, known by its key, has as a version."""
@@ -232,7 +232,7 @@ class World:
         self._hosts: dict[WorkerId, TrainerHost] = {}
         """The trainers' that have weights, by their workers."""
         self._ranks: dict[WorkerId, TrainerRanks] = {}
-        """Of trainers with several, by their workers."""
+        """The ranks of trainers that have several, by their workers."""
         self._building: dict[WorkerId, None] = {}
         """Trainers that have been told of a relay, and hear of no other one before their engine is built."""
         self._machines: dict[str, Process] = {}
@@ -570,7 +570,7 @@ class World:
         return host
 
     def _no_engine(self, worker: WorkerId, welcome: wire.Welcome) -> IdleEngine:
-        """Of a trainer whose device does not generate."""
+        """Return the engine of a trainer whose device does not generate."""
         self._building.pop(worker, None)
         return idle_engine(welcome)
 

@@ -21,7 +21,7 @@ from elastic.engine.model.stored import (
 from elastic.worker.trainer.base import OfferRefused, StoredPolicy
 
 TYPES = ("BF16", "F32")
-"""Of weights that travel as they are."""
+"""The types of weights that travel as they are."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """How the files of weights end that no importer reads."""
 

@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 Attention: TypeAlias = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 
 PROBE_LENGTHS = (5, 11, 3)
-"""Of the sequences on which a model is looked at."""
+"""The lengths of the sequences on which a model is checked."""
 PROBE_TOLERANCE = 1e-4
 """In nats, on average, in float32: ten times what other shapes of the same sums come to. A look at a neighbour's tokens
 is a thousand times that."""
@@ -250,7 +250,8 @@ def names_on_disk(directory: Path, model: Any, stored: Mapping[str, StoredTensor
 
 
 def _not_left_out(model: Any, names: set[str]) -> set[str]:
-    """Of tensors that the model does not have, those that it does not list as ones to be left out as it is loaded."""
+    """Return those of the tensors which the model lacks that it does not list as ones to be left out as it is
+    loaded."""
     about = SimpleNamespace(missing_keys=set[str](), unexpected_keys=names)
     model._adjust_missing_and_unexpected_keys(about)
     return about.unexpected_keys

@@ -11,7 +11,7 @@ from elastic.worker.trainer.transformers.trainer import TransformersTrainer
 
 
 class OwnPart:
-    """Of a rank's own trainer. Held is a copy, so that training goes on while it is published."""
+    """The part of the model that a rank publishes. It is a copy, so that training goes on while it is published."""
 
     def __init__(self, config: Config, trainer: TransformersTrainer, rank: int) -> None:
         self._config = config

@@ -26,7 +26,7 @@ class _Fused(NamedTuple):
 
 
 class PublishedShards:
-    """Of one model on ranks that all do the same at the same time. A rank alone has everything."""
+    """The published shards of one model on ranks that all do the same at the same time. A lone rank has everything."""
 
     def __init__(self, model: CausalModel, ranks: Ranks) -> None:
         self._model, self._ranks = model, ranks

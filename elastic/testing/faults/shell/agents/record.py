@@ -45,4 +45,4 @@ class AgentRecord:
     delivered: dict[tuple[str, str, bytes], object] = field(default_factory=dict[tuple[str, str, bytes], object])
     """By trajectory, route and body, who was told that the last such call was delivered whole."""
     seeds: dict[TurnId, int] = field(default_factory=dict[TurnId, int])
-    """Of turns whose client has asked for one."""
+    """The seeds of turns whose client has asked for one."""

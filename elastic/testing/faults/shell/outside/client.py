@@ -47,7 +47,7 @@ LOST_ONE_IN = 16
 PAUSES_S = 0.05, 0.5, 2.0
 VANISH_S = 0.01, 1.0
 REST_S = 8.0
-"""Of all clients at once: leases go back meanwhile in some worlds."""
+"""The length of a rest of all clients at once: leases go back meanwhile in some worlds."""
 MODEL = "policy"
 PROMPTS = 4
 """How many prompts have a long beginning in common, each, with a session of their own."""
@@ -112,7 +112,7 @@ class OutsideClient:
         """The seeds of requests whose answer was lost once, before it was written."""
         self._aborts: list[_Spell] = []
         self._aborting: list[_Spell] = []
-        """Of offers that are not answered."""
+        """The spells of offers that are not answered."""
         self._hold: _Spell | None = None
         """Since when no new turn begins, while that is so."""
         self._rests_until_ns = 0

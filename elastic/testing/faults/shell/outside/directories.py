@@ -22,7 +22,7 @@ SHARDS = 2
 BASE = 0
 """The number of the base policy's weights; those of directories begin behind it."""
 FINITE = 0xBFFF
-"""Of a bfloat16's bits, without one of its exponent: what is left is a number."""
+"""A mask of a bfloat16's bits without one of its exponent, so that the rest is a finite number."""
 BETWEEN_SHARDS_S = 0.8
 CHANGED = 16
 

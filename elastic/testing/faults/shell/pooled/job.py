@@ -58,7 +58,7 @@ class JobWorld(World):
         self.membership: PoolMembership | None = None
         self.residents: dict[Process, None] = {}
         self.engines: list[SharingEngine] = []
-        """Of rollout residents."""
+        """The engines of rollout residents."""
         super().__init__(shape.run, stage)
         self.clouds = {}
         self.providers = [POOL]
