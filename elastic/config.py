@@ -24,7 +24,8 @@ from pydantic import (
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
 from elastic.protocol.proxies import without_password
 from elastic.system.given import expanded, read_text
-from elastic.system.named_code import ALLOWED, MAY_NAME_CODE, parsed, placed
+from elastic.system.installed import installed, load_point
+from elastic.system.named_code import ALLOWED, MAY_NAME_CODE, CodeUnusable, parsed, placed
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -1473,6 +1474,39 @@ def validate(kind: type[T], raw: Mapping[str, Any], where: str, *section: str) -
     if problems:
         raise ConfigError(*problems)
     return valid
+
+
+def resolve_kind(
+    config: "EngineConfig | TrainerConfig", what: str, where: str, section: tuple[str, ...]
+) -> tuple[type[Any], Any]:
+    """The kind that `config.kind` names in the entry-point group `elastic.{what}s`, and its own settings; the sections
+    of all other kinds are looked at as well.
+
+    Raises `ConfigError` for a kind or a section that is not installed or cannot be loaded, and for settings that are
+    not its own.
+    """
+    known = installed(f"elastic.{what}s")
+    names = ", ".join(sorted(known)) or "none"
+    if config.kind not in known:
+        unknown = f"unknown {what} {config.kind!r}; installed: {names}"
+        raise ConfigError(ConfigProblem(unknown, (*section, "kind"), where))
+    for name in config.sections:
+        if name not in known:
+            keys = ", ".join(sorted(type(config).model_fields))
+            unknown = f"unknown key; allowed: {keys}, and sections of: {names}"
+            raise ConfigError(ConfigProblem(unknown, (*section, name), where))
+    kinds: dict[str, type[Any]] = {}
+    for name in {config.kind, *config.sections}:
+        try:
+            kinds[name] = load_point(known[name])
+        except CodeUnusable as error:
+            key = (*section, "kind" if name == config.kind else name)
+            raise ConfigError(ConfigProblem(str(error), key, where)) from error
+    settings = {
+        name: validate(kind.Settings, config.sections.get(name, {}), where, *section, name)
+        for name, kind in kinds.items()
+    }
+    return kinds[config.kind], settings[config.kind]
 
 
 def _environments(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:

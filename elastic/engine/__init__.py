@@ -3,12 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic.config import ConfigError, ConfigProblem, EngineConfig, validate
+from elastic.config import EngineConfig, resolve_kind
 from elastic.engine.base import DeviceShare, EngineKind, EngineSettings, RolloutEngine
-from elastic.system.installed import installed, load_point
-from elastic.system.named_code import CodeUnusable
-
-ENTRY_POINTS = "elastic.engines"
 
 
 def create_engine(
@@ -36,25 +32,4 @@ def resolve_engine(
     Raises `ConfigError` for a kind or a section that is not installed or cannot be loaded, and for settings that are
     not its own.
     """
-    known = installed(ENTRY_POINTS)
-    names = ", ".join(sorted(known)) or "none"
-    if config.kind not in known:
-        unknown = f"unknown engine {config.kind!r}; installed: {names}"
-        raise ConfigError(ConfigProblem(unknown, (*section, "kind"), where))
-    for name in config.sections:
-        if name not in known:
-            keys = ", ".join(sorted(EngineConfig.model_fields))
-            unknown = f"unknown key; allowed: {keys}, and sections of: {names}"
-            raise ConfigError(ConfigProblem(unknown, (*section, name), where))
-    kinds: dict[str, type[EngineKind]] = {}
-    for name in {config.kind, *config.sections}:
-        try:
-            kinds[name] = load_point(known[name])
-        except CodeUnusable as error:
-            key = (*section, "kind" if name == config.kind else name)
-            raise ConfigError(ConfigProblem(str(error), key, where)) from error
-    settings = {
-        name: validate(kind.Settings, config.sections.get(name, {}), where, *section, name)
-        for name, kind in kinds.items()
-    }
-    return kinds[config.kind], settings[config.kind]
+    return resolve_kind(config, "engine", where, section)

@@ -7,7 +7,6 @@ was not answered.
 import asyncio
 import contextlib
 import os
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,24 +15,21 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import structlog
 
 from elastic.core.types import TrajectoryId
-from elastic.protocol.connection import Connection, ConnectionLost, SessionRefused, over_socket
+from elastic.protocol.connection import Connection, ConnectionLost, SessionRefused
 from elastic.protocol.frames import RefusedFrame, WireError
 from elastic.protocol.front_messages import (
     CAUSE_MAX,
-    FRONT_SIDE,
     FRONT_VERSION,
-    SOCKET,
     Declined,
     DriverBeat,
     DriverHello,
     EnvironmentUnusable,
     FromFront,
     FromRun,
-    FrontWelcome,
     TrajectoryBegun,
     TrajectoryShown,
 )
-from elastic.protocol.run_control import socket_address
+from elastic.protocol.run_connection import REDIAL_MAX_S, REDIAL_S, WELCOME_TIMEOUT_S, connected, welcomed
 from elastic.system.host import here
 from elastic.system.signals import TERMINATION, act_on
 
@@ -44,8 +40,6 @@ KEY_VARIABLE = "ELASTIC_ENV_WORKER_KEY"
 CHAT_KEY_VARIABLE = "ELASTIC_ENV_WORKER_CHAT_KEY"
 """The same with a viewer's key, for judges that are the policy itself."""
 BEAT_S = 1.0
-WELCOME_S = 5.0
-REDIAL_S, REDIAL_MAX_S = 0.1, 1.0
 
 DriverAnswer: TypeAlias = TrajectoryBegun | TrajectoryShown | Declined
 
@@ -93,7 +87,7 @@ class EnvRunLink:
         self._away_s = away_s
         self._hears = hear
         self._welcomed = welcomed
-        self._connect = connect or partial(_over_unix_socket, run_dir)
+        self._connect = connect or partial(connected, run_dir)
         self._connection: Connection[FromFront, FromRun] | None = None
         self._was_there = False
         self._asked: dict[int, tuple[Callable[[int], FromFront], asyncio.Future[DriverAnswer]]] = {}
@@ -161,22 +155,8 @@ class EnvRunLink:
     async def dial(self) -> Connection[FromFront, FromRun]:
         """A connection on which the run has said welcome. Raises `OSError`, `ConnectionLost` and `SessionRefused`."""
         connection = await self._connect()
-        with contextlib.ExitStack() as unless_welcome:
-            unless_welcome.callback(connection.abort)
-            connection.send(DriverHello(FRONT_VERSION, self._key, sorted(self.holds)))
-            try:
-                async with asyncio.timeout(WELCOME_S):
-                    welcome = await connection.receive()
-            except TimeoutError as error:
-                raise ConnectionLost("the run said nothing") from error
-            match welcome:
-                case FrontWelcome():
-                    unless_welcome.pop_all()
-                    return connection
-                case RefusedFrame(reason, retry) if not retry:
-                    raise SessionRefused(reason)
-                case _:
-                    raise ConnectionLost(f"no welcome: {welcome}")
+        await welcomed(connection, DriverHello(FRONT_VERSION, self._key, sorted(self.holds)))
+        return connection
 
     def _hear(self, messages: list[FromRun]) -> None:
         for message in messages:
@@ -193,23 +173,11 @@ class EnvRunLink:
                     self._hears(message)
 
 
-async def _over_unix_socket(run_dir: Path) -> Connection[FromFront, FromRun]:
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        with socket_address(run_dir, SOCKET) as address:
-            end.connect(address)
-        end.send(b"\0")  # Behind which a front hands over its socket; here is none.
-        return await over_socket(end, FRONT_SIDE, "the run")
-    except BaseException:
-        end.close()
-        raise
-
-
 async def report_unusable(run_dir: Path, key: str, cause: str) -> None:
     """Tell the run, if it is there, that its environment cannot be played."""
     link = EnvRunLink(run_dir, key, 0.0)
     with contextlib.suppress(OSError, TimeoutError, ConnectionLost, SessionRefused):
-        async with asyncio.timeout(WELCOME_S):
+        async with asyncio.timeout(WELCOME_TIMEOUT_S):
             connection = await link.dial()
             connection.send(EnvironmentUnusable(cause[:CAUSE_MAX]))
             await connection.lost

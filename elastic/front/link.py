@@ -6,21 +6,17 @@ process has it, too.
 """
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeAlias
 
 import msgspec
 import structlog
 
-from elastic.protocol.connection import Connection, ConnectionLost, SessionRefused, over_socket
+from elastic.protocol.connection import Connection, ConnectionLost
 from elastic.protocol.frames import RefusedFrame, WireError
 from elastic.protocol.front_messages import (
-    FRONT_SIDE,
     FRONT_VERSION,
-    SOCKET,
     AnswerDelivered,
     AskUpstream,
     BranchFound,
@@ -49,17 +45,14 @@ from elastic.protocol.front_messages import (
     UpstreamWaived,
     VersionServed,
 )
-from elastic.protocol.run_control import socket_address
+from elastic.protocol.run_connection import REDIAL_MAX_S, REDIAL_S, welcomed
 from elastic.protocol.sampled import TOKEN_BYTES
 from elastic.system.host import here
 
 log = structlog.get_logger(__name__)
 
-WELCOME_TIMEOUT_S = 5.0
 NOT_MADE = 0
 """The status of a call of a model elsewhere for which nobody waits once it may be made."""
-REDIAL_S = 0.1
-REDIAL_MAX_S = 1.0
 
 Answer: TypeAlias = (
     BranchFound
@@ -140,23 +133,6 @@ class TurnInbox:
 
 
 Connect: TypeAlias = Callable[[], Awaitable[Connection[FromFront, FromRun]]]
-
-
-async def connected(run_dir: Path, listener: socket.socket | None = None) -> Connection[FromFront, FromRun]:
-    """Connect to the run in this directory, and hand it the socket at which the fronts listen, if any. Raises
-    `OSError`."""
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        with socket_address(run_dir, SOCKET) as address:
-            end.connect(address)
-        if listener is not None:
-            socket.send_fds(end, [b"\0"], [listener.fileno()])
-        else:
-            end.send(b"\0")
-        return await over_socket(end, FRONT_SIDE, "the run")
-    except BaseException:
-        end.close()
-        raise
 
 
 class _Stream(NamedTuple):
@@ -265,28 +241,9 @@ class RunLink:
 
     async def _dial(self) -> Connection[FromFront, FromRun]:
         connection = await self._connect()
-        try:
-            connection.send(FrontHello(FRONT_VERSION, here().pid()))
-            async with asyncio.timeout(WELCOME_TIMEOUT_S):
-                welcome = await connection.receive()
-        except (TimeoutError, ConnectionLost) as error:
-            connection.abort()
-            raise ConnectionLost(str(error) or "the run said nothing") from error
-        except BaseException:
-            connection.abort()
-            raise
-        match welcome:
-            case FrontWelcome():
-                self.run_name = welcome.run
-                return connection
-            case RefusedFrame(reason, retry):
-                connection.abort()
-                if retry:
-                    raise ConnectionLost(reason)
-                raise SessionRefused(reason)
-            case _:
-                connection.abort()
-                raise ConnectionLost(f"the run broke the protocol: {type(welcome).__name__} before its welcome")
+        welcome = await welcomed(connection, FrontHello(FRONT_VERSION, here().pid()))
+        self.run_name = welcome.run
+        return connection
 
     def _hear(self, messages: list[FromRun]) -> None:
         for message in messages:

@@ -19,13 +19,14 @@ from elastic.front.doors.base import ServedModelFacts
 from elastic.front.doors.doors import TrainerDoors
 from elastic.front.doors.roots import WeightsRoots, read_root
 from elastic.front.doors.served import LinkedRun
-from elastic.front.link import RunLink, connected
+from elastic.front.link import RunLink
 from elastic.front.rendering.renderer import make_renderer
 from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.front.upstream import Upstream, UpstreamSettings
 from elastic.protocol.connection import SessionRefused
 from elastic.protocol.endpoint import is_loopback, is_wildcard
 from elastic.protocol.http_server import PeerLimits, serving
+from elastic.protocol.run_connection import connected
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sockets import address_of
 from elastic.protocol.tls import Certificate, given_certificate, run_certificate

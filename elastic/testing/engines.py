@@ -19,7 +19,7 @@ import torch
 
 from elastic.config import EngineConfig
 from elastic.core.types import SamplingParameters
-from elastic.engine import ENTRY_POINTS, create_engine
+from elastic.engine import create_engine
 from elastic.engine.base import GenerateRequest, RolloutEngine
 from elastic.engine.model.checkpoint import model_tensors
 from elastic.engine.model.config import Qwen3Config
@@ -80,7 +80,7 @@ class EngineUnderTest:
 
 def installed_engines() -> list[str]:
     """The kinds of all engines that this environment has, third parties' included."""
-    return sorted(installed(ENTRY_POINTS))
+    return sorted(installed("elastic.engines"))
 
 
 class KeptEngines:

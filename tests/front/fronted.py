@@ -15,9 +15,10 @@ import httpx
 from elastic.front.app import AgentFront
 from elastic.front.asked import ServedModel
 from elastic.front.calls import CallTimes
-from elastic.front.link import RunLink, connected
+from elastic.front.link import RunLink
 from elastic.front.upstream import Upstream
 from elastic.protocol.http_server import PeerLimits, serving
+from elastic.protocol.run_connection import connected
 from elastic.protocol.run_secrets import RunSecrets
 from tests.front.modelled_run import TRAJECTORY, ModelledRun, Turn
 from tests.front.small_model import EOS, small_model

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from elastic.front.link import NOT_MADE, ChoiceOver, ChoiceSettled, LinkLost, RunLink, TokensCame, TurnInbox, connected
+from elastic.front.link import NOT_MADE, ChoiceOver, ChoiceSettled, LinkLost, RunLink, TokensCame, TurnInbox
 from elastic.protocol.connection import SessionRefused, over_socket
 from elastic.protocol.frames import RefusedFrame
 from elastic.protocol.front_messages import (
@@ -28,6 +28,7 @@ from elastic.protocol.front_messages import (
     UpstreamOver,
     UpstreamWaived,
 )
+from elastic.protocol.run_connection import connected
 from elastic.protocol.sampled import ids_of, pack_ids
 from tests.front.modelled_run import ModelledRun
 

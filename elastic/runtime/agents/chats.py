@@ -73,7 +73,7 @@ class Chats:
         workers: Workers,
         clock_ns: Callable[[], Nanoseconds],
     ) -> None:
-        self.watcher: Watcher | None = None
+        self.watcher = Watcher()
         self.totals = ChatTotals()
         sampling = msgspec.structs.replace(limits.sampling, max_new_tokens=chat_limits.tokens)
         self._limits = dataclasses.replace(limits, pinned=frozenset[str](), sampling=sampling)
@@ -131,8 +131,7 @@ class Chats:
             return
         self._end(turn)
         turn.shorten(kept)
-        if self.watcher is not None:
-            self.watcher.over(turn)
+        self.watcher.over(turn)
 
     def settle(self, turn: AgentTurn, kept: int, answer: bytes, history: bytes = b"", behind: bytes = b"") -> None:
         turn.kept = kept
@@ -203,8 +202,7 @@ class Chats:
             self._count(spare)
             if (turn := self._turns.get(spare.id)) is not None:
                 turn.generated.ended = cause
-                if self.watcher is not None:
-                    self.watcher.over(turn)
+                self.watcher.over(turn)
 
     def _take(self, worker: WorkerId, epoch: int, chunk: Chunk, ids: bytes, logprobs: bytes) -> None:
         spare, over = self._credit.take(worker, epoch, chunk, self._clock_ns())
@@ -213,13 +211,11 @@ class Chats:
             return
         if chunk.count:
             turn.generated.accept(ids, logprobs, chunk.version, worker)
-            if self.watcher is not None:
-                self.watcher.accepted([(turn, chunk.version, chunk.count)], ids, logprobs)
+            self.watcher.accepted([(turn, chunk.version, chunk.count)], ids, logprobs)
         if over:
             self._count(spare)
             turn.generated.ended = ""
-            if self.watcher is not None:
-                self.watcher.over(turn)
+            self.watcher.over(turn)
 
     def _end(self, turn: AgentTurn) -> None:
         if (spare := self._credit.turns.get(turn.id)) is not None:

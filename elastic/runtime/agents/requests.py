@@ -239,8 +239,7 @@ class RequestRollouts(AgentRollouts):
             turn.aborted = True
             turn.generated.ended = ""
             self._feed(e.TurnCut(turn=turn.id, kept=turn.tokens, aborted=True))
-            if self.watcher is not None:
-                self.watcher.over(turn)
+            self.watcher.over(turn)
         return len(open_turns)
 
     def hold_turns(self, *, held: bool) -> None:

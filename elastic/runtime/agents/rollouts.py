@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -54,26 +54,23 @@ ALONE_S = 30.0
 place of another waits for a driver that asks for it."""
 
 
-class Watcher(Protocol):
-    """Hears of turns that clients wait for."""
+class Watcher:
+    """Hears of turns that clients wait for; this one does nothing about it."""
 
     def accepted(self, columns: Sequence[tuple[AgentTurn, int, int]], token_ids: bytes, logprobs: bytes) -> None:
         """Tokens were accepted: by turn, of one version, so many; packed in the same order."""
-        ...
 
-    def over(self, turn: AgentTurn) -> None: ...
+    def over(self, turn: AgentTurn) -> None:
+        """The turn has ended."""
 
     def left(self, turns: Iterable[TurnId]) -> None:
         """The trajectory of these turns is over."""
-        ...
 
     def freed(self) -> None:
         """A call of a model elsewhere is over: another one may have leave now."""
-        ...
 
     def offered(self) -> None:
         """There are trajectories that nobody plays."""
-        ...
 
 
 class AgentRollouts:
@@ -93,7 +90,7 @@ class AgentRollouts:
         billed: Callable[[Call], None] = lambda _: None,
         owing: Callable[[], None] = lambda: None,
     ) -> None:
-        self.watcher: Watcher | None = None
+        self.watcher = Watcher()
         self._seed = seed
         self._limits = limits
         self._feed = feed
@@ -169,10 +166,8 @@ class AgentRollouts:
                 tokens += turn.tokens
                 self._give_up(turn)
             self._note(notes.BegunAgain(name, cause, tokens, name in ran or not ran))
-            if self.watcher is not None:
-                self.watcher.left(turns)
-        if self.watcher is not None:
-            self.watcher.offered()
+            self.watcher.left(turns)
+        self.watcher.offered()
         return blame
 
     def bind(self, caller: AgentCaller, session: str) -> TrajectoryStatus:
@@ -402,8 +397,7 @@ class AgentRollouts:
         self._owing()
         if (trajectory := self._claims.trajectories.get(asked.trajectory)) is not None:
             trajectory.heard_ns = self._clock_ns()
-        if self.watcher is not None:
-            self.watcher.freed()
+        self.watcher.freed()
 
     # What fronts say of turns
 
@@ -412,8 +406,7 @@ class AgentRollouts:
         if turn.over:
             return
         self._cut(turn, min(kept, turn.tokens))
-        if self.watcher is not None:
-            self.watcher.over(turn)
+        self.watcher.over(turn)
 
     def settle(self, turn: AgentTurn, kept: int, answer: bytes, history: bytes = b"", behind: bytes = b"") -> None:
         """As in `SettleTurn`; said once more it changes nothing. Raises `CallRefused` for a turn that was given up, or
@@ -523,13 +516,11 @@ class AgentRollouts:
         self._claims.groups[group.group] = AgentGroup(
             list(group.trajectories), group.number, group.environment, group.place, group.row
         )
-        if self.watcher is not None:
-            self.watcher.offered()
+        self.watcher.offered()
 
     def refill(self, member: c.RefillMember) -> None:
         self._offer(member, self._clock_ns())
-        if self.watcher is not None:
-            self.watcher.offered()
+        self.watcher.offered()
 
     def _offer(self, member: c.RefillMember, now_ns: Nanoseconds) -> None:
         self._claims.groups[group_of(member.trajectory)].offer(member.trajectory, now_ns)
@@ -557,7 +548,7 @@ class AgentRollouts:
                 columns.append((turn, version, count))
                 kept.append(slice(begin, end))
             begin = end
-        if columns and self.watcher is not None:
+        if columns:
             if len(columns) < len(names):
                 ids, logprobs = (b"".join([column[part] for part in kept]) for column in (ids, logprobs))
             self.watcher.accepted(columns, bytes(ids), bytes(logprobs))
@@ -574,8 +565,7 @@ class AgentRollouts:
             del self._turns[turn]
             if (trajectory := self._claims.trajectories.get(_trajectory(turn))) is not None:
                 trajectory.withdraw(found)
-        if self.watcher is not None:
-            self.watcher.over(found)
+        self.watcher.over(found)
 
     def finished(self, trajectory: TrajectoryId) -> FinishedTrajectory:
         return self._finished.to_score(trajectory, self._claims.groups[group_of(trajectory)].environment)
@@ -721,8 +711,7 @@ class AgentRollouts:
         for turn in left.turns:
             self._turns.pop(turn, None)
         self._claims.leave(trajectory, msgspec.structs.replace(self._status(left), state=state, cause=cause))
-        if self.watcher is not None:
-            self.watcher.left(turns)
+        self.watcher.left(turns)
 
     def _forget_group(self, trajectories: Sequence[TrajectoryId]) -> None:
         """The group is trained or dropped: its name means nothing any more."""

@@ -23,7 +23,7 @@ from elastic.runtime.agents.hub import STOPPING
 from elastic.runtime.agents.metrics import RunMetrics
 from elastic.runtime.agents.refusals import TOO_MANY_TURNS, CallRefused, refused_turn
 from elastic.runtime.agents.requests import RequestRollouts
-from elastic.runtime.agents.rollouts import AgentRollouts
+from elastic.runtime.agents.rollouts import AgentRollouts, Watcher
 from elastic.runtime.agents.trajectory import AgentTurn
 from elastic.runtime.blame import Blame
 
@@ -48,7 +48,7 @@ class _Front:
         return self._number
 
 
-class FrontStreams:
+class FrontStreams(Watcher):
     """`durable` is the journal's. With `secrets` env workers are given trajectories, once fronts serve their calls.
 
     Once the run is `stopped` no message counts any more: a resumed run begins before the stop.
@@ -171,27 +171,19 @@ class FrontStreams:
                 self._take(front, message.request, turns, joined=joined)
             case m.CutTurn():
                 if (turn := front.streams.get(message.stream)) is not None:
-                    self._node_agent(turn).cut(turn, message.kept)
+                    self._opener(turn).cut(turn, message.kept)
             case m.SettleTurn():
                 self._settle(front, message)
             case m.AnswerDelivered():
                 if (turn := self._detach(front, message.stream, gone=False)) is not None:
-                    self._node_agent(turn).deliver(turn)
+                    self._opener(turn).deliver(turn)
             case m.ClientGone():
                 self._detach(front, message.stream, gone=True)
             case m.BeginTrajectory():
                 trajectory, again = rollouts.begin(message)
                 self._reply(front, m.TrajectoryBegun(message.request, trajectory, again=again))
-            case m.BindSession():
-                self._reply(front, m.TrajectoryShown(message.request, rollouts.bind(message.caller, message.session)))
-            case m.GiveReward():
-                status = rollouts.reward(message.caller, message.reward, message.policy)
-                self._reply(front, m.TrajectoryShown(message.request, status))
-            case m.EndTrajectory():
-                status = rollouts.end(
-                    message.caller, message.cause, truncated=message.truncated, metrics=message.metrics
-                )
-                self._reply(front, m.TrajectoryShown(message.request, status))
+            case m.BindSession() | m.GiveReward() | m.EndTrajectory():
+                self._take_word(front, message, message.caller)
             case m.ShowTrajectory():
                 front.connection.send(m.TrajectoryShown(message.request, rollouts.show(message.caller)))
             case m.AskMetrics():
@@ -275,7 +267,7 @@ class FrontStreams:
 
     def _answer_driver(self, front: _Front, message: m.FromFront) -> None:
         """An env worker speaks for its own trajectories, and asks for no turns here."""
-        rollouts, driver = self._rollouts, front.driver
+        driver = front.driver
         self._note_heard(driver)
         match message:
             case m.DriverBeat():
@@ -286,21 +278,26 @@ class FrontStreams:
             case m.BeginTrajectory():
                 self._begins.setdefault(environment_of(driver), deque()).append((front, message))
                 self.offered()
-            case m.BindSession():
-                own = m.AgentCaller(driver=driver, named=message.caller.named)
-                self._reply(front, m.TrajectoryShown(message.request, rollouts.bind(own, message.session)))
-            case m.GiveReward():
-                own = m.AgentCaller(driver=driver, named=message.caller.named)
-                status = rollouts.reward(own, message.reward, message.policy)
-                self._reply(front, m.TrajectoryShown(message.request, status))
-            case m.EndTrajectory():
-                own = m.AgentCaller(driver=driver, named=message.caller.named)
-                asked_before = rollouts.is_over(own)
-                status = rollouts.end(own, message.cause, truncated=message.truncated, metrics=message.metrics)
-                self._finished[driver] += not asked_before and status.state in ("finished", "truncated")
-                self._reply(front, m.TrajectoryShown(message.request, status))
+            case m.BindSession() | m.GiveReward() | m.EndTrajectory():
+                self._take_word(front, message, m.AgentCaller(driver=driver, named=message.caller.named))
             case _:
                 raise WireError(f"{type(message).__name__} is nothing that an env worker may say")
+
+    def _take_word(
+        self, front: _Front, message: m.BindSession | m.GiveReward | m.EndTrajectory, caller: m.AgentCaller
+    ) -> None:
+        """What a trajectory's owner says of it. What env workers end is counted."""
+        rollouts = self._rollouts
+        match message:
+            case m.BindSession():
+                status = rollouts.bind(caller, message.session)
+            case m.GiveReward():
+                status = rollouts.reward(caller, message.reward, message.policy)
+            case m.EndTrajectory():
+                ended_before = rollouts.is_over(caller)
+                status = rollouts.end(caller, message.cause, truncated=message.truncated, metrics=message.metrics)
+                self._finished[front.driver] += not ended_before and status.state in ("finished", "truncated")
+        self._reply(front, m.TrajectoryShown(message.request, status))
 
     def _note_heard(self, driver: str) -> None:
         self._heard_s[driver] = asyncio.get_running_loop().time()
@@ -354,7 +351,7 @@ class FrontStreams:
         if turn is None:
             return
         try:
-            self._node_agent(turn).settle(turn, message.kept, message.answer, message.history, message.behind)
+            self._opener(turn).settle(turn, message.kept, message.answer, message.history, message.behind)
         except CallRefused as refused:
             front.connection.send(failed(message.stream, refused))
             return
@@ -394,7 +391,7 @@ class FrontStreams:
 
     def _repeat(self, front: _Front, stream: int, turn: AgentTurn) -> None:
         """Say what the turn has come to so far."""
-        runs, (token_ids, logprobs) = turn.generated.runs, self._node_agent(turn).said(turn)
+        runs, (token_ids, logprobs) = turn.generated.runs, self._opener(turn).said(turn)
         if token_ids:
             front.connection.send(
                 m.StreamTokens(
@@ -416,7 +413,7 @@ class FrontStreams:
         if waiting:
             self._waiting[turn.id] = waiting
         elif gone:
-            self._node_agent(turn).alone(turn, cut_off=cut_off)
+            self._opener(turn).alone(turn, cut_off=cut_off)
         return turn
 
     def _asked(self, caller: m.AgentCaller) -> AgentRollouts | Chats:
@@ -427,7 +424,7 @@ class FrontStreams:
             raise CallRefused(403, "no_chats", "the run answers no chats: front.chats_max is 0", retry=False)
         return self._chats
 
-    def _node_agent(self, turn: AgentTurn) -> AgentRollouts | Chats:
+    def _opener(self, turn: AgentTurn) -> AgentRollouts | Chats:
         """Who has opened the turn."""
         if self._chats is not None and parse_turn(turn.id)[0] == CHATS:
             return self._chats

@@ -1,11 +1,7 @@
 """Kinds of trainers behind one contract (`base`). A kind's own imports (torch) happen only when it is created."""
 
-from elastic.config import Config, ConfigError, ConfigProblem, EngineConfig, TrainerConfig, validate
-from elastic.system.installed import installed, load_point
-from elastic.system.named_code import CodeUnusable
+from elastic.config import Config, EngineConfig, TrainerConfig, resolve_kind
 from elastic.worker.trainer.base import PolicyTrainer, TrainerKind, TrainerSettings
-
-ENTRY_POINTS = "elastic.trainers"
 
 
 def create_trainer(config: Config) -> PolicyTrainer:
@@ -47,26 +43,4 @@ def resolve_trainer(trainer: TrainerConfig, where: str) -> tuple[type[TrainerKin
     Raises `ConfigError` for a kind or a section that is not installed or cannot be loaded, and for settings that are
     not its own.
     """
-    known = installed(ENTRY_POINTS)
-    names = ", ".join(sorted(known)) or "none"
-    if trainer.kind not in known:
-        raise ConfigError(
-            ConfigProblem(f"unknown trainer {trainer.kind!r}; installed: {names}", ("trainer", "kind"), where)
-        )
-    for name in trainer.sections:
-        if name not in known:
-            keys = ", ".join(sorted(TrainerConfig.model_fields))
-            unknown = f"unknown key; allowed: {keys}, and sections of: {names}"
-            raise ConfigError(ConfigProblem(unknown, ("trainer", name), where))
-    kinds: dict[str, type[TrainerKind]] = {}
-    for name in {trainer.kind, *trainer.sections}:
-        try:
-            kinds[name] = load_point(known[name])
-        except CodeUnusable as error:
-            key = ("trainer", "kind" if name == trainer.kind else name)
-            raise ConfigError(ConfigProblem(str(error), key, where)) from error
-    settings = {
-        name: validate(kind.Settings, trainer.sections.get(name, {}), where, "trainer", name)
-        for name, kind in kinds.items()
-    }
-    return kinds[trainer.kind], settings[trainer.kind]
+    return resolve_kind(trainer, "trainer", where, ("trainer",))

@@ -14,10 +14,11 @@ from elastic.core.ids import env_worker_id
 from elastic.environments.hosting import EpisodeHost, facts
 from elastic.environments.run_link import EnvRunLink, RunGone
 from elastic.protocol import front_messages as m
-from elastic.protocol.connection import Connection, ConnectionLost
+from elastic.protocol.connection import Connection
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.agents import EPISODE_HOSTS, Doorkeeper, EnvWorkerOrder, EnvWorkers, EnvWorkersOrder
 from elastic.runtime.hosted import EpisodeHosts, FailRun
+from elastic.testing.faults.shell.agents.fronts import WorldDoor
 from elastic.testing.faults.shell.models import ModelEnvironment
 from elastic.testing.faults.shell.process import Process
 
@@ -37,7 +38,7 @@ class WorldHosts:
     def __init__(
         self, world: "World", environment: str, hosts: EpisodeHosts, doorkeeper: Doorkeeper, fail: FailRun
     ) -> None:
-        self._doorkeeper = doorkeeper
+        self._door = WorldDoor(doorkeeper, "an env worker")
         kept = EnvWorkerOrder(
             command=(),
             variables={},
@@ -50,31 +51,14 @@ class WorldHosts:
             run_dir=world.run.path, workers=dict.fromkeys(names, kept), secrets=(), owner=EPISODE_HOSTS
         )
         self._workers = EnvWorkers(order, hosts, fail, WorldProcesses(world))
-        self._welcoming: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        came = lambda: Connection(m.RUN_SIDE, "an env worker", self._came)  # noqa: E731
-        self._server = await loop.create_server(came, ADDRESS, PORT)
+        await self._door.open(ADDRESS, PORT)
         await self._workers.start()
-
-    def _came(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
-        task = asyncio.get_running_loop().create_task(self._welcome(connection), name="env worker")
-        self._welcoming.add(task)
-        task.add_done_callback(self._welcoming.discard)
-
-    async def _welcome(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
-        try:
-            await self._doorkeeper.welcome(connection)
-        except (TimeoutError, ConnectionLost):
-            connection.abort()
 
     async def aclose(self) -> None:
         await self._workers.aclose()
-        self._server.close()
-        for task in list(self._welcoming):
-            task.cancel()
-        self._doorkeeper.close()
+        await self._door.aclose()
 
 
 class WorldProcesses:

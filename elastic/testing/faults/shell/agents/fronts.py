@@ -29,20 +29,19 @@ Message = tuple[int, ...]
 """A message is its tokens, and a rendering the tokens of all messages."""
 
 
-class WorldFronts:
-    """`elastic.runtime.agents.Fronts` on the world's network: takes fronts' connections to the run."""
+class WorldDoor:
+    """Where `peers` of a run dial on the world's network, at a port of the run's address."""
 
-    def __init__(self, doorkeeper: Doorkeeper) -> None:
-        self._doorkeeper = doorkeeper
+    def __init__(self, doorkeeper: Doorkeeper, peers: str) -> None:
+        self._doorkeeper, self._peers = doorkeeper, peers
         self._welcoming: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> str:
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Connection(m.RUN_SIDE, "a front", self._came), ADDRESS, PORT)
-        return f"{ADDRESS}:{PORT}"
+    async def open(self, address: str, port: int) -> None:
+        came = lambda: Connection(m.RUN_SIDE, self._peers, self._came)  # noqa: E731
+        self._server = await asyncio.get_running_loop().create_server(came, address, port)
 
     def _came(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
-        task = asyncio.get_running_loop().create_task(self._welcome(connection), name="front")
+        task = asyncio.get_running_loop().create_task(self._welcome(connection), name=self._peers)
         self._welcoming.add(task)
         task.add_done_callback(self._welcoming.discard)
 
@@ -57,6 +56,17 @@ class WorldFronts:
         for task in list(self._welcoming):
             task.cancel()
         self._doorkeeper.close()
+
+
+class WorldFronts(WorldDoor):
+    """`elastic.runtime.agents.Fronts` on the world's network: takes fronts' connections to the run."""
+
+    def __init__(self, doorkeeper: Doorkeeper) -> None:
+        super().__init__(doorkeeper, "a front")
+
+    async def start(self) -> str:
+        await self.open(ADDRESS, PORT)
+        return f"{ADDRESS}:{PORT}"
 
 
 class FrontGone(Exception):
