@@ -141,7 +141,7 @@ class Regrouped:
         price = 0
         for group in self._groups:
             cycle_ns, nodes = self._cycle([present[job] for job in group])
-            price += self._spec.train.nano_usd_per_hour + nodes * self._spec.rollout.nano_usd_per_hour
+            price += self._spec.train[0].nano_usd_per_hour + nodes * self._spec.rollout[0].nano_usd_per_hour
             for job in group:
                 back_ns = self._back_ns.get(job, 0)
                 pace[job] = 0.0 if back_ns > now_ns else 1 / cycle_ns
@@ -171,6 +171,6 @@ class Regrouped:
         items = tuple(
             sorted(((plan.rollout_ns, member.rollout_bytes) for plan, member in zip(plans, members, strict=True)))[::-1]
         )
-        nodes = min(fewest_nodes(items, bound_ns, self._spec.rollout.memory_bytes), len(members))
+        nodes = min(fewest_nodes(items, bound_ns, self._spec.rollout[0].memory_bytes), len(members))
         rolled_ns = sum(plan.rollout_ns for plan in plans) / nodes
         return max(longest_ns, sum(plan.train_ns for plan in plans), rolled_ns), nodes

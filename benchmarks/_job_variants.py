@@ -61,11 +61,7 @@ def planned(spec: PoolSpec, arrivals: Sequence[Arrival], how: str, seed: int) ->
         ended = world.cluster.jobs[job].state is JobState.FINISHED
         worst.append(ended and took_ns <= request.slo * plan.solo_ns * request.steps)
         actual.append(ended and took_ns <= request.slo * world.alone_ns[job])
-    prices = world.cluster.spec
-    paid = sum(
-        length_ns * prices.kind(world.cluster.state.nodes[node].phase).nano_usd_per_hour
-        for node, length_ns in world.grouped_ns.items()
-    )
+    paid = sum(length_ns * world.cluster.kind(node).nano_usd_per_hour for node, length_ns in world.grouped_ns.items())
     return {"usd": paid / NS_PER_H / 1e9, "slo_worst": mean(worst), "slo_actual": mean(actual)}
 
 

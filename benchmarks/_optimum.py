@@ -58,11 +58,11 @@ class Optimiser:
         capacity_ns = longest_ns if self._saturation else limit_ns
         if longest_ns > limit_ns or sum(map(_train_ns, requests)) > capacity_ns:
             return None
-        if sum(request.train_bytes for request in requests) > spec.train.memory_bytes:
+        if sum(request.train_bytes for request in requests) > spec.train[0].memory_bytes:
             return None
         items = sorted(((_rollout_ns(request), request.rollout_bytes) for request in requests), reverse=True)
-        nodes = fewest_nodes(tuple(items), capacity_ns, spec.rollout.memory_bytes)
-        return spec.train.nano_usd_per_hour + nodes * spec.rollout.nano_usd_per_hour
+        nodes = fewest_nodes(tuple(items), capacity_ns, spec.rollout[0].memory_bytes)
+        return spec.train[0].nano_usd_per_hour + nodes * spec.rollout[0].nano_usd_per_hour
 
     def groups(self, active: Sequence[JobId]) -> list[tuple[tuple[JobId, ...], int]]:
         """Every group that may be. A group that may not be has no larger one: each job only adds."""
@@ -78,7 +78,7 @@ class Optimiser:
                         found.append((grown, cost))
                     if cost is not None or self._saturation:
                         larger.append(grown)
-            smaller = larger if not smaller[0] or len(smaller[0]) + 1 < self._spec.train.memory_bytes else []
+            smaller = larger if not smaller[0] or len(smaller[0]) + 1 < self._spec.train[0].memory_bytes else []
         return found
 
     def _solved(self, active: Sequence[JobId]) -> Optimum:
@@ -109,7 +109,7 @@ class Optimiser:
             rollout += _rollout_ns(request) / request.limit_ns
             train += _train_ns(request) / request.limit_ns
         whole = (-int(-share // 1) for share in (rollout - 1e-9, train - 1e-9))
-        prices = (self._spec.rollout.nano_usd_per_hour, self._spec.train.nano_usd_per_hour)
+        prices = (self._spec.rollout[0].nano_usd_per_hour, self._spec.train[0].nano_usd_per_hour)
         return sum(max(1, nodes) * price for nodes, price in zip(whole, prices, strict=True))
 
 

@@ -24,7 +24,7 @@ from elastic.core.cluster import Cluster
 from elastic.core.cluster.commands import ClusterCommand
 from elastic.core.cluster.events import ClusterEvent
 from elastic.core.cluster.history import decoded, replay
-from elastic.core.cluster.types import NS_PER_HOUR, Permit, PhaseKind
+from elastic.core.cluster.types import NS_PER_HOUR, Permit
 from elastic.pool.control_messages import PoolControl
 from elastic.pool.journal import read_records
 from elastic.protocol.run_control import ControlError
@@ -187,9 +187,9 @@ def residual_nano_usd(pool: LivePool) -> int:
     config = load_pool(pool.directory / POOL_CONFIG)
     cluster = replay(read_records(pool.directory), CLUSTER_POLICIES[config.pool.policy])
     state, now_ns = cluster.state, cluster.now_ns
-    prices = {phase: cluster.spec.kind(phase).nano_usd_per_hour for phase in PhaseKind}
     unbilled = sum(
-        prices[node.phase] * (now_ns - (node.own_since_ns if node.group is None else state.billed_ns[node.group]))
+        cluster.kind(node.id).nano_usd_per_hour
+        * (now_ns - (node.own_since_ns if node.group is None else state.billed_ns[node.group]))
         for node in state.nodes.values()
     )
     billed = state.pool_billed + sum(record.billed for record in state.jobs.values())

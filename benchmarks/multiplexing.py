@@ -262,7 +262,7 @@ def pool_of(rollout: int, train: int, setting: Setting) -> PoolSpec:
         phase: NodeKind(gpus=gpus, memory_bytes=memory, nano_usd_per_hour=round(gpus * USD_PER_GPU_HOUR[device] * 1e9))
         for phase, gpus, device in (("rollout", setting.node_gpus, setting.rollout), ("train", GPUS, "H800"))
     }
-    return PoolSpec(
+    return PoolSpec.uniform(
         rollout=kinds["rollout"],
         train=kinds["train"],
         rollout_nodes=rollout * GPUS // setting.node_gpus,
@@ -299,7 +299,7 @@ def lived(
 
         world.submit(run.request(seen), run.switch, make)
     groups = world.cluster.groups.values()
-    usd = sum(g.price(spec) for g in groups) / 1e9
+    usd = sum(g.price(world.cluster.kind) for g in groups) / 1e9
     with rare_collections():
         loop.run(HORIZON_NS)
     return GroupSeen({run.name: run.seen(world) for run in runs}, usd)

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from elastic.core.cluster.cycle import cycle_ns, whole_jobs_ns
 from elastic.core.cluster.groups import CycleModel, JobGroup, PlannedMember, planned
 from elastic.core.cluster.policy import PlacementChoice, PlacementRefusal, PoolView, Relocation
-from elastic.core.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId
+from elastic.core.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId, NodeKind, PhaseKind, price_of
 from elastic.core.types import NS_PER_S
 from policies.regrouping import GrowingView, Newcomer, brought_together
 from policies.repartitioning import formed_anew
@@ -149,13 +149,15 @@ class PlacementRules:
             yield alone
 
     def alone(self, request: JobRequest, pool: PoolView) -> PlacementChoice | None:
-        if pool.free_rollout < request.rollout_nodes or pool.free_train < request.train_nodes:
+        found = pool.spec.alone(request, pool.free)
+        if found is None:
             return None
+        rollout, train = found
         return PlacementChoice(
             group=None,
-            new_rollout=request.rollout_nodes,
-            new_train=request.train_nodes,
-            marginal_nano_usd_per_hour=pool.spec.price_alone(request),
+            new=_names(rollout),
+            train=_names(train),
+            marginal_nano_usd_per_hour=price_of((*rollout, *train)),
             cycle_ns=request.alone_ns,
         )
 
@@ -167,50 +169,59 @@ class PlacementRules:
         bound_ns = min(group.limit_ns, newcomer.limit_ns)
         if self.keeps_slos and (group.train_ns + member.train_ns > bound_ns or alone_ns > bound_ns):
             return
-        if group.train_bytes + member.train_bytes > pool.spec.train.memory_bytes:
+        train = pool.kind(group.train[0])
+        if group.train_bytes + member.train_bytes > train.memory_bytes or not newcomer.request.fits(
+            train, PhaseKind.TRAIN
+        ):
             return
         if self.saturation and group.saturated:
             return
         if group.single and newcomer.rollout_nodes == 1 and not member.sync_ns and self.cycle is cycle_ns:
-            yield from self._single(group, member, pool, bound_ns)
+            yield from self._single(group, member, newcomer.request, pool, bound_ns)
         else:
-            yield from self._several(group, member, newcomer.rollout_nodes, pool, bound_ns)
+            yield from self._several(group, member, newcomer.request, pool, bound_ns)
 
     def _single(
-        self, group: JobGroup, member: PlannedMember, pool: GrowingView, bound_ns: Nanoseconds
+        self, group: JobGroup, member: PlannedMember, request: JobRequest, pool: GrowingView, bound_ns: Nanoseconds
     ) -> Iterator[PlacementChoice]:
         """Yield placements with one rollout node per member: the cycle is the largest of a few sums."""
         least_ns = max(group.cycle_ns, member.alone_ns, group.train_ns + member.train_ns)
-        memory, found = pool.spec.rollout.memory_bytes - member.rollout_bytes, False
+        found = False
         for node in self._nodes(group):
             lasts_ns = max(least_ns, group.rollout_ns[node] + member.rollout_ns)
-            if group.rollout_bytes[node] <= memory and (lasts_ns <= bound_ns or not self.keeps_slos):
+            if _holds(group, node, member, pool) and (lasts_ns <= bound_ns or not self.keeps_slos):
                 found = True
                 yield PlacementChoice(group=group.name, rollout=(node,), cycle_ns=lasts_ns)
-        if self.scales and (not found or not self.keeps_slos) and pool.free_rollout >= 1:
-            price = pool.spec.rollout.nano_usd_per_hour
-            yield PlacementChoice(group=group.name, new_rollout=1, marginal_nano_usd_per_hour=price, cycle_ns=least_ns)
+        if self.scales and (not found or not self.keeps_slos):
+            new = pool.spec.new_rollout(request, 1, pool.free, pool.kind(group.train[0]).site)
+            if new is not None:
+                yield PlacementChoice(
+                    group=group.name,
+                    new=_names(new),
+                    marginal_nano_usd_per_hour=price_of(new),
+                    cycle_ns=least_ns,
+                )
 
     def _several(
-        self, group: JobGroup, member: PlannedMember, wanted: int, pool: GrowingView, bound_ns: Nanoseconds
+        self, group: JobGroup, member: PlannedMember, request: JobRequest, pool: GrowingView, bound_ns: Nanoseconds
     ) -> Iterator[PlacementChoice]:
         """Yield placements on the idlest nodes with enough memory, and with as few new nodes as suffice."""
-        memory = pool.spec.rollout.memory_bytes - member.rollout_bytes
-        with_memory = [node for node in group.rollout if group.rollout_bytes[node] <= memory]
+        with_memory = [node for node in group.rollout if _holds(group, node, member, pool)]
         with_memory.sort(key=lambda node: group.rollout_ns[node])
-        for new in range(max(0, wanted - len(with_memory)), wanted + 1 if self.scales else 1):
-            if new > pool.free_rollout:
+        wanted, site = request.rollout_nodes, pool.kind(group.train[0]).site
+        for count in range(max(0, wanted - len(with_memory)), wanted + 1 if self.scales else 1):
+            new = pool.spec.new_rollout(request, count, pool.free, site)
+            if new is None:
                 return
-            kept = tuple(with_memory[: wanted - new])
-            member.nodes = (*kept, *(f"new-{i}" for i in range(new)))
+            kept = tuple(with_memory[: wanted - count])
+            member.nodes = (*kept, *(f"new-{i}" for i in range(count)))
             lasts_ns = self.cycle([*group.members.values(), member])
             if lasts_ns <= bound_ns or not self.keeps_slos:
-                price = new * pool.spec.rollout.nano_usd_per_hour
                 yield PlacementChoice(
                     group=group.name,
                     rollout=kept,
-                    new_rollout=new,
-                    marginal_nano_usd_per_hour=price,
+                    new=_names(new),
+                    marginal_nano_usd_per_hour=price_of(new),
                     cycle_ns=lasts_ns,
                 )
                 return
@@ -222,16 +233,18 @@ class PlacementRules:
 
     def _refusal(self, request: JobRequest, group: JobGroup, pool: PoolView) -> PlacementRefusal:
         """Return the first obstacle."""
-        member, spec = planned(request, len(group.train), ()), pool.spec
+        member, train = planned(request, len(group.train), ()), pool.kind(group.train[0])
         bound_ns = min(group.limit_ns, member.limit_ns)
+        emptiest = max(group.rollout, key=lambda node: pool.kind(node).memory_bytes - group.rollout_bytes[node])
         tests = (
             ("it is saturated: load, s", group.load_ns / NS_PER_S, group.longest_ns / NS_PER_S, self.saturation),
             (
                 "host memory of a training node, bytes",
                 group.train_bytes + member.train_bytes,
-                spec.train.memory_bytes,
+                train.memory_bytes,
                 True,
             ),
+            ("GPUs of a training node, for its trainer's ranks", request.train_gpus, train.gpus, True),
             (
                 "its cycle is longer than the job bears, s",
                 group.cycle_ns / NS_PER_S,
@@ -252,8 +265,8 @@ class PlacementRules:
             ),
             (
                 "host memory of its emptiest rollout node, bytes",
-                min(group.rollout_bytes.values(), default=0) + member.rollout_bytes,
-                spec.rollout.memory_bytes,
+                group.rollout_bytes[emptiest] + member.rollout_bytes,
+                pool.kind(emptiest).memory_bytes,
                 not self.scales,
             ),
         )
@@ -263,8 +276,20 @@ class PlacementRules:
         if not self.shares:
             return PlacementRefusal(group.name, "jobs share nothing, members", len(group.members) + 1, 1)
         return PlacementRefusal(
-            group.name, "rollout nodes, with the free ones", request.rollout_nodes, pool.free_rollout
+            group.name,
+            "rollout nodes, with the free ones",
+            request.rollout_nodes,
+            sum(pool.free(kind.name) for kind in pool.spec.rollout if request.fits(kind, PhaseKind.ROLLOUT)),
         )
+
+
+def _names(kinds: Sequence[NodeKind]) -> tuple[str, ...]:
+    return tuple(kind.name for kind in kinds)
+
+
+def _holds(group: JobGroup, node: NodeId, member: PlannedMember, pool: GrowingView) -> bool:
+    """Whether there is host memory for a member's state on a rollout node of the group."""
+    return group.rollout_bytes[node] + member.rollout_bytes <= pool.kind(node).memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ own nodes while they restart and the longer lives of the receiving groups. A job
 up for the restart within its SLO.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from elastic.core.cluster.groups import CycleModel, JobGroup, PlannedMember, planned
 from elastic.core.cluster.policy import PlacementChoice, PoolView, Relocation
-from elastic.core.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId, PoolSpec
+from elastic.core.cluster.types import GroupName, JobRequest, KindName, Nanoseconds, NodeId, NodeKind, PoolSpec
 
 LOOKED_AT = 24
 """Groups examined after one change. The next change causes another look."""
@@ -23,8 +24,8 @@ class GrowingView(Protocol):
 
     @property
     def spec(self) -> PoolSpec: ...
-    @property
-    def free_rollout(self) -> int: ...
+    def free(self, kind: KindName) -> int: ...
+    def kind(self, node: NodeId) -> NodeKind: ...
 
 
 class Newcomer:
@@ -62,21 +63,21 @@ def brought_together(rules: WaysInto, pool: PoolView, changed: Sequence[GroupNam
     takers = _takers(pool)
     for name in _worth_a_look(pool, changed):
         group = pool.groups[name]
-        for members, nano_usd_per_hour in _what_may_be_given_back(group, pool.spec):
+        for members, nano_usd_per_hour in _what_may_be_given_back(group, pool):
             found = _moved(rules, pool, group, members, nano_usd_per_hour, takers)
             if found is not None and found[0] > best_saved:
                 best_saved, best = found
     return best
 
 
-def _what_may_be_given_back(group: JobGroup, spec: PoolSpec) -> Iterator[tuple[list[PlannedMember], int]]:
+def _what_may_be_given_back(group: JobGroup, pool: PoolView) -> Iterator[tuple[list[PlannedMember], int]]:
     """Yield the members that would have to leave, and the price of the nodes that would become free."""
-    members, rollout = list(group.members.values()), spec.rollout.nano_usd_per_hour
-    yield members, group.price(spec)
+    members = list(group.members.values())
+    yield members, group.price(pool.kind)
     for node in group.rollout:
         pinned = [member for member in members if node in member.nodes]
         if len(pinned) < len(members) and all(len(member.nodes) == 1 for member in pinned):
-            yield pinned, rollout
+            yield pinned, pool.kind(node).nano_usd_per_hour
 
 
 def _worth_a_look(pool: PoolView, changed: Sequence[GroupName]) -> list[GroupName]:
@@ -128,9 +129,15 @@ class GroupsAfter:
     def __init__(
         self, pool: PoolView, without: GroupName | None, takers: Sequence[tuple[JobGroup, Nanoseconds]]
     ) -> None:
-        self.spec, self.free_rollout = pool.spec, pool.free_rollout
-        self._new: set[NodeId] = set()
+        self.spec, self._pool = pool.spec, pool
+        self._new: dict[NodeId, KindName] = {}
         self._groups = {group.name: (group, lives_ns) for group, lives_ns in takers if group.name != without}
+
+    def free(self, kind: KindName) -> int:
+        return self._pool.free(kind) - Counter(self._new.values())[kind]
+
+    def kind(self, node: NodeId) -> NodeKind:
+        return self.spec.kinds[self._new[node]] if node in self._new else self._pool.kind(node)
 
     def cheapest(
         self, rules: WaysInto, newcomer: Newcomer, remaining_ns: Nanoseconds
@@ -142,7 +149,7 @@ class GroupsAfter:
         ends_ns = remaining_ns + request.restart_ns
         best: tuple[int, PlacementChoice] | None = None
         for group, lives_ns in self._groups.values():
-            longer = group.price(self.spec) * max(0, ends_ns - lives_ns)
+            longer = group.price(self.kind) * max(0, ends_ns - lives_ns)
             if best is not None and longer + restart >= best[0]:
                 continue
             for choice in rules.ways_into(group, newcomer, self):
@@ -170,8 +177,7 @@ class GroupsAfter:
             | {member.job: planned(newcomer.request, len(group.train), (*choice.rollout, *new), newcomer.limit_ns)},
         )
         grown.follow(cycle)
-        self._new.update(new)
-        for node in self._new.intersection(grown.rollout):
-            grown.rollout_bytes[node] = self.spec.rollout.memory_bytes + 1
-        self.free_rollout -= choice.new_rollout
+        self._new.update(zip(new, choice.new, strict=True))
+        for node in self._new.keys() & grown.rollout:
+            grown.rollout_bytes[node] = self.kind(node).memory_bytes + 1
         self._groups[group.name] = grown, lives_ns

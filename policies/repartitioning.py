@@ -4,7 +4,8 @@ Single moves end where only an exchange helps: a small group could dissolve if o
 Here every set of neighbours that may be a group is priced, moves included, and the cheapest division of all of them
 into such sets is found exactly, by their subsets.
 
-For groups with one rollout node per member, without synchronisation, and with equally many training nodes.
+For groups with one rollout node per member, without synchronisation, and with equally many training nodes, of pools
+with one kind of node for each phase.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,8 @@ NEVER = 1 << 120
 def formed_anew(rules: WaysInto, pool: PoolView, changed: Sequence[GroupName]) -> list[Relocation]:
     """Return the moves to cheaper groups that are possible now. The others follow once the jobs in their way have
     left."""
-    groups = _neighbours(pool, changed) if rules.cycle is cycle_ns else []
+    alike = len(pool.spec.rollout) == len(pool.spec.train) == 1
+    groups = _neighbours(pool, changed) if alike and rules.cycle is cycle_ns else []
     return _Neighbourhood(pool, groups).moves(rules) if len(groups) > 1 else []
 
 
@@ -75,9 +77,9 @@ class _Neighbourhood:
 
     def __init__(self, pool: PoolView, groups: Sequence[JobGroup]) -> None:
         self._pool, self._groups = pool, groups
-        spec = pool.spec
-        self._rollout_price = spec.rollout.nano_usd_per_hour
-        self._train_price = spec.train.nano_usd_per_hour * len(groups[0].train)
+        (self._rollout,), (train,) = pool.spec.rollout, pool.spec.train
+        self._train_price = train.nano_usd_per_hour * len(groups[0].train)
+        self._train_memory = train.memory_bytes
         self._jobs = [
             self._neighbour(home, member) for home, group in enumerate(groups) for member in group.members.values()
         ]
@@ -111,7 +113,7 @@ class _Neighbourhood:
 
     def _blocks(self) -> Iterator[tuple[int, list[_Block]]]:
         """Return every set that may be a group, with its cost as each group of its members, the cheapest first."""
-        jobs, memory = self._jobs, self._pool.spec.train.memory_bytes
+        jobs, memory = self._jobs, self._train_memory
         limits_ns = [max(job.member.limit_ns, job.moved_limit_ns) for job in jobs]
         open_sets: list[tuple[int, int, int, int, int, int]] = [(0, 0, 0, 0, NEVER, 0)]
         while open_sets:
@@ -147,14 +149,14 @@ class _Neighbourhood:
         cost, newcomers = 0, list[tuple[int, NodeId | None]]()
         for i, job in moving:
             most_ns = bound_ns - job.member.rollout_ns
-            most_bytes = self._pool.spec.rollout.memory_bytes - job.member.rollout_bytes
+            most_bytes = self._rollout.memory_bytes - job.member.rollout_bytes
             room = [node for node, used in nodes.items() if used[0] <= most_ns and used[1] <= most_bytes]
             node = max(room, key=lambda node: nodes[node][0], default=None)
             _put(job, nodes.setdefault(f"for {job.request.id}" if node is None else node, [0, 0, 0]))
             cost += job.move_cost
             newcomers.append((i, node))
         cost += self._train_price * max(job.left_ns for _, job in inside)
-        cost += self._rollout_price * sum(used[2] for used in nodes.values())
+        cost += self._rollout.nano_usd_per_hour * sum(used[2] for used in nodes.values())
         return _Block(cost, group, tuple(newcomers))
 
     def _cheapest(self, blocks: dict[int, list[_Block]]) -> list[int]:

@@ -98,17 +98,17 @@ def start_pool(
         return EXIT_BAD_INPUT if supervisor.poll() == EXIT_BAD_INPUT else EXIT_FAILED
     if as_json:
         emit({"pool": wanted.pool.name, "directory": str(directory), "pid": reply.pid, "supervisor": supervisor.pid})
-    spec = wanted.pool
-    most = "" if spec.rollout.spot is None and spec.rollout.kind == "local" else "up to "
+    spec, joins = wanted.spec(), wanted.joins
+    most = "up to " if joins or wanted.markets else ""
+    rollout, train = (sum(kind.nodes for kind in kinds) for kinds in (spec.rollout, spec.train))
     say(
-        f"pool {spec.name} is up: {most}{spec.rollout.nodes} rollout and {spec.train.nodes} training nodes, in "
-        f"{directory}; "
+        f"pool {wanted.pool.name} is up: {most}{rollout} rollout and {train} training nodes, in {directory}; "
         f"{program()} jobs submit CONFIG brings it work, {program()} pool stop ends it"
     )
-    if spec.rollout.ray is not None:
-        say(f"its rollout nodes are asked of the Ray cluster at {spec.rollout.ray.address}; {program()} pool status")
-    if spec.rollout.kind == "joined":
-        say(f"{program()} pool ticket lets other machines join as its rollout nodes")
+    for name, ray in wanted.clusters.items():
+        say(f"its nodes {name} are asked of the Ray cluster at {ray.address}; {program()} pool status")
+    if by_ticket := [name for name in joins if name not in wanted.clusters]:
+        say(f"{program()} pool ticket lets other machines join as its nodes: {', '.join(by_ticket)}")
     return 0
 
 
@@ -212,6 +212,9 @@ def mint_node_ticket(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the ticket here; else it is printed.")
     ] = None,
+    kind: Annotated[
+        str, typer.Option(metavar="NAME", help="Which nodes of POOL.toml it becomes one of, if several kinds join.")
+    ] = "",
     label: Annotated[str, typer.Option(help="Whose machine it is for.")] = "",
     minutes: Annotated[float, typer.Option(min=0.1, max=10_080, help="Until when it must be used.")] = 60.0,
     command_id: JobCommandIdOption = "",
@@ -224,7 +227,7 @@ def mint_node_ticket(
     """
     path = find_pool(name, directory)
     command_id = command_id or new_command_id()
-    ticket = asked(PoolControl(path).ticket(label, minutes * 60, command_id), command_id)
+    ticket = asked(PoolControl(path).ticket(label, minutes * 60, command_id, kind), command_id)
     told = {"pool": path.name, "node": ticket.node, "id": command_id}
     hand_out(ticket, output, told if as_json else None)
     say(f"the ticket for node {ticket.node} is good for one machine within {minutes:g} min; it is not shown again")
@@ -253,7 +256,7 @@ def join_pool(
     site: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="This machine's site, if there are several. A site shares copies of weights."
+            metavar="NAME", help="This machine's site, if the pool does not say. A site shares copies of weights."
         ),
     ] = "",
 ) -> int:
@@ -406,7 +409,7 @@ def _check_former(config: PoolConfig, path: Path) -> None:
     former = load_pool(directory / POOL_CONFIG)
     for what, was, now in (
         ("pool.rollout and pool.train", former.spec(), config.spec()),
-        ("pool.rollout.kind", former.pool.rollout.kind, config.pool.rollout.kind),
+        ("pool.rollout.kind", [one.kind for one in former.pool.rollout], [one.kind for one in config.pool.rollout]),
         ("pool.policy, placement, tail, drift and charging", former.policy_names, config.policy_names),
         ("limits", former.wait_limits(), config.wait_limits()),
     ):
@@ -470,8 +473,10 @@ def pool_tables(reply: PoolStatusReply, path: Path) -> Group:
         f"${status.usd_unbilled:.4f} of it for idle nodes, which no job pays; "
         f"${status.usd_per_hour:.2f} an hour for its groups"
     )
-    columns = ("node", "devices", "group", "account", "job", "busy", "idle", "down")
-    nodes = FittedListing(columns, map(_node_row, status.nodes), spare=("devices", "down", "group", "busy", "idle"))
+    columns = ("node", "site", "$/GPU-hour", "devices", "group", "account", "job", "busy", "idle", "down")
+    nodes = FittedListing(
+        columns, map(_node_row, status.nodes), spare=("devices", "$/GPU-hour", "site", "down", "group", "busy", "idle")
+    )
     groups = [
         (
             group.name,
@@ -507,7 +512,8 @@ def _node_row(node: NodeStatus) -> Sequence[str]:
     if node.machine is not None:
         where = f"{where} ({node.machine.device} of {node.machine.host})"
     account = "draining" if node.draining else node.account
-    names = (node.name, where, node.group or "–", account, node.job or "–")
+    site = node.site or (node.machine.site if node.machine is not None else "") or "–"
+    names = (node.name, site, f"{node.usd_per_gpu_hour:.2f}", where, node.group or "–", account, node.job or "–")
     return (*names, *(f"{part / whole_s:.0%}" for part in parts))
 
 

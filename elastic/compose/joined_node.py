@@ -34,7 +34,7 @@ END_TIMEOUT_S = 30.0
 
 def run_joined_node(ticket: NodeTicket, join: str, devices: Sequence[DeviceName], directory: Path, site: str) -> int:
     """Be the node agent of the ticket's node on this machine, which dials `join` if that is given; returns the exit
-    code. The machine is at this `site`.
+    code. The machine is at this `site`, else at that of the ticket.
 
     Its files are in `directory`, and the session by which it comes back once the ticket is spent, also after it was
     killed or its machine has started anew. Lost, or given up by the pool, it comes again without residents. Raises
@@ -57,7 +57,7 @@ def run_joined_node(ticket: NodeTicket, join: str, devices: Sequence[DeviceName]
         token=ticket.token,
         records=directory.resolve() / "leases",
         devices=tuple(its),
-        machine=this_machine(its, site),
+        machine=this_machine(its, site or ticket.site),
         directory=directory.resolve(),
     )
     with claimed(directory, what="node"):

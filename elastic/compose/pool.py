@@ -22,7 +22,7 @@ from elastic.compose.runs import claimed, load_run_config, private, save_run_con
 from elastic.config import ConfigError
 from elastic.core.cluster import Cluster
 from elastic.core.cluster.events import ClusterEvent
-from elastic.core.cluster.types import NodeId, PhaseKind, PhasePlan
+from elastic.core.cluster.types import KindName, NodeId, PhaseKind, PhasePlan
 from elastic.core.ids import tagged
 from elastic.pool import messages as w
 from elastic.pool.client import FINGERPRINT_VARIABLE, JOB_VARIABLE, POOL_VARIABLE, TOKEN_VARIABLE, PoolMembership
@@ -32,10 +32,10 @@ from elastic.pool.gateway import PoolGateway, PoolTokens
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
 from elastic.pool.live import SET_ASIDE, LivePorts
-from elastic.pool.machines import rollout_names
+from elastic.pool.machines import kind_of_node, node_names
 from elastic.pool.node_requests import NodeRequests
 from elastic.pool.node_supply import NodeSupply
-from elastic.pool.node_tickets import NodeTickets, blank_ticket
+from elastic.pool.node_tickets import NodeTickets
 from elastic.pool.ports import HowEnded, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.protocol.control_socket import LineSocket
@@ -118,7 +118,7 @@ class PoolPrograms:
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
     ) -> w.StartResidentFrame:
         environment = {**entry.environment, JOB_VARIABLE: entry.job}
-        if phase is PhaseKind.ROLLOUT and self._config.joins is not None:
+        if kind_of_node(node) in self._config.joins:
             return self._resident_elsewhere(entry, placement, environment)
         if entry.script:
             environment |= self.job_environment(entry, placement)
@@ -193,14 +193,14 @@ class PoolPrograms:
         if not path.is_absolute() or not path.is_dir():
             raise ConfigError(f"job {entry.job}: directory: found {path}; allowed: an absolute one")
         if entry.script:
-            if self._config.joins is not None:
+            if self._config.joins:
                 problem = "a script computes in its own process, and this pool's rollout nodes are other machines"
                 raise ConfigError(f"job {entry.job}: {problem}; allowed: a run")
             return entry
         if not (path / CONFIG).exists():
             raise ConfigError(f"job {entry.job}: {path} is no run's directory: it has no {CONFIG}")
         config = load_run_config(path)
-        if self._config.joins is not None and self._endpoint.fingerprint and not config.run.beyond_loopback:
+        if self._config.joins and self._endpoint.fingerprint and not config.run.beyond_loopback:
             raise ConfigError(
                 f"job {entry.job}: run.host: found {config.run.host}, which the pool's rollout nodes, on other "
                 'machines, cannot dial; allowed: an address that they reach, such as "0.0.0.0" with run.advertise'
@@ -245,7 +245,7 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
     journal = PoolJournal(directory)
     cluster, last_ns = journal.open_pool(config.spec(), config.wait_limits(), config.policies(), config.policy_names)
     tokens = PoolTokens(pool_secret(directory))
-    ray = await _ray_nodes(config, tokens, anew=not _goes_on(journal))
+    clusters = await _ray_nodes(config, tokens, anew=not _goes_on(journal))
     began, anew = _began(journal, last_ns)
     limits = config.limits
     set_aside = msgspec.json.decode(journal.note(SET_ASIDE) or "{}", type=dict[DeviceName, str])
@@ -279,11 +279,16 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
     def after(event: ClusterEvent) -> None:
         wiring.after(shell.cluster, event)
 
-    market, joins = config.pool.rollout.market(), config.joins
-    shell = PoolShell(cluster, ports, times, journal.entries(), after, market, devices=devices, joins=joins)
-    requests = NodeRequests(rollout_names(config.pool.rollout.nodes), times.retry_ns)
-    supply = None if ray is None else NodeSupply(ray, requests, shell, node_tickets, isolated)
-    asked_for = dict[NodeId, str] if supply is None else supply.told
+    markets, joins = config.markets, config.joins
+    shell = PoolShell(cluster, ports, times, journal.entries(), after, markets, devices=devices, joins=joins)
+    supplies: list[NodeSupply] = []
+    for name, ray in clusters.items():
+        requests = NodeRequests(node_names(name, joins[name].kind.nodes), times.retry_ns)
+        supplies.append(NodeSupply(ray, requests, shell, node_tickets, isolated))
+
+    def asked_for() -> dict[NodeId, str]:
+        return {node: words for supply in supplies for node, words in supply.told().items()}
+
     command_manager = PoolCommandManager(
         config.pool.name, shell, journal, made.admit, ports.jobs.pid, made.logs, node_tickets, asked_for
     )
@@ -294,10 +299,10 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
         running = asyncio.create_task(ports.run(shell, anew=anew, stop=journal.note(STOPPING)), name="pool's shell")
         await asyncio.sleep(0)
         await socket.start()
-        async with _kept(supply):
+        async with _kept(supplies):
             await running
         await ports.end_node_agents()
-        if supply is not None:
+        for supply in supplies:
             await supply.give_all_back(GIVE_BACK_S)
         journal.set_note(STOPPING, "")
         journal.set_note(STOPPED_NS, str(ports.now_ns()))
@@ -307,50 +312,45 @@ async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) ->
         await socket.aclose()
         await gateway.aclose()
         await ports.aclose()
-        if ray is not None:
+        for ray in clusters.values():
             await ray.aclose()
         journal.close()
 
 
-async def _ray_nodes(config: PoolConfig, tokens: PoolTokens, *, anew: bool) -> RayNodes | None:
-    """Return the Ray cluster that the pool asks for nodes, if there is one. Raises `ConfigError` if the pool cannot
-    begin with it; one that goes on waits for it."""
-    settings = config.pool.rollout.ray
-    if settings is None:
-        return None
-    kind = config.pool.rollout.node_kind()
-    tag = tagged(config.pool.name, tokens.ticket("ray", 0))
-    found = RayNodes(settings, tag, kind.gpus, kind.memory_bytes, config.pool.devices)
-    try:
-        await found.open()
-    except RayUnusable as error:
-        if anew:
-            raise ConfigError(f"pool.rollout.ray: {error}") from error
-        log.warning("the pool goes on without its cluster", cause=str(error))
-    return found
+async def _ray_nodes(config: PoolConfig, tokens: PoolTokens, *, anew: bool) -> Mapping[KindName, RayNodes]:
+    """Return the Ray clusters that the pool asks for nodes, by the kinds of those. Raises `ConfigError` if the pool
+    cannot begin with one; a pool that goes on waits for it."""
+    clusters: dict[KindName, RayNodes] = {}
+    for name, settings in config.clusters.items():
+        kind, tag = config.joins[name].kind, tagged(config.pool.name, tokens.ticket(f"ray {name}", 0))
+        clusters[name] = RayNodes(settings, tag, kind.gpus, kind.memory_bytes, config.pool.devices)
+        try:
+            await clusters[name].open()
+        except RayUnusable as error:
+            if anew:
+                raise ConfigError(f"pool.{name}.ray: {error}") from error
+            log.warning("the pool goes on without its cluster", cause=str(error))
+    return clusters
 
 
 @contextlib.asynccontextmanager
-async def _kept(supply: NodeSupply | None) -> AsyncIterator[None]:
+async def _kept(supplies: Sequence[NodeSupply]) -> AsyncIterator[None]:
     """A context in which nodes are asked for and given back."""
-    running = None if supply is None else asyncio.create_task(supply.run(), name="nodes that are asked for")
+    running = [asyncio.create_task(supply.run(), name="nodes that are asked for") for supply in supplies]
     try:
         yield
     finally:
-        if running is not None:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _node_tickets(
     config: PoolConfig, journal: PoolJournal, tokens: PoolTokens, address: str, fingerprint: str
 ) -> NodeTickets:
     """Return the tickets of a pool that listens at this address."""
-    pool, blank = config.pool, None
-    if config.joins is not None:
-        seen = Endpoint(str(Address.parse(address).seen_as(pool.advertise)), fingerprint=fingerprint)
-        blank = blank_ticket(pool.name, seen, config.joins.gpus, pool.devices)
-    return NodeTickets(journal, tokens, blank, pool.rollout.nodes, asked=pool.rollout.ray is not None)
+    seen = Endpoint(str(Address.parse(address).seen_as(config.pool.advertise)), fingerprint=fingerprint)
+    return NodeTickets(journal, tokens, config.pool.name, seen, config.joins, asked=config.clusters)
 
 
 def _began(journal: PoolJournal, last_ns: int) -> tuple[Began, bool]:

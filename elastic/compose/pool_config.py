@@ -3,9 +3,9 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 from elastic.compose.named_policies import AUTO, NO_POLICY, named_policy, refuse_settings
 from elastic.compose.nanoseconds import in_nanoseconds
@@ -18,7 +18,16 @@ from elastic.config import (
     validate,
 )
 from elastic.core.cluster.policy import ClusterPolicies
-from elastic.core.cluster.types import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.core.cluster.types import (
+    ClusterError,
+    JobRequest,
+    KindName,
+    NodeKind,
+    PhaseKind,
+    PhasePlan,
+    PoolSpec,
+    WaitLimits,
+)
 from elastic.core.decisions import OF_POOLS
 from elastic.pool.machines import JoinRules
 from elastic.protocol.endpoint import Address, is_wildcard
@@ -97,16 +106,43 @@ def _beside(decision: str, placement: str) -> tuple[str, Mapping[str, Any]]:
             return "idle_as_alone", {}
 
 
+M = TypeVar("M", bound=BaseModel)
+
+
+def one_or_several(kind: type[M]) -> BeforeValidator:
+    """Return what lets a section stand for a list of one."""
+
+    def several(found: Any) -> Any:
+        if isinstance(found, Mapping):
+            return (kind.model_validate_json(json.dumps(found), strict=True),)
+        if isinstance(found, list):
+            return TypeAdapter(tuple[kind, ...]).validate_json(json.dumps(found), strict=True)
+        return found
+
+    return BeforeValidator(several)
+
+
 class PoolNodesConfig(_PoolPart):
     """Nodes of one kind. A GPU's price has no default, since bills depend on it."""
 
+    name: str = Field(
+        "",
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,39})?$",
+        description="what its nodes are called, with a number; else `rollout` or `train`. Kinds have different names",
+    )
+    site: str = Field(
+        "", max_length=64, description="where its nodes are. A group's training nodes are of one kind, at one site"
+    )
     nodes: int = Field(ge=1, le=4096, description="how many there are; with `spot`, at most")
     gpus: int = Field(1, ge=1, description="GPUs of each node")
     usd_per_gpu_hour: float = Field(ge=0, description="what a GPU costs")
     memory_gb: float = Field(ge=0, description="host memory of a node that jobs' states may take")
 
-    def node_kind(self) -> NodeKind:
+    def node_kind(self, phase: PhaseKind) -> NodeKind:
         return NodeKind(
+            name=self.name or phase.value,
+            site=self.site,
+            nodes=self.nodes,
             gpus=self.gpus,
             memory_bytes=round(self.memory_gb * GB),
             nano_usd_per_hour=round(self.gpus * self.usd_per_gpu_hour * 1e9),
@@ -137,7 +173,19 @@ class PoolRolloutConfig(PoolNodesConfig):
         if self.spot is None:
             return None
         settings = {"max_workers": self.nodes, "usd_per_gpu_hour": self.usd_per_gpu_hour, **self.spot.model_dump()}
-        return SpotMarket("pool.rollout", SpotSettings.model_validate(settings))
+        return SpotMarket(f"pool.{self.name or 'rollout'}", SpotSettings.model_validate(settings))
+
+
+RolloutKinds = Annotated[tuple[PoolRolloutConfig, ...], one_or_several(PoolRolloutConfig), Field(min_length=1)]
+TrainKinds = Annotated[tuple[PoolNodesConfig, ...], one_or_several(PoolNodesConfig), Field(min_length=1)]
+
+
+def pool_spec(rollout: Sequence[PoolNodesConfig], train: Sequence[PoolNodesConfig]) -> PoolSpec:
+    """Return the kinds of nodes that these sections name. Raises `ClusterError`, as for two of one name."""
+    return PoolSpec(
+        rollout=tuple(one.node_kind(PhaseKind.ROLLOUT) for one in rollout),
+        train=tuple(one.node_kind(PhaseKind.TRAIN) for one in train),
+    )
 
 
 class PoolSection(_PoolPart):
@@ -162,12 +210,17 @@ class PoolSection(_PoolPart):
         description="what nodes take on this machine, `gpus` each: NVIDIA's or AMD's GPUs, or `cpu`, where a resident "
         "sees none; `auto` takes GPUs where there are any; with `all` every resident sees all",
     )
-    rollout: PoolRolloutConfig
-    train: PoolNodesConfig
+    rollout: RolloutKinds = Field(description="one section, or several ([[pool.rollout]]) of kinds that differ")
+    train: TrainKinds = Field(description="one section, or several ([[pool.train]]); a job trains on one kind")
+
+    @model_validator(mode="after")
+    def _of_one_name_each(self) -> "PoolSection":
+        pool_spec(self.rollout, self.train)
+        return self
 
     @model_validator(mode="after")
     def _reached(self) -> "PoolSection":
-        if self.rollout.kind != "local" and is_wildcard(self.host) and not self.advertise:
+        if any(one.kind != "local" for one in self.rollout) and is_wildcard(self.host) and not self.advertise:
             raise ValueError(
                 f"advertise is missing: nobody can dial pool.host = {self.host}; name the address by which machines "
                 "that join reach this one"
@@ -234,21 +287,25 @@ class PoolConfig(_PoolPart):
         return self.pool.directory / self.pool.name
 
     def spec(self) -> PoolSpec:
-        pool = self.pool
-        return PoolSpec(
-            rollout=pool.rollout.node_kind(),
-            train=pool.train.node_kind(),
-            rollout_nodes=pool.rollout.nodes,
-            train_nodes=pool.train.nodes,
-        )
+        return pool_spec(self.pool.rollout, self.pool.train)
 
     @property
-    def joins(self) -> JoinRules | None:
-        """What machines must have that join as rollout nodes; None if those are this machine's."""
-        if self.pool.rollout.kind == "local":
-            return None
-        kind = self.pool.rollout.node_kind()
-        return JoinRules(gpus=kind.gpus, memory_bytes=kind.memory_bytes, devices=self.pool.devices)
+    def joins(self) -> Mapping[KindName, JoinRules]:
+        """What machines must have that join as nodes, by the kinds whose nodes do; others are this machine's."""
+        found = [one.node_kind(PhaseKind.ROLLOUT) for one in self.pool.rollout if one.kind != "local"]
+        return {kind.name: JoinRules(kind=kind, devices=self.pool.devices) for kind in found}
+
+    @property
+    def clusters(self) -> Mapping[KindName, RayNodesSettings]:
+        """The Ray clusters of which nodes are asked, by the kinds of those nodes."""
+        found = {one.node_kind(PhaseKind.ROLLOUT).name: one.ray for one in self.pool.rollout}
+        return {name: ray for name, ray in found.items() if ray is not None}
+
+    @property
+    def markets(self) -> Mapping[KindName, SpotMarket]:
+        """Where nodes come from, by the kinds whose nodes are instances of a market."""
+        found = {one.node_kind(PhaseKind.ROLLOUT).name: one.market() for one in self.pool.rollout}
+        return {name: market for name, market in found.items() if market is not None}
 
     def policies(self) -> ClusterPolicies:
         """Return the policies of `pool.policy` and of the sections that name others. Raises `ConfigError`."""
@@ -295,16 +352,15 @@ def pool_devices(config: PoolConfig, gpus: Callable[[], Sequence[DeviceName]] = 
 
     `gpus` lists this machine's. Raises `ConfigError` if there are fewer than the nodes need.
     """
-    pool, spec = config.pool, config.spec()
-    needed, whose = spec.train_nodes * spec.train.gpus, "pool.train"
-    if config.joins is None:
-        needed, whose = needed + spec.rollout_nodes * spec.rollout.gpus, "pool.rollout and pool.train"
+    pool, joins = config.pool, config.joins
+    here = [kind for name, kind in config.spec().kinds.items() if name not in joins]
+    needed, whose = sum(kind.nodes * kind.gpus for kind in here), ", ".join(kind.name for kind in here)
     if pool.devices == "all":
         return ()
     found = devices_here(pool.devices, needed, gpus)
     if len(found) < needed:
         raise ConfigError(
-            f"pool.devices: {pool.devices}: the nodes of {whose} need {needed} GPUs; found "
+            f"pool.devices: {pool.devices}: nodes {whose} need {needed} GPUs; found "
             f'{", ".join(found) or "none"}; allowed: fewer nodes, or "cpu", or "all", where every resident sees all'
         )
     return found

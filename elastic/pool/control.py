@@ -145,7 +145,7 @@ class PoolCommandManager:
 
     def _mint(self, request: MintTicket, command: DoneCommand) -> PoolAnswer:
         try:
-            ticket = self._tickets.mint(request.label, request.valid_s, self._shell.nodes)
+            ticket = self._tickets.mint(request.label, request.valid_s, self._shell.nodes, request.kind)
         except ValueError as error:
             return PoolRefusal(kind="invalid", message=str(error))
         self._journal.keep(command)
@@ -304,8 +304,8 @@ def _words(request: PoolRequest) -> str:
             return f"resubmit {job}"
         case PutBackDevice(device=device):
             return f"put back {device}"
-        case MintTicket(label=label):
-            return f"mint a ticket for {label!r}"
+        case MintTicket(label=label, kind=kind):
+            return f"mint a ticket for {label!r}{f' as {kind}' if kind else ''}"
         case DrainNode(node=node):
             return f"drain {node}"
         case StopPool(now=now):

@@ -8,7 +8,7 @@ import msgspec
 
 from elastic.core.cluster import Cluster
 from elastic.core.cluster import events as e
-from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
+from elastic.core.cluster.types import JobId, JobState, KindName, Nanoseconds, NodeId, PhaseKind
 from elastic.core.timers import Timers
 from elastic.pool import messages as w
 from elastic.pool.devices import DeviceAllotment, StartDeath
@@ -87,7 +87,7 @@ class PoolHoldings:
         self.cluster, self.ports, self.times = cluster, ports, times
         self.entries: dict[JobId, JobEntry] = {entry.job: entry for entry in entries}
         self.nodes: dict[NodeId, PoolNode] = {}
-        self.joining: dict[NodeId, PhaseKind] = {}
+        self.joining: dict[NodeId, KindName] = {}
         self._records: list[dict[JobId, Any]] = []
         self.jobs = self.records(LiveJob)
         self.timers = Timers()

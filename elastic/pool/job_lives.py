@@ -1,8 +1,10 @@
 """Jobs' processes: started, stopped, killed, judged at their end; scripts through their residents."""
 
+from collections.abc import Sequence
+
 from elastic.core.cluster import events as e
 from elastic.core.cluster.state import JobRecord
-from elastic.core.cluster.types import JobId, JobState, PhaseKind
+from elastic.core.cluster.types import JobId, JobState, NodeId, PhaseKind, price_of
 from elastic.pool import messages as w
 from elastic.pool.holdings import HOLDING, NS_PER_S, LiveJob, PoolHoldings, PoolRoom
 from elastic.pool.ports import JobEnding
@@ -42,19 +44,27 @@ class JobLives(PoolRoom):
         permits, trainer = self._slices.joined(job), self._workers.trainer(job)
         for name in {name for permit in permits for name in permit.nodes} if hello.script else ():
             self._scripts.use(job, name)  # It takes what it is welcomed with, whatever it held before.
-        spec, notice_ns = pool.cluster.spec, pool.cluster.limits.notice_ns
+        notice_ns = pool.cluster.limits.notice_ns
+        rollout_usd, rollout_gpus = self._terms(record.seat.rollout)
+        train_usd, train_gpus = self._terms(train)
         return w.JobWelcome(
             rollout_nodes=record.seat.rollout,
             train_nodes=train,
-            rollout_usd_per_gpu_hour=spec.rollout.nano_usd_per_hour / spec.rollout.gpus / 1e9,
-            train_usd_per_gpu_hour=spec.train.nano_usd_per_hour / spec.train.gpus / 1e9,
-            gpus_per_rollout_node=spec.rollout.gpus,
-            gpus_per_train_node=spec.train.gpus,
+            rollout_usd_per_gpu_hour=rollout_usd,
+            train_usd_per_gpu_hour=train_usd,
+            gpus_per_rollout_node=rollout_gpus,
+            gpus_per_train_node=train_gpus,
             grant_within_s=min(SECONDS_MAX, (3 * record.request.limit_ns + 20 * notice_ns) / NS_PER_S),
             permits=tuple(self._slices.grant_of(permit) for permit in permits),
             trainer=trainer.worker if trainer is not None else "",
             silence_s=pool.times.silence_ns / NS_PER_S,
         )
+
+    def _terms(self, nodes: Sequence[NodeId]) -> tuple[float, int]:
+        """Return the mean price of a GPU of these nodes, in dollars an hour, and the GPUs that each has at least."""
+        kinds = [self._cluster.kind(node) for node in nodes]
+        gpus = min(kind.gpus for kind in kinds)
+        return price_of(kinds) / len(kinds) / gpus / 1e9, gpus
 
     def _conclude(self, job: JobId, record: JobRecord, live: LiveJob, ending: JobEnding, *, killed: bool) -> None:
         if ending.how == "finished":

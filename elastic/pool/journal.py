@@ -26,7 +26,7 @@ from elastic.system.files import StandingFiles
 from elastic.system.sqlite import open_sqlite
 
 JOURNAL = "journal.sqlite"
-LAYOUT = "3"
+LAYOUT = "4"
 DIGEST_EVERY = 64
 """Events between two digests."""
 SNAPSHOT_EVERY = 2048

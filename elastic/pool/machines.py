@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from elastic.core.cluster.types import NodeId
+from elastic.core.cluster.types import KindName, NodeId, NodeKind
 from elastic.pool import messages as w
 from elastic.protocol.tickets import TicketRefused
 from elastic.system.devices import DeviceName, kind_of
@@ -17,7 +17,8 @@ class NodeTicket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What a machine needs to join a pool as a node, as its ticket file has it. Never log it.
 
     `join` (host:port) is where to dial, `fingerprint` that of the certificate there; empty for plain text on loopback.
-    The node takes `gpus` devices of its machine, of the kind that `devices` names as `pool.devices` does.
+    The node takes `gpus` devices of its machine, of the kind that `devices` names as `pool.devices` does. It is at this
+    `site`, if the pool says where.
     """
 
     pool: str
@@ -27,6 +28,7 @@ class NodeTicket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     token: str
     gpus: int
     devices: str
+    site: str = ""
 
 
 class JoinTerms(msgspec.Struct, frozen=True):
@@ -46,29 +48,33 @@ def read_node_ticket(content: bytes) -> NodeTicket:
         raise TicketRefused(f"not a ticket as `elastic pool ticket` writes it: {error}") from error
 
 
-def rollout_names(most: int) -> Sequence[NodeId]:
-    """Return the names of at most so many rollout nodes on other machines."""
-    return [f"rollout-{number}" for number in range(1, most + 1)]
+def kind_of_node(name: NodeId) -> KindName:
+    """Return the name of a node's kind."""
+    return name.rpartition("-")[0]
 
 
-def free_name(most: int, taken: Collection[NodeId]) -> NodeId:
-    """Return the name of the next rollout node of at most so many. Raises `ValueError` if all are taken."""
-    names = rollout_names(most)
+def node_names(kind: KindName, most: int) -> Sequence[NodeId]:
+    """Return the names of at most so many nodes of a kind on other machines."""
+    return [f"{kind}-{number}" for number in range(1, most + 1)]
+
+
+def free_name(kind: KindName, most: int, taken: Collection[NodeId]) -> NodeId:
+    """Return the name of the next node of a kind of at most so many. Raises `ValueError` if all are taken."""
+    names = node_names(kind, most)
     for name in names:
         if name not in taken:
             return name
     raise ValueError(
-        f"pool.rollout.nodes: found {most}, and each has a machine or a ticket that waits for one: "
+        f"pool.{kind}.nodes: found {most}, and each has a machine or a ticket that waits for one: "
         f"{', '.join(names)}; allowed: `elastic pool drain NODE` first, or a pool of more nodes"
     )
 
 
 class JoinRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine must have that joins as a node: so many devices, of the kind that `pool.devices` names, and
-    memory."""
+    """What a machine must have that joins as a node of this kind: so many devices, such as `pool.devices` names, and
+    memory, at its site."""
 
-    gpus: int
-    memory_bytes: int
+    kind: NodeKind
     devices: str = "auto"
 
     def refusal(self, hello: w.NodeAgentHello, others: Mapping[NodeId, w.NodeAgentHello]) -> str:
@@ -76,26 +82,31 @@ class JoinRules(msgspec.Struct, frozen=True, kw_only=True):
         machine = hello.machine
         if machine is None:
             return "it does not say which machine it is on"
+        gpus, site, its = self.kind.gpus, self.kind.site, kind_of_node(hello.node)
+        if site and machine.site != site:
+            return f"pool.{its}.site: it is at site {machine.site!r}; allowed: {site!r}"
         found = f"{len(hello.devices)} devices ({', '.join(hello.devices) or 'none'})"
-        if len(hello.devices) != self.gpus or len(set(hello.devices)) != self.gpus:
-            return f"pool.rollout.gpus: it has {found}; allowed: {self.gpus}"
+        if len(hello.devices) != gpus or len(set(hello.devices)) != gpus:
+            return f"pool.{its}.gpus: it has {found}; allowed: {gpus}"
         try:
             kind = kind_of(hello.devices)
         except ValueError as error:
             return str(error)
-        kinds = {self.devices} if self.devices != "auto" else {kind_of(other.devices) for other in others.values()}
+        kinds = {self.devices}
+        if self.devices == "auto":
+            kinds = {kind_of(other.devices) for name, other in others.items() if kind_of_node(name) == its}
         if kinds and kind not in kinds:
             return f"pool.devices: it has {found}; allowed: {' or '.join(sorted(kinds))}"
-        if machine.count < self.gpus:
-            return f"its machine has {machine.count} devices; allowed: the {self.gpus} that it says it has, at least"
+        if machine.count < gpus:
+            return f"its machine has {machine.count} devices; allowed: the {gpus} that it says it has, at least"
         here = {name: other for name, other in others.items() if other.machine and other.machine.boot == machine.boot}
         for name, other in here.items():
             if both := sorted({*other.devices} & {*hello.devices}):
                 return f"{', '.join(both)} of its machine is node {name}'s; allowed: others, named by --devices"
-        needed = (1 + len(here)) * self.memory_bytes
+        needed = (1 + len(here)) * self.kind.memory_bytes
         if machine.memory_bytes < needed:
             return (
-                f"pool.rollout.memory_gb: its machine has {machine.memory_bytes} bytes of memory for {1 + len(here)} "
+                f"pool.{its}.memory_gb: its machine has {machine.memory_bytes} bytes of memory for {1 + len(here)} "
                 f"nodes; allowed: at least {needed}"
             )
         return ""

@@ -1,18 +1,19 @@
 """Node agents of nodes as the pool's process knows them: started, expected back, given up for lost, replaced."""
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import structlog
 
 from elastic.core.cluster import events as e
-from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
+from elastic.core.cluster.types import JobId, KindName, Nanoseconds, NodeId
 from elastic.core.types import Offer
 from elastic.pool import messages as w
 from elastic.pool.devices import unfit
 from elastic.pool.holdings import NS_PER_S, PoolHoldings, PoolNode, PoolRoom, Resident
-from elastic.pool.machines import JoinRules, devices_on
+from elastic.pool.machines import JoinRules, devices_on, kind_of_node
 from elastic.pool.residents import NodeResidents
 from elastic.pool.scripts import PoolScripts
 from elastic.pool.sites import SiteNode, site_orders
@@ -60,8 +61,8 @@ class NodeMarket(Protocol):
 class NodeAgents(PoolRoom):
     """The nodes of a pool, and those on their way.
 
-    With a `market` each rollout node is on an instance of it: the node is lost with its instance, and there are no
-    more nodes than instances. With rules by which machines `join`, rollout nodes are those that do.
+    Each node of a kind with a market is on an instance of it: the node is lost with its instance, and there are no more
+    nodes than instances. Nodes of a kind with rules by which machines join are those that do.
     """
 
     def __init__(
@@ -71,16 +72,15 @@ class NodeAgents(PoolRoom):
         slices: PoolSlices,
         residents: NodeResidents,
         scripts: PoolScripts,
-        market: NodeMarket | None = None,
-        joins: JoinRules | None = None,
+        markets: Mapping[KindName, NodeMarket] = MappingProxyType({}),
+        joins: Mapping[KindName, JoinRules] = MappingProxyType({}),
     ) -> None:
         super().__init__(pool)
-        self._joins = joins
+        self._joins, self._markets = joins, markets
         self._workers, self._slices = workers, slices
         self._residents, self._scripts = residents, scripts
-        self._market = market
-        self._numbers = dict.fromkeys(PhaseKind, 0)
-        self._deaths = dict.fromkeys(PhaseKind, 0)
+        self._numbers: Counter[KindName] = Counter()
+        self._deaths: Counter[KindName] = Counter()
         self._within_ns: dict[NodeId, Nanoseconds] = {}
 
     def held_by_other(self, hello: w.NodeAgentHello) -> str:
@@ -96,7 +96,8 @@ class NodeAgents(PoolRoom):
     def refuses_machine(self, hello: w.NodeAgentHello) -> str:
         """Return why a node agent on another machine is not taken in, or an empty string."""
         name = hello.node
-        if self._joins is None:
+        rules = self._joins.get(kind_of_node(name))
+        if rules is None:
             return "the pool takes no machine that joins"
         if name not in self._nodes and (hello.residents or hello.given):
             return "the node was given up while it was not heard; without its residents it may come again"
@@ -104,21 +105,21 @@ class NodeAgents(PoolRoom):
         ill = [device for device in devices_on(name, hello.devices) if device in self._pool.devices.set_aside]
         if ill:
             return f"{ill[0]} is set aside: {self._pool.devices.set_aside[ill[0]]}; `elastic pool put-back {ill[0]}`"
-        return self._joins.refusal(hello, there)
+        return rules.refusal(hello, there)
 
     def joined(self, hello: w.NodeAgentHello) -> str:
         """Take in a node agent and what it reports to hold; returns why it is refused, or an empty string."""
-        name = hello.node
+        name, kind = hello.node, kind_of_node(hello.node)
         if hello.machine is not None:
             if refused := self.refuses_machine(hello):
                 return refused
             if name not in self._nodes:
-                self._pool.joining[name] = PhaseKind.ROLLOUT
+                self._pool.joining[name] = kind
             self._pool.devices.adopt(name, devices_on(name, hello.devices))
-        if name in self._pool.joining:
-            self._nodes[name] = PoolNode(phase=self._pool.joining.pop(name))
-            self._deaths[self._nodes[name].phase] = 0
-            self._pool.feed(e.NodeJoined(node=name, phase=self._nodes[name].phase))
+        if self._pool.joining.pop(name, None) is not None:
+            self._nodes[name] = PoolNode(phase=self._cluster.spec.phases[kind])
+            self._deaths[kind] = 0
+            self._pool.feed(e.NodeJoined(node=name, kind=kind))
         node = self._nodes.get(name)
         if node is None:
             return "this node is not the pool's any more"
@@ -208,7 +209,7 @@ class NodeAgents(PoolRoom):
         if name in self._pool.joining:
             self._failed_to_join(name, how)
         elif name in self._nodes:
-            follows = "its machine may come again" if self.by_itself(self._nodes[name].phase) else REPLACED
+            follows = "its machine may come again" if self.by_itself(kind_of_node(name)) else REPLACED
             self.lose(name, f"its node agent {how}; {follows}")
 
     def requested_lost(self, name: NodeId, how: str) -> None:
@@ -218,24 +219,25 @@ class NodeAgents(PoolRoom):
         else:
             self._ports.died(name, "", f"{how}, before it had joined; another is asked for")
 
-    def start_again(self, name: NodeId, phase: PhaseKind) -> None:
+    def start_again(self, name: NodeId) -> None:
         """Start the node agent of a node that the cluster has, on the devices that are there now."""
-        if self._pool.devices.take(name, self._cluster.spec.kind(phase).gpus):
-            self._start(name, phase)
+        if self._pool.devices.take(name, self._cluster.spec.kinds[kind_of_node(name)].gpus):
+            self._start(name)
         else:
             self.lose(name, "there is no device for it any more", renewed=False)
 
-    def _start(self, name: NodeId, phase: PhaseKind) -> None:
+    def _start(self, name: NodeId) -> None:
         self.expect(name, self._times.node_agent_start_ns)
+        phase = self._cluster.spec.phases[kind_of_node(name)]
         self._ports.start_node_agent(name, phase, self._pool.devices.of(name))
 
     def expect(self, name: NodeId, within_ns: Nanoseconds) -> None:
         self._within_ns[name] = within_ns
         self._pool.wait("node_agent", name, within_ns)
 
-    def by_itself(self, phase: PhaseKind) -> bool:
-        """Whether nodes for this phase come by themselves, on other machines."""
-        return self._joins is not None and phase is PhaseKind.ROLLOUT
+    def by_itself(self, kind: KindName) -> bool:
+        """Whether nodes of this kind come by themselves, on other machines."""
+        return kind in self._joins
 
     def released(self, name: NodeId) -> None:
         """Let a node go that the cluster has not got any more, and nobody uses."""
@@ -267,52 +269,45 @@ class NodeAgents(PoolRoom):
         for job, permit in self._slices.taken_from(name):
             self._slices.freed(name, job, permit, 0)
         if renewed and not self._pool.stopping:
-            self._renew(node.phase)
+            self._renew(kind_of_node(name))
 
     def _failed_to_join(self, name: NodeId, how: str) -> None:
         self._ports.died(name, "", f"its node agent {how} before it had joined; {REPLACED}")
-        phase = self._end_joining(name)
+        self._end_joining(name)
         if not self._pool.stopping:
-            self._renew(phase)
+            self._renew(kind_of_node(name))
 
-    def _end_joining(self, name: NodeId) -> PhaseKind:
-        phase = self._pool.joining.pop(name)
+    def _end_joining(self, name: NodeId) -> None:
+        del self._pool.joining[name]
         self._timers.clear("node_agent", name)
         self._ports.end_node_agent(name)
         self._give_back(name)
-        return phase
 
-    def _renew(self, phase: PhaseKind) -> None:
+    def _renew(self, kind: KindName) -> None:
         """Add a node for one that was lost; soon if losses are rare, later if they are frequent."""
-        if self.by_itself(phase):
+        if self.by_itself(kind):
             return
-        deaths = self._deaths[phase]
-        self._deaths[phase] = deaths + 1
+        deaths = self._deaths[kind]
+        self._deaths[kind] = deaths + 1
         delay_ns = self._times.retry_ns(deaths) if deaths else 0
-        key = f"{phase.value}/{self._next_number(phase)}"
-        self._pool.wait("new node agent", key, delay_ns)
+        self._pool.wait("new node agent", f"{kind}/{self._next_number(kind)}", delay_ns)
 
     def start_anew(self, key: str) -> None:
         kind, _, number = key.partition("/")
-        phase = PhaseKind(kind)
-        name = f"{phase}-{number or self._next_number(phase)}"
-        if not self._pool.stopping and self._placed(name, phase):
-            self._pool.joining[name] = phase
-            self._start(name, phase)
+        name = f"{kind}-{number or self._next_number(kind)}"
+        if not self._pool.stopping and self._placed(name):
+            self._pool.joining[name] = kind
+            self._start(name)
 
     def fill(self) -> None:
         """Start as many nodes as are missing, as far as there are devices and instances for them."""
         spec = self._cluster.spec
-        for phase, count in ((PhaseKind.TRAIN, spec.train_nodes), (PhaseKind.ROLLOUT, spec.rollout_nodes)):
-            if self.by_itself(phase):
-                continue
-            there = sum(node.phase is phase for node in self._nodes.values())
-            there += sum(kind is phase for kind in self._pool.joining.values())
-            there += sum(
-                wait.what == "new node agent" and wait.key.startswith(f"{phase}/") for wait in self._timers.waits()
-            )
-            for _ in range(count - there):
-                self.start_anew(phase.value)
+        there = Counter(map(kind_of_node, self._nodes)) + Counter(self._pool.joining.values())
+        there.update(wait.key.partition("/")[0] for wait in self._timers.waits() if wait.what == "new node agent")
+        for kind in (*spec.train, *spec.rollout):
+            if not self.by_itself(kind.name):
+                for _ in range(kind.nodes - there[kind.name]):
+                    self.start_anew(kind.name)
 
     def check_residents(self, name: NodeId) -> None:
         """Set the node's devices aside if its residents die as they start, and it is not their jobs' fault."""
@@ -340,66 +335,63 @@ class NodeAgents(PoolRoom):
         return found
 
     def take_instances(self) -> None:
-        """Place the rollout nodes of an earlier process on the instances of now; those too many are lost."""
-        if self._market is None:
-            return
-        deque(self._market.advance(self._ports.now_ns()), maxlen=0)
-        nodes = [name for name, node in self._nodes.items() if node.phase is PhaseKind.ROLLOUT]
-        for name in sorted(nodes, key=_number):
-            if not self._instance(name, PhaseKind.ROLLOUT):
-                self.lose(name, "there is no instance for it any more", renewed=False)
-        self._await_market()
+        """Place the nodes of an earlier process on the instances of now; those too many are lost."""
+        for kind, market in self._markets.items():
+            deque(market.advance(self._ports.now_ns()), maxlen=0)
+            for name in sorted((name for name in self._nodes if kind_of_node(name) == kind), key=_number):
+                if not self._instance(name):
+                    self.lose(name, "there is no instance for it any more", renewed=False)
+            self._await_market(kind)
 
-    def market_changed(self) -> None:
+    def market_changed(self, kind: KindName) -> None:
         """Lose the nodes whose instances are gone, and start nodes on new ones."""
-        assert self._market is not None
-        for taken in self._market.advance(self._ports.now_ns()):
+        market = self._markets[kind]
+        for taken in market.advance(self._ports.now_ns()):
             if taken.lease in self._nodes:
                 self.lose(taken.lease, "its instance was taken", renewed=False)
             else:
                 self._end_joining(taken.lease)
         if not self._pool.stopping:
-            for _ in range(self._market.offer().available):
-                self.start_anew(PhaseKind.ROLLOUT.value)
-        self._await_market()
+            for _ in range(market.offer().available):
+                self.start_anew(kind)
+        self._await_market(kind)
 
-    def _await_market(self) -> None:
-        assert self._market is not None
-        at_ns, now_ns = self._market.next_ns, self._ports.now_ns()
+    def _await_market(self, kind: KindName) -> None:
+        at_ns, now_ns = self._markets[kind].next_ns, self._ports.now_ns()
         if at_ns is not None:
-            self._timers.set("market", "", now_ns, max(0, at_ns - now_ns))
+            self._timers.set("market", kind, now_ns, max(0, at_ns - now_ns))
 
-    def _placed(self, name: NodeId, phase: PhaseKind) -> bool:
+    def _placed(self, name: NodeId) -> bool:
         """Give a new node its devices, and an instance; returns whether there were both."""
-        if not self._pool.devices.take(name, self._cluster.spec.kind(phase).gpus):
+        if not self._pool.devices.take(name, self._cluster.spec.kinds[kind_of_node(name)].gpus):
             return False
-        if self._instance(name, phase):
+        if self._instance(name):
             return True
         self._pool.devices.give_back(name)
         return False
 
-    def _instance(self, name: NodeId, phase: PhaseKind) -> bool:
+    def _instance(self, name: NodeId) -> bool:
         """Whether the node has an instance; one that has none takes the instance that has been free the longest."""
-        if self._market is None or phase is not PhaseKind.ROLLOUT:
+        market = self._markets.get(kind_of_node(name))
+        if market is None:
             return True
-        if not self._market.offer().available:
+        if not market.offer().available:
             return False
-        self._market.take(name)
+        market.take(name)
         return True
 
     def _give_back(self, name: NodeId) -> None:
         self._pool.devices.give_back(name)
-        if self._market is not None:
-            self._market.forget(name)
+        if (market := self._markets.get(kind_of_node(name))) is not None:
+            market.forget(name)
 
-    def _next_number(self, phase: PhaseKind) -> int:
-        self._numbers[phase] += 1
-        return self._numbers[phase]
+    def _next_number(self, kind: KindName) -> int:
+        self._numbers[kind] += 1
+        return self._numbers[kind]
 
     def count(self, name: NodeId) -> None:
-        kind = name.rpartition("-")[0]
-        if kind in list(PhaseKind):
-            self._numbers[PhaseKind(kind)] = max(self._numbers[PhaseKind(kind)], _number(name))
+        kind = kind_of_node(name)
+        self._numbers[kind] = max(self._numbers[kind], _number(name))
 
 
 def _number(name: NodeId) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import structlog
 
-from elastic.core.cluster.types import NodeId, PhaseKind
+from elastic.core.cluster.types import NodeId
 from elastic.pool.node_requests import (
     AskNode,
     GiveNodeBack,
@@ -77,7 +77,7 @@ class NodeSupply:
                 await self._cluster.give_back(request)
 
     def _seen(self) -> PoolNodesSeen:
-        nodes = {name: node for name, node in self._shell.nodes.items() if node.phase is PhaseKind.ROLLOUT}
+        nodes = {name: node for name, node in self._shell.nodes.items() if name in self._requests.nodes}
         return PoolNodesSeen(
             tickets=self._tickets.numbers(),
             there=tuple(nodes),

@@ -5,46 +5,69 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from elastic.core.cluster.types import NodeId
+from elastic.core.cluster.types import KindName, NodeId
 from elastic.core.types import NS_PER_S
 from elastic.pool.gateway import PoolTokens
 from elastic.pool.journal import PoolJournal
-from elastic.pool.machines import JoinTerms, NodeTicket, free_name
+from elastic.pool.machines import JoinRules, JoinTerms, NodeTicket, free_name, kind_of_node
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.host import here
 
 
 class NodeTickets:
-    """A pool's tickets. `blank` is a ticket without node and token, None if no machine joins the pool by ticket; there
-    are at most so many `nodes`. If those are `asked` of a cluster, only the pool mints their tickets."""
+    """The tickets of a pool that is called so and listens there, for the kinds of nodes whose machines `join`.
+    Of kinds that are `asked` of a cluster, only the pool mints tickets."""
 
     def __init__(
-        self, journal: PoolJournal, tokens: PoolTokens, blank: NodeTicket | None, nodes: int, *, asked: bool = False
+        self,
+        journal: PoolJournal,
+        tokens: PoolTokens,
+        pool: str,
+        endpoint: Endpoint,
+        joins: Mapping[KindName, JoinRules],
+        *,
+        asked: Collection[KindName] = (),
     ) -> None:
-        self._journal, self._tokens, self._blank, self._nodes, self._asked = journal, tokens, blank, nodes, asked
+        self._journal, self._tokens = journal, tokens
+        self._pool, self._endpoint, self._joins, self._asked = pool, endpoint, joins, asked
 
-    def mint(self, label: str, valid_s: float, there: Collection[NodeId]) -> NodeTicket:
-        """Return a new ticket, which nobody can be told again. `there`: the nodes that the pool has.
+    def mint(self, label: str, valid_s: float, there: Collection[NodeId], kind: KindName = "") -> NodeTicket:
+        """Return a new ticket, which nobody can be told again, for a node of this kind, or of the only one that may
+        join. `there`: the nodes that the pool has.
 
         Raises `ValueError` where no machine may join.
         """
-        if self._blank is None or self._asked:
+        by_ticket = {name: rules for name, rules in self._joins.items() if name not in self._asked}
+        if not by_ticket:
             found = "'ray', whose nodes Ray starts" if self._asked else "'local', whose nodes are on the pool's machine"
             raise ValueError(f"pool.rollout.kind: found {found}; allowed for tickets: 'joined'")
+        if not kind and len(by_ticket) == 1:
+            (kind,) = by_ticket
+        if kind not in by_ticket:
+            raise ValueError(f"a ticket's kind of node: found {kind!r}; allowed: {', '.join(by_ticket)}")
         terms, now_s = self._journal.joined(), _now_s()
         taken = {name for name, its in terms.items() if self._is_taken(name, its, now_s)}
-        node = free_name(self._nodes, taken | {*there})
-        return self._minted(self._blank, node, JoinTerms(label, now_s + valid_s))[0]
+        node = free_name(kind, by_ticket[kind].kind.nodes, taken | {*there})
+        return self._minted(node, JoinTerms(label, now_s + valid_s))[0]
 
     def renew(self, node: NodeId, label: str) -> tuple[NodeTicket, int]:
         """Return a new ticket for a node that is asked of a cluster, and its number. It is good until there is another
         one, or the node is drained."""
-        assert self._blank is not None
-        return self._minted(self._blank, node, JoinTerms(label, math.inf))
+        return self._minted(node, JoinTerms(label, math.inf))
 
-    def _minted(self, blank: NodeTicket, node: NodeId, terms: JoinTerms) -> tuple[NodeTicket, int]:
-        number = self._journal.mint_ticket(node, terms)
-        return msgspec.structs.replace(blank, node=node, token=self._tokens.ticket(node, number)), number
+    def _minted(self, node: NodeId, terms: JoinTerms) -> tuple[NodeTicket, int]:
+        number, rules = self._journal.mint_ticket(node, terms), self._joins[kind_of_node(node)]
+        ticket = NodeTicket(
+            pool=self._pool,
+            node=node,
+            join=self._endpoint.address,
+            fingerprint=self._endpoint.fingerprint,
+            token=self._tokens.ticket(node, number),
+            gpus=rules.kind.gpus,
+            devices=rules.devices,
+            site=rules.kind.site,
+        )
+        return ticket, number
 
     def numbers(self) -> Mapping[NodeId, int]:
         """Return the numbers of the last tickets."""
@@ -57,7 +80,7 @@ class NodeTickets:
     def want_again(self, node: NodeId) -> bool:
         """Have a node that was drained be asked for again; returns whether it is one."""
         terms = self._journal.joined().get(node)
-        if not self._asked or terms is None or not terms.drained:
+        if kind_of_node(node) not in self._asked or terms is None or not terms.drained:
             return False
         self._journal.change_terms(node, msgspec.structs.replace(terms, drained=False))
         return True
@@ -76,12 +99,6 @@ class NodeTickets:
             there = ", ".join(name for name, one in terms.items() if not one.drained) or "none"
             raise ValueError(f"node {node!r} is no node of another machine; those are: {there}")
         self._journal.change_terms(node, msgspec.structs.replace(terms[node], drained=True))
-
-
-def blank_ticket(pool: str, endpoint: Endpoint, gpus: int, devices: str) -> NodeTicket:
-    """Return what all tickets of a pool have in common."""
-    address, fingerprint = endpoint.address, endpoint.fingerprint
-    return NodeTicket(pool=pool, node="", join=address, fingerprint=fingerprint, token="", gpus=gpus, devices=devices)
 
 
 def _now_s() -> float:

@@ -17,7 +17,7 @@ from elastic.core.cluster import Cluster
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.history import ClusterEntry, encode
-from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePlan
+from elastic.core.cluster.types import JobId, KindName, Nanoseconds, NodeId, PhaseKind, PhasePlan
 from elastic.pool import messages as w
 from elastic.pool.devices import DeviceAllotment
 from elastic.pool.holdings import HOLDING, NS_PER_S, PoolHoldings, PoolNode, PoolRoom, nanoseconds
@@ -40,8 +40,8 @@ OVER_KEPT = 100
 class PoolShell(PoolRoom):
     """The shell of one pool. Call `begin` first. `after` is called with the cluster after every event.
 
-    With a `market` rollout nodes come and go with the instances of it; with rules by which machines `join`, by
-    themselves. Each node on this machine has its own of the `devices`.
+    Nodes of the kinds in `markets` come and go with the instances there, those of the kinds in `joins` with machines
+    that join by those rules. Each node on this machine has its own of the `devices`.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class PoolShell(PoolRoom):
         times: PoolTimes,
         entries: Iterable[JobEntry] = (),
         after: Callable[[e.ClusterEvent], None] = lambda event: None,
-        market: NodeMarket | None = None,
+        markets: Mapping[KindName, NodeMarket] = MappingProxyType({}),
         over_kept: int = OVER_KEPT,
         devices: DeviceAllotment | None = None,
-        joins: JoinRules | None = None,
+        joins: Mapping[KindName, JoinRules] = MappingProxyType({}),
     ) -> None:
         pool = PoolHoldings(cluster, ports, times, entries, devices or DeviceAllotment())
         super().__init__(pool)
@@ -71,11 +71,11 @@ class PoolShell(PoolRoom):
         self._lives = JobLives(pool, self._workers, self._slices, self._scripts)
         self._residents = NodeResidents(pool, self._workers, self._slices, self._lives, self._scripts)
         rooms = self._workers, self._slices, self._residents, self._scripts
-        self._node_agents = NodeAgents(pool, *rooms, market, joins)
+        self._node_agents = NodeAgents(pool, *rooms, markets, joins)
         self._due: Mapping[str, Callable[[str], object]] = {
             "node_agent": self._node_agents.unheard,
             "new node agent": self._node_agents.start_anew,
-            "market": lambda key: self._node_agents.market_changed(),
+            "market": self._node_agents.market_changed,
             "up": lambda key: self._residents.overdue(*key.split("/", 1)),
             "warm": self._slices.overdue,
             "script": self._scripts.overdue,
@@ -113,7 +113,7 @@ class PoolShell(PoolRoom):
                 self._ports.end_node_agent(name)
         for name, node in list(self._cluster.state.nodes.items()):
             self._nodes[name] = PoolNode(phase=node.phase)
-            if self._node_agents.by_itself(node.phase):
+            if self._node_agents.by_itself(node.kind):
                 if name in elsewhere:
                     self._node_agents.expect(name, self._times.silence_ns)
                 else:
@@ -121,7 +121,7 @@ class PoolShell(PoolRoom):
             elif node_agents.get(name):
                 self._node_agents.expect(name, self._times.silence_ns)
             elif anew or name not in node_agents:
-                self._node_agents.start_again(name, node.phase)
+                self._node_agents.start_again(name)
             else:
                 # Nodes that are missing are counted below.
                 died = "its node agent died while the pool's process was away; another node takes its place"

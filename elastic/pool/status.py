@@ -16,10 +16,13 @@ from elastic.core.cluster.types import (
     GroupName,
     JobId,
     JobState,
+    KindName,
     Nanoseconds,
     NodeId,
+    NodeKind,
     Permit,
     PhaseKind,
+    price_of,
 )
 from elastic.system.devices import DeviceName
 
@@ -47,12 +50,16 @@ class MachineStatus(msgspec.Struct, kw_only=True):
 
 
 class NodeStatus(msgspec.Struct, kw_only=True):
-    """A node: the job that computes on it, where its time went, the host memory that each job's resident takes, and the
-    devices that residents see, all of the machine's if it names none. `machine`: of a node that has joined by ticket;
-    one that is `draining` is let go once no job has a place on it."""
+    """A node: its kind, with what a GPU of it costs and its site, the job that computes on it, where its time went, the
+    host memory that each job's resident takes, and the devices that residents see, all of the machine's if it names
+    none. `machine`: of a node that has joined by ticket; one that is `draining` is let go once no job has a place on
+    it."""
 
     name: NodeId
     phase: PhaseKind
+    kind: KindName
+    site: str
+    usd_per_gpu_hour: float
     group: GroupName | None
     account: DeviceAccount
     job: JobId | None
@@ -220,7 +227,7 @@ def pool_status(
         usd=usd(paid),
         usd_unbilled=usd(paid - cluster.state.forgotten_billed - sum(billed.values())),
         usd_per_hour=cluster.price_per_hour() / NANO_USD,
-        nodes=[_node(node, now_ns) for node in cluster.state.nodes.values()],
+        nodes=[_node(node, cluster.kind(node.id), now_ns) for node in cluster.state.nodes.values()],
         groups=[
             GroupStatus(
                 name=group.name,
@@ -229,7 +236,7 @@ def pool_status(
                 train=list(group.train),
                 cycle_s=group.cycle_ns / NS_PER_S,
                 limit_s=group.limit_ns / NS_PER_S,
-                usd_per_hour=group.price(cluster.spec) / NANO_USD,
+                usd_per_hour=group.price(cluster.kind) / NANO_USD,
             )
             for group in cluster.groups.values()
         ],
@@ -301,21 +308,24 @@ def saved_if_left(cluster: Cluster, record: JobRecord) -> int:
     group = cluster.groups[record.seat.group]
     others = [member for name, member in group.members.items() if name != job]
     if not others:
-        return group.price(cluster.spec)
+        return group.price(cluster.kind)
     pinned = {node for member in others for node in member.nodes}
-    return sum(node not in pinned for node in record.seat.rollout) * cluster.spec.rollout.nano_usd_per_hour
+    return price_of(cluster.kind(node) for node in record.seat.rollout if node not in pinned)
 
 
 def usd(owed: int) -> float:
     return owed / NS_PER_HOUR / NANO_USD
 
 
-def _node(node: NodeRecord, now_ns: Nanoseconds) -> NodeStatus:
+def _node(node: NodeRecord, kind: NodeKind, now_ns: Nanoseconds) -> NodeStatus:
     accounts = dict(node.accounts_ns)
     accounts[node.account] = accounts.get(node.account, 0) + now_ns - node.settled_ns
     return NodeStatus(
         name=node.id,
         phase=node.phase,
+        kind=node.kind,
+        site=kind.site,
+        usd_per_gpu_hour=kind.nano_usd_per_hour / kind.gpus / NANO_USD,
         group=node.group,
         account=node.account,
         job=node.user,

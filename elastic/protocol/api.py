@@ -657,10 +657,13 @@ class ProviderKind(_Resource):
 
 
 class HostedNode(_Resource):
-    """A node: the job that computes on it, and where its time went."""
+    """A node: its kind with site and price, the job that computes on it, and where its time went."""
 
     name: str
     phase: str
+    kind: str
+    site: str
+    usd_per_gpu_hour: float
     group: GroupName | None
     account: str
     accounts_s: AccountSeconds

@@ -25,7 +25,7 @@ class PooledJob(msgspec.Struct, frozen=True, kw_only=True):
     both count the time from its first step to its last. None where it took no step.
 
     - `marginal_usd_per_hour`: what an hour of the pool cost more once it was in; `saved_if_left_usd_per_hour`: what it
-      would cost less now without it; `alone_usd_per_hour`: the nodes that it asked for.
+      would cost less now without it; `alone_usd_per_hour`: as many nodes as it asked for, of those that it had last.
     - `phases_s` and `cycle_s` are medians, switching left out of the phases. `switch_share` is of its cycles.
     """
 
@@ -60,6 +60,8 @@ class PooledNode(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     phase: str
+    site: str
+    usd_per_gpu_hour: float
     slice_share: float
     switching_share: float
     idle_share: float
@@ -187,7 +189,7 @@ def _times(value: float | None) -> str:
     return units.NONE if value is None else f"{value:.3f} ×"
 
 
-_WORDS = ("State", "Admitted", "Group", "Members, in their order")
+_WORDS = ("State", "Site", "Admitted", "Group", "Members, in their order")
 _SAID = ("Job", "State")
 
 
@@ -205,14 +207,16 @@ def tables(report: PoolReport) -> list[Table]:
     )
     nodes = Table(
         title="Nodes",
-        header=["Node", "Slices", "Switching", "Idle", "Down"],
-        rows=[
-            [one.name, *(f"{v:.1%}" for v in (one.slice_share, one.switching_share, one.idle_share, one.down_share))]
-            for one in report.nodes
-        ],
+        header=["Node", "Site", "$/GPU-hour", "Slices", "Switching", "Idle", "Down"],
+        rows=[_of_node(one) for one in report.nodes],
         note="Of the time in which a node was of a group; the rest is the pool's own.",
     )
     return [table for table in (*_tables_of_jobs(report.jobs), groups, nodes) if table.rows]
+
+
+def _of_node(node: PooledNode) -> list[str]:
+    shares = (node.slice_share, node.switching_share, node.idle_share, node.down_share)
+    return [node.name, node.site or units.NONE, f"{node.usd_per_gpu_hour:.2f}", *(f"{share:.1%}" for share in shares)]
 
 
 def _tables_of_jobs(jobs: Sequence[PooledJob]) -> list[Table]:

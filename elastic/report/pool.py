@@ -53,6 +53,8 @@ class JobTimeline(msgspec.Struct, kw_only=True):
     phases_ns: dict[PhaseKind, list[Nanoseconds]] = {}
     cycles_ns: list[Nanoseconds] = []
     marginal: int | None = None
+    alone_price: int | None = None
+    """Of an hour of as many nodes as it asks for, of those that it had last, in nano-dollars."""
 
 
 class TurnUnderWay(msgspec.Struct, kw_only=True):
@@ -124,8 +126,11 @@ class PoolTimeline:
                 before.update(new)
                 seen = self.jobs[command.job]
                 seen.started_ns = now_ns if seen.started_ns is None else seen.started_ns
+                train_nodes = self.cluster.request(command.job).train_nodes
+                seen.alone_price = sum(map(self._price, command.seat.rollout))
+                seen.alone_price += train_nodes * self._price(command.train[0])
                 if seen.marginal is None:
-                    seen.marginal = sum(self._price(node) for node in new)
+                    seen.marginal = sum(map(self._price, new))
                 self.cycles = self._groups()
             case c.GrantPermit():
                 self._granted(command.permit, now_ns)
@@ -147,7 +152,7 @@ class PoolTimeline:
         ]
 
     def _price(self, node: NodeId) -> int:
-        return self.spec.kind(self.cluster.state.nodes[node].phase).nano_usd_per_hour
+        return self.cluster.kind(node).nano_usd_per_hour
 
     def _granted(self, permit: Permit, now_ns: Nanoseconds) -> None:
         turn = self._turns.get(permit.number)
@@ -286,11 +291,14 @@ def pool_report(
         found = shares(accounts, whole_ns)
         spent[node.phase][0] += accounts[DeviceAccount.IDLE]
         spent[node.phase][1] += whole_ns
-        cost += whole_ns * cluster.spec.kind(node.phase).nano_usd_per_hour
+        kind = cluster.spec.kinds[node.kind]
+        cost += whole_ns * kind.nano_usd_per_hour
         nodes.append(
             PooledNode(
                 name=node.id,
                 phase=node.phase.value,
+                site=kind.site,
+                usd_per_gpu_hour=kind.nano_usd_per_hour / kind.gpus / 1e9,
                 slice_share=found["slice"],
                 switching_share=found["switching"],
                 idle_share=found["idle"],
@@ -346,7 +354,7 @@ def _job(
         took_ns = seen.stepped_ns - seen.begun_ns
         planned = took_ns / (steps * plan.solo_ns)
         actual = took_ns / alone_ns if alone_ns else None
-    alone = cluster.spec.price_alone(request)
+    alone = cluster.spec.price_alone(request) if seen.alone_price is None else seen.alone_price
     up_ns = now_ns if seen.begun_ns is None else seen.begun_ns
     starting_ns = 0 if seen.started_ns is None else up_ns - seen.started_ns
     cycle_s = statistics.median(seen.cycles_ns) / NS_PER_S if seen.cycles_ns else None

@@ -11,11 +11,11 @@ from elastic.core.cluster.cycle import cycle_ns
 from elastic.core.cluster.groups import JobGroup, planned
 from elastic.core.cluster.invariants import check
 from elastic.core.cluster.policy import PlacementChoice
-from elastic.core.cluster.types import Permit, PhaseKind
+from elastic.core.cluster.types import KindName, NodeId, Permit, PhaseKind
 from policies.clusters import CLUSTER_POLICIES
 from policies.placement import PLACEMENTS
 
-SPEC = PoolSpec(
+SPEC = PoolSpec.uniform(
     rollout=NodeKind(gpus=8, memory_bytes=3, nano_usd_per_hour=10),
     train=NodeKind(gpus=8, memory_bytes=5, nano_usd_per_hour=30),
     rollout_nodes=9,
@@ -40,6 +40,13 @@ class View(NamedTuple):
 
     def request(self, job: str) -> JobRequest:
         return self.requests[job]
+
+    def free(self, kind: KindName) -> int:
+        return self.free_rollout if self.spec.phases[kind] is PhaseKind.ROLLOUT else self.free_train
+
+    def kind(self, node: NodeId) -> NodeKind:
+        trains = any(node in group.train for group in self.groups.values())
+        return self.spec.train[0] if trains else self.spec.rollout[0]
 
     def remaining_ns(self, job: str) -> int:
         return self.requests[job].steps * 100
@@ -75,7 +82,7 @@ def placed(policy: str, request: JobRequest, pool: View) -> PlacementChoice:
 
 
 S = 1_000_000_000
-THREE_OF_EACH = PoolSpec(
+THREE_OF_EACH = PoolSpec.uniform(
     rollout=NodeKind(gpus=8, memory_bytes=5, nano_usd_per_hour=2 * S),
     train=NodeKind(gpus=8, memory_bytes=5, nano_usd_per_hour=5 * S),
     rollout_nodes=3,

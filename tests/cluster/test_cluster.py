@@ -164,7 +164,15 @@ def test_rejected_with_numbers() -> None:
         (lambda: PhasePlan(rollout_ns=0, train_ns=1), "rollout_ns: found 0"),
         (lambda: NodeKind(gpus=1, memory_bytes=-1, nano_usd_per_hour=1), "memory_bytes: found -1"),
         (lambda: NodeKind(gpus=1, memory_bytes=1, nano_usd_per_hour=-1), "nano_usd_per_hour: found -1"),
-        (lambda: msgspec.structs.replace(THREE_OF_EACH, train_nodes=0), "train_nodes: found 0; allowed: at least 1"),
+        (
+            lambda: msgspec.structs.replace(THREE_OF_EACH, train=()),
+            "train nodes: found none; allowed: at least one",
+        ),
+        (lambda: msgspec.structs.replace(THREE_OF_EACH.rollout[0], nodes=0), "nodes: found 0; allowed: at least 1"),
+        (
+            lambda: msgspec.structs.replace(THREE_OF_EACH, train=THREE_OF_EACH.rollout),
+            "2 kinds of nodes are called 'rollout'; allowed: a name for each",
+        ),
     ],
 )
 def test_bad_input_says_what_was_found_and_what_is_allowed(what: object, words: str) -> None:

@@ -28,7 +28,7 @@ def test_a_free_node_goes_at_once_and_what_it_has_cost_stays_in_the_books() -> N
     assert pool.cluster.books.paid(10 * S) == 10 * S * (3 * 2 * S + 3 * 5 * S)
     assert pool.tell(e.NodeDrained(node="rollout-2"), 20) == []
     assert pool.tell(e.NodeDrained(node="train-1"), 20) == []
-    pool.tell(e.NodeJoined(node="rollout-2", phase=ROLLOUT), 30)
+    pool.tell(e.NodeJoined(node="rollout-2", kind=ROLLOUT), 30)
     assert pool.cluster.free_rollout == 3
 
 
@@ -66,7 +66,7 @@ def test_a_job_without_another_node_waits_in_the_queue_for_the_next_one() -> Non
     commands = pool.tell(e.JobStopped(job="a", steps_done=1), 20)
     assert told(commands) == [(c.ReleaseNode, "rollout-3")]
     assert pool.cluster.jobs["a"].state is JobState.QUEUED
-    assert begin(pool, pool.tell(e.NodeJoined(node="rollout-4", phase=ROLLOUT), 30), 31)
+    assert begin(pool, pool.tell(e.NodeJoined(node="rollout-4", kind=ROLLOUT), 30), 31)
     assert pool.cluster.jobs["a"].state is JobState.RUNNING
 
 

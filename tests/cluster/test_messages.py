@@ -30,7 +30,7 @@ NOT_NOW = (
     e.ResidencyMeasured(job="a", node="rollout-3", host_bytes=99),
     e.ResidencyMeasured(job="a", node="rollout-1", host_bytes=1),
     e.NodeLost(node="nowhere"),
-    e.NodeJoined(node="rollout-1", phase=ROLLOUT),
+    e.NodeJoined(node="rollout-1", kind=ROLLOUT),
     e.JobSubmitted(request=timed_job("a", slo=3.0)),
 )
 
@@ -113,9 +113,9 @@ def test_a_job_may_have_all_nodes_and_a_node_that_joins_is_for_who_waits() -> No
     pool = Driver("solo")
     pool.run(timed_job("a", rollout_nodes=3, train_nodes=3), timed_job("b"))
     assert pool.cluster.jobs["a"].state is JobState.RUNNING
-    pool.tell(e.NodeJoined(node="more-1", phase=ROLLOUT), 10)
+    pool.tell(e.NodeJoined(node="more-1", kind=ROLLOUT), 10)
     assert pool.cluster.jobs["b"].state is JobState.QUEUED
-    told = pool.tell(e.NodeJoined(node="more-2", phase=TRAIN), 20)
+    told = pool.tell(e.NodeJoined(node="more-2", kind=TRAIN), 20)
     assert [(type(command), command.job) for command in told] == [(c.StartJob, "b")]
 
 

@@ -15,7 +15,7 @@ from policies.regrouping import LOOKED_AT, TAKERS, GroupsAfter, Newcomer, brough
 from tests.cluster.conftest import SPEC, View, group, job, view
 
 OURS = PLACEMENTS["ours"]
-ROLLOUT, TRAIN = SPEC.rollout.nano_usd_per_hour, SPEC.train.nano_usd_per_hour
+ROLLOUT, TRAIN = SPEC.rollout[0].nano_usd_per_hour, SPEC.train[0].nano_usd_per_hour
 
 
 class Some(View):
@@ -48,9 +48,9 @@ def after_move(pool: View, name: str, into: str, nodes: tuple[str, ...], rollout
     mover = planned(request, len(host.train), nodes)
     members = [*host.members.values(), mover]
     memory = sum(each.rollout_bytes for each in members if set(nodes) & set(each.nodes))
-    if cycle_ns(members) > min(each.limit_ns for each in members) or memory > pool.spec.rollout.memory_bytes:
+    if cycle_ns(members) > min(each.limit_ns for each in members) or memory > pool.spec.rollout[0].memory_bytes:
         return None
-    if sum(each.train_bytes for each in members) > pool.spec.train.memory_bytes:
+    if sum(each.train_bytes for each in members) > pool.spec.train[0].memory_bytes:
         return None
     grown = msgspec.structs.replace(host, rollout=rollout, members={each.job: each for each in members})
     groups = {key: each for key, each in pool.groups.items() if name not in each.members} | {into: grown}
@@ -93,7 +93,7 @@ def pools(draw: st.DrawFn) -> Some:
             for k in range(draw(st.sampled_from((1, 1, 1, 2))))
         ]
         made = group(f"g{i}", train, *((each, (node,)) for each in members))
-        if made.cycle_ns > made.limit_ns or made.rollout_bytes[node] > SPEC.rollout.memory_bytes:
+        if made.cycle_ns > made.limit_ns or made.rollout_bytes[node] > SPEC.rollout[0].memory_bytes:
             members = members[:1]
             made = group(f"g{i}", train, (members[0], (node,)))
         groups.append(made)

@@ -24,7 +24,7 @@ def trains(name: str, train: int, **more: object) -> JobRequest:
 P = trains("p", 60, restart_ns=1000)
 """Moving it never pays."""
 Q, R, S, T = (trains(name, train) for name, train in zip("qrst", (30, 50, 20, 40), strict=True))
-FIVE = msgspec.structs.replace(SPEC, rollout=msgspec.structs.replace(SPEC.rollout, memory_bytes=5))
+FIVE = msgspec.structs.replace(SPEC, rollout=(msgspec.structs.replace(SPEC.rollout[0], memory_bytes=5),))
 """So many states fit on a node of either kind."""
 
 
@@ -89,7 +89,7 @@ def test_others_than_single_rollout_nodes_are_left_alone() -> None:
 
 def priced(groups: Sequence[Sequence[JobRequest]]) -> int:
     """Of an hour of groups that need one rollout node each."""
-    return (FIVE.rollout.nano_usd_per_hour + FIVE.train.nano_usd_per_hour) * len(groups)
+    return (FIVE.rollout[0].nano_usd_per_hour + FIVE.train[0].nano_usd_per_hour) * len(groups)
 
 
 def partitions(jobs: Sequence[JobRequest]) -> Iterator[list[list[JobRequest]]]:
@@ -184,7 +184,7 @@ def test_nothing_is_formed_anew_beside_a_group_that_keeps_no_slo_as_it_is() -> N
 
 def moving(each: JobRequest) -> int:
     """What it costs that the job moves: its own nodes while it restarts; never nothing."""
-    prices = FIVE.rollout.nano_usd_per_hour, FIVE.train.nano_usd_per_hour
+    prices = FIVE.rollout[0].nano_usd_per_hour, FIVE.train[0].nano_usd_per_hour
     return max(1, each.restart_ns) * (each.rollout_nodes * prices[0] + each.train_nodes * prices[1])
 
 

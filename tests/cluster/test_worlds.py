@@ -33,7 +33,7 @@ def test_steps_last_as_long_as_was_planned_and_no_longer(policy: str) -> None:
             )
             arrivals.append(Arrival(at_ns=0, request=request, shortest=rng.choice((0.5, 1.0))))
         kind = NodeKind(gpus=8, memory_bytes=0, nano_usd_per_hour=S)
-        spec = PoolSpec(rollout=kind, train=kind, rollout_nodes=20, train_nodes=20)
+        spec = PoolSpec.uniform(rollout=kind, train=kind, rollout_nodes=20, train_nodes=20)
         world = JobsWorld(spec, CLUSTER_POLICIES[policy], arrivals, seed=seed, checked=True)
         world.run()
         for job, record in world.cluster.jobs.items():

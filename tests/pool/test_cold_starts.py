@@ -27,7 +27,7 @@ def neighbours(seed: int) -> PoolSetting:
     return PoolSetting(
         seed=seed,
         policy="ours",
-        spec=PoolSpec(rollout=kind, train=kind, rollout_nodes=1, train_nodes=1),
+        spec=PoolSpec.uniform(rollout=kind, train=kind, rollout_nodes=1, train_nodes=1),
         jobs=tuple(
             JobDraw(request=request, profile=SHORTER, at_ns=1 + number, steady=True)
             for number, request in enumerate(requests)

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.compose.pool_config import POOL_CONFIG, load_pool, save_pool
-from elastic.config import ConfigError
-from elastic.core.cluster.types import PhaseKind
+from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
+from elastic.config import ConfigError, validate
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.toml"
 
@@ -15,8 +14,8 @@ def test_the_example_is_a_pool_and_comes_back_from_its_directory(tmp_path: Path)
     written = tmp_path / "pool.toml"
     written.write_text(EXAMPLE.read_text().replace('directory = "pools"', f'directory = "{tmp_path}/pools"'))
     config = load_pool(written)
-    assert config.spec().rollout_nodes == 2
-    assert config.spec().kind(PhaseKind.TRAIN).nano_usd_per_hour == 5_280_000_000
+    (rollout,), (train,) = config.spec().rollout, config.spec().train
+    assert (rollout.name, rollout.nodes, train.nano_usd_per_hour) == ("rollout", 2, 5_280_000_000)
     assert config.wait_limits().profile_ns == 300_000_000_000
     path = save_pool(config)
     assert path == tmp_path / "pools" / "lab"
@@ -50,6 +49,12 @@ def test_the_example_is_a_pool_and_comes_back_from_its_directory(tmp_path: Path)
             ("[pool.rollout]\n", '[pool.rollout]\nray = { address = "10.0.0.1" }\n'),
             ("pool.rollout.ray.address", "found '10.0.0.1'"),
         ),
+        (("[pool.train]", "[[pool.train]]\nnodez = 1"), ("pool.train.0.nodez: unknown key", "near: nodes")),
+        (
+            ("[pool.train]", "[pool.train]\nname = 'rollout'"),
+            ("2 kinds of nodes are called 'rollout'; allowed: a name",),
+        ),
+        (("[pool.rollout]", "rollout = []\n[pool.other]"), ("pool.rollout", "at least 1 item")),
     ],
 )
 def test_what_is_no_pool(tmp_path: Path, change: tuple[str, str], words: tuple[str, ...]) -> None:
@@ -62,6 +67,27 @@ def test_what_is_no_pool(tmp_path: Path, change: tuple[str, str], words: tuple[s
     for word in words:
         assert word in str(found.value)
     assert str(found.value).startswith(f"{path}: ")
+
+
+FAR = """
+[[pool.rollout]]
+name = "far"
+site = "b"
+kind = "joined"
+nodes = 3
+usd_per_gpu_hour = 1
+memory_gb = 4
+[pool.train]"""
+
+
+def test_several_kinds_have_names_sites_and_prices_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "pool.toml"
+    path.write_text(EXAMPLE.read_text().replace("[pool.rollout]", "[[pool.rollout]]").replace("[pool.train]", FAR))
+    config = load_pool(path)
+    here, far = config.spec().rollout
+    assert ((here.name, here.nodes), (far.name, far.nodes, far.site)) == (("rollout", 2), ("far", 3, "b"))
+    assert [(name, rules.kind.memory_bytes) for name, rules in config.joins.items()] == [("far", 4_000_000_000)]
+    assert validate(PoolConfig, config.model_dump(mode="json"), "again") == config
 
 
 def test_a_pool_that_cannot_be_kept_anywhere() -> None:

@@ -8,16 +8,18 @@ import pytest
 from elastic.compose.joined_node import NodeSession, node_devices, this_machine
 from elastic.compose.pool_config import PoolConfig, pool_devices
 from elastic.config import ConfigError, validate
+from elastic.core.cluster import NodeKind
 from elastic.pool import messages as w
 from elastic.pool.gateway import PoolTokens
 from elastic.pool.journal import PoolJournal
 from elastic.pool.machines import JoinRules, NodeTicket, free_name, read_node_ticket
-from elastic.pool.node_tickets import NodeTickets, blank_ticket
+from elastic.pool.node_tickets import NodeTickets
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.tickets import TicketRefused
 from tests.pool.test_devices import NVIDIA, stand_in
 
-RULES = JoinRules(gpus=2, memory_bytes=100)
+KIND = NodeKind(gpus=2, memory_bytes=100, nano_usd_per_hour=1, nodes=2, name="rollout")
+RULES = JoinRules(kind=KIND)
 MACHINE = w.NodeMachine("box", "boot-1", "A card", 4, 250)
 TICKET = NodeTicket(pool="lab", node="rollout-1", join="a:1", fingerprint="", token="t", gpus=2, devices="auto")
 NODES = {"nodes": 2, "usd_per_gpu_hour": 1.0, "memory_gb": 8}
@@ -38,7 +40,7 @@ def hello(*devices: str, **changes: object) -> w.NodeAgentHello:
         (hello("cuda:0", "cuda:1", count=1), (), "its machine has 1 devices; allowed: the 2 that it says it has"),
         (hello("cuda:0", "cuda:1", memory_bytes=99), (), "has 99 bytes of memory for 1 nodes; allowed: at least 100"),
         (hello("cuda:2", "cuda:3"), (hello("cuda:0", "cuda:1"),), ""),
-        (hello("cuda:1", "cuda:2"), (hello("cuda:0", "cuda:1"),), "cuda:1 of its machine is node node-0's"),
+        (hello("cuda:1", "cuda:2"), (hello("cuda:0", "cuda:1"),), "cuda:1 of its machine is node rollout-0's"),
         (hello("cuda:0", "cuda:1", boot="boot-2"), (hello("cuda:0", "cuda:1"),), ""),
         (hello("rocm:0", "rocm:1", boot="boot-2"), (hello("cuda:0", "cuda:1"),), "allowed: cuda"),
         (
@@ -51,27 +53,26 @@ def hello(*devices: str, **changes: object) -> w.NodeAgentHello:
 def test_a_machine_that_does_not_suit_is_refused_with_what_it_has_and_what_is_allowed(
     said: w.NodeAgentHello, others: tuple[w.NodeAgentHello, ...], refused: str
 ) -> None:
-    found = RULES.refusal(said, {f"node-{number}": other for number, other in enumerate(others)})
+    found = RULES.refusal(said, {f"rollout-{number}": other for number, other in enumerate(others)})
     assert refused in found
     assert bool(found) == bool(refused)
 
 
 def test_a_pool_of_one_kind_of_device_takes_no_other() -> None:
-    rules = JoinRules(gpus=1, memory_bytes=0, devices="cuda")
+    rules = JoinRules(kind=NodeKind(gpus=1, memory_bytes=0, nano_usd_per_hour=1), devices="cuda")
     assert "pool.devices: it has 1 devices (cpu:0); allowed: cuda" in rules.refusal(hello("cpu:0"), {})
     assert "does not say" in rules.refusal(w.NodeAgentHello(1, "a", "t", 1, devices=("cuda:0",)), {})
 
 
 def test_a_name_is_one_node_s_and_there_are_no_more_than_the_pool_has() -> None:
-    assert free_name(3, {"rollout-1", "rollout-3"}) == "rollout-2"
+    assert free_name("rollout", 3, {"rollout-1", "rollout-3"}) == "rollout-2"
     with pytest.raises(ValueError, match=r"pool.rollout.nodes: found 1, .*rollout-1; allowed: .* drain"):
-        free_name(1, {"rollout-1"})
+        free_name("rollout", 1, {"rollout-1"})
 
 
 def test_tickets_are_one_for_each_node_and_void_ones_give_their_names_back(tmp_path: Path) -> None:
     journal, tokens = PoolJournal(tmp_path), PoolTokens(b"secret")
-    blank = blank_ticket("lab", Endpoint("host:1", fingerprint="f"), 2, "auto")
-    tickets = NodeTickets(journal, tokens, blank, nodes=2)
+    tickets = NodeTickets(journal, tokens, "lab", Endpoint("host:1", fingerprint="f"), {"rollout": RULES})
     one = tickets.mint("mine", 60, ())
     two = tickets.mint("", 1e-9, ())
     assert (one.node, two.node) == ("rollout-1", "rollout-2")
@@ -89,7 +90,7 @@ def test_tickets_are_one_for_each_node_and_void_ones_give_their_names_back(tmp_p
 
 def test_the_pool_itself_mints_the_tickets_of_nodes_that_it_asks_a_cluster_for(tmp_path: Path) -> None:
     journal, tokens = PoolJournal(tmp_path), PoolTokens(b"secret")
-    tickets = NodeTickets(journal, tokens, blank_ticket("lab", Endpoint("host:1"), 1, "cpu"), nodes=1, asked=True)
+    tickets = NodeTickets(journal, tokens, "lab", Endpoint("host:1"), {"rollout": RULES}, asked=("rollout",))
     with pytest.raises(ValueError, match=r"pool.rollout.kind: found 'ray', .* allowed for tickets: 'joined'"):
         tickets.mint("", 60, ())
     (first, number), (second, later) = tickets.renew("rollout-1", "a cluster"), tickets.renew("rollout-1", "a cluster")
@@ -109,7 +110,7 @@ def test_what_is_no_ticket_is_refused_and_pools_of_this_machine_have_none(tmp_pa
             read_node_ticket(content)
     journal = PoolJournal(tmp_path)
     with pytest.raises(ValueError, match=r"pool.rollout.kind: found 'local', .* allowed for tickets: 'joined'"):
-        NodeTickets(journal, PoolTokens(b""), None, 1).mint("", 1, ())
+        NodeTickets(journal, PoolTokens(b""), "lab", Endpoint("host:1"), {}).mint("", 1, ())
     journal.close()
 
 

@@ -18,7 +18,7 @@ from policies.clusters import CLUSTER_POLICIES
 
 S = 1_000_000_000
 KIND = NodeKind(gpus=8, memory_bytes=100, nano_usd_per_hour=S)
-SPEC = PoolSpec(rollout=KIND, train=KIND, rollout_nodes=2, train_nodes=2)
+SPEC = PoolSpec.uniform(rollout=KIND, train=KIND, rollout_nodes=2, train_nodes=2)
 POLICIES = CLUSTER_POLICIES["ours"]
 
 

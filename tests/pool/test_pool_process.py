@@ -320,7 +320,7 @@ async def test_rollout_nodes_come_and_go_with_the_instances_of_a_spot_market(tmp
         there, lost = set[str](), 0
         for entry in decoded(read_records(pool.directory))[1]:
             match entry.event:
-                case NodeJoined(node=node, phase=PhaseKind.ROLLOUT):
+                case NodeJoined(node=node, kind=PhaseKind.ROLLOUT):
                     there.add(node)
                 case NodeLost(node=node):
                     there.discard(node)

@@ -11,7 +11,7 @@ from elastic.pool.status import PoolStatus, TurnStatus, bills, plan_of, pool_sta
 from policies.clusters import CLUSTER_POLICIES
 from tests.cluster.conftest import THREE_OF_EACH, S, timed_job
 
-ONE_OF_EACH = PoolSpec(
+ONE_OF_EACH = PoolSpec.uniform(
     rollout=NodeKind(gpus=1, memory_bytes=2, nano_usd_per_hour=2 * S),
     train=NodeKind(gpus=1, memory_bytes=2, nano_usd_per_hour=5 * S),
     rollout_nodes=1,

@@ -333,7 +333,7 @@ def test_jobs_that_come_at_once_are_within_the_quota(
 def test_who_resubmits_needs_as_many_gpus_as_before(
     pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
 ) -> None:
-    pool.tell(e.NodeJoined(node="train-2", phase=PhaseKind.TRAIN))
+    pool.tell(e.NodeJoined(node="train-2", kind=PhaseKind.TRAIN))
     wide = job | {"config": {**job["config"], "job": {**JOB, "train_nodes": 2}}}
     name = ours.post(JOBS, json=wide).json()["id"]
     pool.tell(e.JobFailed(job=name, cause="killed"))

@@ -41,7 +41,9 @@ def test_a_workload_under_solo_costs_what_its_jobs_cost_alone_whenever_they_arri
     nodes_of_each = PoolNodes(nodes=nodes, usd_per_gpu_hour=1.85)
     workload = Workload(
         seed=seed,
-        pool=WorkloadPool(rollout=nodes_of_each, train=nodes_of_each.model_copy(update={"usd_per_gpu_hour": 5.28})),
+        pool=WorkloadPool(
+            rollout=(nodes_of_each,), train=(nodes_of_each.model_copy(update={"usd_per_gpu_hour": 5.28}),)
+        ),
         jobs=wanted,
     )
     report, _ = simulate_jobs(workload, "solo", "workload")

@@ -59,7 +59,7 @@ class CheckedCluster(ModelledCluster):
 def lived(policy: str, seeds: tuple[int, ...], nodes: int, plan: PhasePlan) -> CheckedCluster:
     loop = EventLoop()
     kinds = [NodeKind(gpus=2, memory_bytes=10, nano_usd_per_hour=price) for price in (1, 3)]
-    spec = PoolSpec(rollout=kinds[0], train=kinds[1], rollout_nodes=nodes, train_nodes=nodes)
+    spec = PoolSpec.uniform(rollout=kinds[0], train=kinds[1], rollout_nodes=nodes, train_nodes=nodes)
     world = CheckedCluster(loop, spec, CLUSTER_POLICIES[policy], WaitLimits())
     world.runs = {}
     for number, seed in enumerate(seeds):

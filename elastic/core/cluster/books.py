@@ -17,7 +17,6 @@ from elastic.core.cluster.types import (
     Nanoseconds,
     NodeId,
     NodeTurn,
-    PhaseKind,
     PoolSpec,
 )
 
@@ -26,8 +25,8 @@ TURNS_KEPT = 1000
 
 class Books:
     def __init__(self, state: ClusterState, spec: PoolSpec, charging: ChargingPolicy) -> None:
-        self._state, self._spec = state, spec
-        self._price = {phase: spec.kind(phase).nano_usd_per_hour for phase in PhaseKind}
+        self._state = state
+        self._price = {name: kind.nano_usd_per_hour for name, kind in spec.kinds.items()}
         self._charging = charging
         self.turns = deque[NodeTurn](maxlen=TURNS_KEPT)
         """The last turns that are over, of those that began here: they are no part of the state."""
@@ -82,29 +81,39 @@ class Books:
         cost, used = 0, dict.fromkeys(group.members, 0)
         for node_id in (*group.rollout, *group.train):
             node = state.nodes[node_id]
-            price = self._price[node.phase]
+            price = self._price[node.kind]
             cost += price * (now_ns - since_ns)
             for job, used_ns in node.used_ns.items():
                 if job in used:
                     used[job] += price * used_ns
             if node.user in used:
                 used[node.user] += price * (now_ns - node.settled_ns)
-        alone = {job: self._spec.price_alone(state.jobs[job].request) * (now_ns - since_ns) for job in used}
+        alone = {job: self.price_alone(name, job) * (now_ns - since_ns) for job in used}
         shares = [BillShare(job=job, used=used[job], alone=alone[job]) for job in used]
         return self._charging.bills(shares, cost), cost
+
+    def price_alone(self, name: GroupName, job: JobId) -> int:
+        """Return the price of an hour of the rollout nodes that a member has, and of as many training nodes as it asks
+        for, of the group's kind, if they were its own."""
+        group, price = self._state.groups[name], self._node_price
+        rollout = sum(map(price, group.members[job].nodes))
+        return rollout + self._state.jobs[job].request.train_nodes * price(group.train[0])
+
+    def _node_price(self, node: NodeId) -> int:
+        return self._price[self._state.nodes[node].kind]
 
     def own(self, node: NodeRecord) -> None:
         """Charge a node's time outside of any group, which ends now, to the pool."""
         self.settle(node)
         passed_ns = self._state.now_ns - node.own_since_ns
         node.own_ns += passed_ns
-        self._state.pool_billed += self._price[node.phase] * passed_ns
+        self._state.pool_billed += self._price[node.kind] * passed_ns
 
     def paid(self, now_ns: Nanoseconds) -> int:
         """Return what the pool has paid for all nodes until now, in nano-dollars times nanoseconds per hour."""
         nodes = self._state.nodes.values()
-        return self._state.lost_cost + sum(self._price[node.phase] * (now_ns - node.opened_ns) for node in nodes)
+        return self._state.lost_cost + sum(self._price[node.kind] * (now_ns - node.opened_ns) for node in nodes)
 
     def lost(self, node: NodeRecord) -> None:
         self._since_ns.pop(node.id, None)
-        self._state.lost_cost += self._price[node.phase] * (self._state.now_ns - node.opened_ns)
+        self._state.lost_cost += self._price[node.kind] * (self._state.now_ns - node.opened_ns)

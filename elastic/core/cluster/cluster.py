@@ -24,8 +24,10 @@ from elastic.core.cluster.types import (
     JobId,
     JobRequest,
     JobState,
+    KindName,
     Nanoseconds,
     NodeId,
+    NodeKind,
     Permit,
     PhaseKind,
     PoolSpec,
@@ -44,16 +46,16 @@ class Cluster:
 
     def __init__(self, spec: PoolSpec, policies: ClusterPolicies, limits: WaitLimits, now_ns: Nanoseconds) -> None:
         self.spec, self.policies, self.limits = spec, policies, limits
-        self.state = ClusterState(now_ns=now_ns, free={phase: {} for phase in PhaseKind})
+        self.state = ClusterState(now_ns=now_ns, free={name: {} for name in spec.kinds})
         self.timers = Timers()
         self._out: list[c.ClusterCommand] = []
         self._left: dict[GroupName, None] = {}
         """Groups that members have just left: time slices may have come."""
         self.books = Books(self.state, spec, policies.charging)
         self._rotation = Rotation(self.state, self.books, self.timers, limits, policies.tail, self._out.append)
-        for phase, count in ((_ROLLOUT, spec.rollout_nodes), (_TRAIN, spec.train_nodes)):
-            for number in range(1, count + 1):
-                self._add_node(f"{phase}-{number}", phase)
+        for name, kind in spec.kinds.items():
+            for number in range(1, kind.nodes + 1):
+                self._add_node(f"{name}-{number}", name)
         self._handlers: Mapping[type[e.ClusterEvent], Callable[[Any], object]] = {
             e.TimePassed: lambda _: None,
             e.PoolSuspended: self._suspended,
@@ -137,13 +139,19 @@ class Cluster:
     def jobs(self) -> Mapping[JobId, JobRecord]:
         return self.state.jobs
 
+    def free(self, kind: KindName) -> int:
+        return len(self.state.free[kind])
+
     @property
     def free_rollout(self) -> int:
-        return len(self.state.free[_ROLLOUT])
+        return sum(self.free(kind.name) for kind in self.spec.rollout)
 
     @property
     def free_train(self) -> int:
-        return len(self.state.free[_TRAIN])
+        return sum(self.free(kind.name) for kind in self.spec.train)
+
+    def kind(self, node: NodeId) -> NodeKind:
+        return self.spec.kinds[self.state.nodes[node].kind]
 
     @property
     def arrivals(self) -> int:
@@ -174,7 +182,7 @@ class Cluster:
 
     def price_per_hour(self) -> int:
         """The price of an hour of all groups' nodes, in nano-dollars."""
-        return sum(group.price(self.spec) for group in self.state.groups.values())
+        return sum(group.price(self.kind) for group in self.state.groups.values())
 
     def dry_run(self, request: JobRequest) -> tuple[PlacementChoice | None, Sequence[PlacementRefusal]]:
         """Return where a job would go now, and the reason for each group that it could not join.
@@ -195,17 +203,17 @@ class Cluster:
 
     # Nodes.
 
-    def _add_node(self, node: NodeId, phase: PhaseKind) -> None:
-        now_ns = self.now_ns
+    def _add_node(self, node: NodeId, kind: KindName) -> None:
+        phase, now_ns = self.spec.phases[kind], self.now_ns
         self.state.nodes[node] = NodeRecord(
-            id=node, phase=phase, opened_ns=now_ns, settled_ns=now_ns, own_since_ns=now_ns
+            id=node, phase=phase, kind=kind, opened_ns=now_ns, settled_ns=now_ns, own_since_ns=now_ns
         )
-        self.state.free[phase][node] = None
+        self.state.free[kind][node] = None
 
     def _node_joined(self, event: e.NodeJoined) -> None:
         if event.node not in self.state.nodes:
-            self._add_node(event.node, event.phase)
-            self._place_queued()
+            self._add_node(event.node, event.kind)
+            self._nodes_changed()
 
     def _node_lost(self, event: e.NodeLost) -> None:
         """Remove a node. Jobs with residents on it are placed anew and go on from their checkpoints."""
@@ -228,7 +236,13 @@ class Cluster:
             self._remove(node)
         for record in theirs:
             self._consider(record)
+        self._nodes_changed()
+
+    def _nodes_changed(self) -> None:
         self._place_queued()
+        for record in self.state.jobs.values():
+            if record.state is JobState.QUEUED:
+                record.reason = self.short_of(record.request)
 
     def _node_drained(self, event: e.NodeDrained) -> None:
         """Have the jobs with places on a rollout node stop, and be placed anew. A job that moves here already is told
@@ -253,7 +267,7 @@ class Cluster:
         """Remove a node of no group."""
         self.books.own(node)
         self.books.lost(node)
-        self.state.free[node.phase].pop(node.id)
+        self.state.free[node.kind].pop(node.id)
         del self.state.nodes[node.id]
 
     def _draining(self, nodes: Sequence[NodeId]) -> bool:
@@ -264,23 +278,24 @@ class Cluster:
         choice = self.policies.placement.place(request, self)
         return None if choice is None or self._draining(choice.rollout) else choice
 
-    def _take(self, phase: PhaseKind, count: int, group: GroupName) -> tuple[NodeId, ...]:
-        free = self.state.free[phase]
-        taken = tuple(list(free)[:count])
-        assert len(taken) == count, "a policy may not choose more nodes than are free"
-        for name in taken:
-            del free[name]
+    def _take(self, kinds: Sequence[KindName], group: GroupName) -> tuple[NodeId, ...]:
+        taken: list[NodeId] = []
+        for kind in kinds:
+            name = next(iter(self.state.free[kind]), None)
+            assert name is not None, "a policy may not choose more nodes than are free"
+            del self.state.free[kind][name]
             node = self.state.nodes[name]
             self.books.own(node)
             node.group = group
-        return taken
+            taken.append(name)
+        return tuple(taken)
 
     def _give_back(self, group: JobGroup, *nodes: NodeId) -> None:
         for name in nodes:
             node = self.state.nodes[name]
             self.books.settle(node)
             node.group, node.own_since_ns, node.used_ns = None, self.now_ns, {}
-            self.state.free[node.phase][name] = None
+            self.state.free[node.kind][name] = None
             if node.draining:
                 self._release(node)
         group.rollout = tuple(node for node in group.rollout if node not in nodes)
@@ -350,16 +365,18 @@ class Cluster:
             (_ROLLOUT, request.rollout_nodes, request.rollout_bytes),
             (_TRAIN, request.train_nodes, request.train_bytes),
         ):
-            memory = self.spec.kind(phase).memory_bytes
+            kinds = self.spec.of(phase)
+            memory, gpus = max(kind.memory_bytes for kind in kinds), max(kind.gpus for kind in kinds)
             if host_bytes > memory:
                 return f"it fits no {phase} node: needed {host_bytes} bytes of host memory; largest: {memory}"
-            there_are = self._at_first(phase)
+            if phase is _TRAIN and request.train_gpus > gpus:
+                ranks = request.train_gpus
+                return f"it fits no {phase} node: needed {ranks} GPUs for its trainer's ranks; largest: {gpus}"
+            counts = [self._most(kind) for kind in kinds if request.fits(kind, phase)]
+            there_are = sum(counts) if phase is _ROLLOUT else max(counts, default=0)
             if nodes > there_are:
-                there_are = max(there_are, sum(node.phase is phase for node in self.state.nodes.values()))
-            if nodes > there_are:
-                return f"it fits no pool of this size: needed {nodes} {phase} nodes; largest: {there_are}"
-        if (gpus := request.train_gpus) > (largest := self.spec.train.gpus):
-            return f"it fits no {_TRAIN} node: needed {gpus} GPUs for its trainer's ranks; largest: {largest}"
+                alike = " of one kind" if phase is _TRAIN and len(kinds) > 1 else ""
+                return f"it fits no pool of this size: needed {nodes} {phase} nodes{alike}; largest: {there_are}"
         if request.plan is not None and request.alone_ns > request.limit_ns:
             least = -(-request.alone_ns * 1000 // request.plan.solo_ns) / 1000
             return (
@@ -367,14 +384,19 @@ class Cluster:
             )
         return ""
 
-    def _at_first(self, phase: PhaseKind) -> int:
-        return self.spec.rollout_nodes if phase is _ROLLOUT else self.spec.train_nodes
+    def _most(self, kind: NodeKind) -> int:
+        """Return how many nodes of a kind there are, or were at first, if those were more."""
+        return max(kind.nodes, sum(node.kind == kind.name for node in self.state.nodes.values()))
 
     def short_of(self, request: JobRequest) -> str:
         """Return why the job has to wait."""
+        there = {node.kind for node in self.state.nodes.values()}
+        gone = [kind for kind in self.spec.kinds.values() if kind.name not in there]
+        away = ", ".join(f"{kind.name}{f' at site {kind.site}' if kind.site else ''}" for kind in gone)
         return (
             f"no group takes it, and of {request.rollout_nodes} rollout and {request.train_nodes} train nodes for one "
             f"of its own {self.free_rollout} and {self.free_train} are free"
+            f"{f'; all nodes are away of {away}' if away else ''}"
         )
 
     def _place(self, record: JobRecord, choice: PlacementChoice) -> None:
@@ -393,12 +415,12 @@ class Cluster:
         if choice.group is None:
             state.group_numbers += 1
             name = f"group-{state.group_numbers}"
-            group = JobGroup(name=name, train=self._take(_TRAIN, choice.new_train, name), rollout=())
+            group = JobGroup(name=name, train=self._take(choice.train, name), rollout=())
             state.groups[name], state.billed_ns[name] = group, self.now_ns
         else:
             name, group = choice.group, state.groups[choice.group]
             self.books.bill(name)
-        new = self._take(_ROLLOUT, choice.new_rollout, name)
+        new = self._take(choice.new, name)
         group.rollout = (*group.rollout, *new)
         nodes = (*choice.rollout, *new)
         group.members[record.request.id] = planned(record.request, len(group.train), nodes, limit_ns)

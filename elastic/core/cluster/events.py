@@ -5,7 +5,7 @@ from typing import TypeAlias
 import msgspec
 
 from elastic.core.cluster.state import JobRecord
-from elastic.core.cluster.types import JobId, JobRequest, Nanoseconds, NodeId, PhaseKind, PhasePlan
+from elastic.core.cluster.types import JobId, JobRequest, KindName, Nanoseconds, NodeId, PhaseKind, PhasePlan
 
 
 class _ClusterEvent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -24,7 +24,7 @@ class PoolSuspended(_ClusterEvent, frozen=True):
 
 class NodeJoined(_ClusterEvent, frozen=True):
     node: NodeId
-    phase: PhaseKind
+    kind: KindName
 
 
 class NodeLost(_ClusterEvent, frozen=True):

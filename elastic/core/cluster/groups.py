@@ -10,7 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from elastic.core.cluster.cycle import CycleMember
-from elastic.core.cluster.types import GroupName, JobId, JobRequest, Nanoseconds, NodeId, PoolSpec
+from elastic.core.cluster.types import GroupName, JobId, JobRequest, Nanoseconds, NodeId, NodeKind, price_of
 
 CycleModel: TypeAlias = Callable[[Sequence[CycleMember]], Nanoseconds]
 
@@ -99,6 +99,6 @@ class JobGroup(msgspec.Struct, kw_only=True):
         """Whether the busiest node has no idle time in the longest member's step (Weave §4.2)."""
         return self.load_ns >= self.longest_ns
 
-    def price(self, spec: PoolSpec) -> int:
-        """Return the price of an hour of all of the group's nodes, in nano-dollars."""
-        return spec.price(len(self.rollout), len(self.train))
+    def price(self, kind: Callable[[NodeId], NodeKind]) -> int:
+        """Return the price of an hour of all of the group's nodes, whose kinds `kind` tells, in nano-dollars."""
+        return price_of(map(kind, (*self.rollout, *self.train)))

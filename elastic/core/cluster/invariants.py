@@ -61,7 +61,7 @@ def _nodes(cluster: Cluster) -> Iterator[str]:
     """A node belongs to one group or is free. The states on it fit its host memory."""
     state = cluster.state
     for node in state.nodes.values():
-        free = node.id in state.free[node.phase]
+        free = node.id in state.free[node.kind]
         group = state.groups.get(node.group) if node.group is not None else None
         listed = group is not None and node.id in (group.rollout if node.phase is PhaseKind.ROLLOUT else group.train)
         if free == listed:
@@ -70,7 +70,7 @@ def _nodes(cluster: Cluster) -> Iterator[str]:
             yield f"{node.id} is free and {'has residents' if node.residents else 'says it is of a group'}"
         if node.draining and node.group is None:
             yield f"{node.id} is drained, of no group, and still there"
-        memory = cluster.spec.kind(node.phase).memory_bytes
+        memory = cluster.kind(node.id).memory_bytes
         if sum(node.residents.values()) > memory:
             yield f"{node.id} has {sum(node.residents.values())} bytes of states; its host memory is {memory}"
     for group in state.groups.values():
@@ -78,6 +78,8 @@ def _nodes(cluster: Cluster) -> Iterator[str]:
             yield f"{group.name} has no member"
         if not group.train:
             yield f"{group.name} has no training node"
+        if len(kinds := {state.nodes[node].kind for node in group.train}) > 1:
+            yield f"{group.name} has training nodes of {len(kinds)} kinds"
         for node in (*group.rollout, *group.train):
             if state.nodes[node].group != group.name:
                 yield f"{node} is listed in {group.name} and is not of it"
@@ -166,7 +168,7 @@ def _books(cluster: Cluster) -> Iterator[str]:
             yield f"the accounts of {node.id} are not its time"
         if any(value < 0 for value in node.accounts_ns.values()):
             yield f"an account of {node.id} is below zero"
-        price = cluster.spec.kind(node.phase).nano_usd_per_hour
+        price = cluster.kind(node.id).nano_usd_per_hour
         since_ns = node.own_since_ns if node.group is None else state.billed_ns[node.group]
         unbilled += price * (now_ns - since_ns)
     billed = state.pool_billed + state.forgotten_billed + sum(record.billed for record in state.jobs.values())

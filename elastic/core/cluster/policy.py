@@ -10,7 +10,16 @@ from typing import Protocol
 import msgspec
 
 from elastic.core.cluster.groups import CycleModel, JobGroup
-from elastic.core.cluster.types import GroupName, JobId, JobRequest, Nanoseconds, NodeId, PoolSpec
+from elastic.core.cluster.types import (
+    GroupName,
+    JobId,
+    JobRequest,
+    KindName,
+    Nanoseconds,
+    NodeId,
+    NodeKind,
+    PoolSpec,
+)
 
 
 class PoolView(Protocol):
@@ -21,17 +30,15 @@ class PoolView(Protocol):
     @property
     def groups(self) -> Mapping[GroupName, JobGroup]: ...
     @property
-    def free_rollout(self) -> int:
-        """Rollout nodes of no group."""
-        ...
-
-    @property
-    def free_train(self) -> int: ...
-    @property
     def arrivals(self) -> int:
         """The number of placements asked for so far. Policies that draw at random use it as their seed."""
         ...
 
+    def free(self, kind: KindName) -> int:
+        """Return the number of nodes of this kind that are in no group."""
+        ...
+
+    def kind(self, node: NodeId) -> NodeKind: ...
     def request(self, job: JobId) -> JobRequest: ...
     def remaining_ns(self, job: JobId) -> Nanoseconds:
         """Return how long the job will still run at its group's present cycle."""
@@ -47,17 +54,26 @@ class PoolView(Protocol):
 
 
 class PlacementChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A place for a job: `rollout` nodes of a group and a number of new ones; a new group if `group` is None.
+    """A place for a job: `rollout` nodes of a group and new ones of these kinds, which may differ; a new group if
+    `group` is None, with training nodes of one kind.
 
     `marginal_nano_usd_per_hour` is the increase of the cluster's price, `cycle_ns` the group's planned cycle.
     """
 
     group: GroupName | None
     rollout: tuple[NodeId, ...] = ()
-    new_rollout: int = 0
-    new_train: int = 0
+    new: tuple[KindName, ...] = ()
+    train: tuple[KindName, ...] = ()
     marginal_nano_usd_per_hour: int = 0
     cycle_ns: Nanoseconds = 0
+
+    @property
+    def new_rollout(self) -> int:
+        return len(self.new)
+
+    @property
+    def new_train(self) -> int:
+        return len(self.train)
 
     @property
     def how(self) -> str:

@@ -11,6 +11,7 @@ from elastic.core.cluster.types import (
     JobId,
     JobRequest,
     JobState,
+    KindName,
     Nanoseconds,
     NodeId,
     Permit,
@@ -120,6 +121,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
 
     id: NodeId
     phase: PhaseKind
+    kind: KindName
     opened_ns: Nanoseconds
     settled_ns: Nanoseconds
     account: DeviceAccount = DeviceAccount.IDLE
@@ -138,7 +140,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
 
 
 class ClusterState(msgspec.Struct, kw_only=True):
-    """`now_ns` is the time of the last event. `free` holds the nodes of no group, by phase, in the order in which they
+    """`now_ns` is the time of the last event. `free` holds the nodes of no group, by kind, in the order in which they
     became free. `over` holds the jobs that are over and not forgotten, in the order in which they ended. `changed`:
     groups that have changed since moves were last looked for."""
 
@@ -147,7 +149,7 @@ class ClusterState(msgspec.Struct, kw_only=True):
     over: dict[JobId, None] = {}
     groups: dict[GroupName, JobGroup] = {}
     nodes: dict[NodeId, NodeRecord] = {}
-    free: dict[PhaseKind, dict[NodeId, None]] = {}
+    free: dict[KindName, dict[NodeId, None]] = {}
     permits: dict[int, Permit] = {}
     billed_ns: dict[GroupName, Nanoseconds] = {}
     """The time until which each group's bills are settled."""

@@ -3,7 +3,9 @@
 Times are nanoseconds, prices nano-dollars per hour, so that sums are exact.
 """
 
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
+from functools import cached_property
 from typing import TypeAlias
 
 import msgspec
@@ -11,6 +13,7 @@ import msgspec
 JobId: TypeAlias = str
 GroupName: TypeAlias = str
 NodeId: TypeAlias = str
+KindName: TypeAlias = str
 Nanoseconds: TypeAlias = int
 
 NS_PER_HOUR = 3_600_000_000_000
@@ -127,6 +130,12 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
             return -(-self.plan.train_ns * self.train_nodes // nodes)
         return round(self.plan.train_ns / (1.0 + (nodes / self.train_nodes - 1.0) * self.train_efficiency))
 
+    def fits(self, kind: "NodeKind", phase: PhaseKind) -> bool:
+        """Return whether a node of this kind holds the job's state of a phase, and its trainer's ranks."""
+        if phase is PhaseKind.ROLLOUT:
+            return self.rollout_bytes <= kind.memory_bytes
+        return self.train_bytes <= kind.memory_bytes and self.train_gpus <= kind.gpus
+
     @property
     def limit_ns(self) -> Nanoseconds:
         """The longest step that the job accepts."""
@@ -141,43 +150,96 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeKind(msgspec.Struct, frozen=True, kw_only=True):
-    """The kind of all nodes of a pool for one phase."""
+    """Nodes of one phase that are alike: devices, host memory and price of each, where they are, and how many there are
+    at first. A node's name is its kind's `name` and a number."""
 
     gpus: int
     memory_bytes: int
     nano_usd_per_hour: int
+    nodes: int = 1
+    name: KindName = ""
+    site: str = ""
 
     def __post_init__(self) -> None:
-        if self.gpus < 1:
-            raise ClusterError(f"a node's gpus: found {self.gpus}; allowed: at least 1")
+        for name in ("gpus", "nodes"):
+            if getattr(self, name) < 1:
+                raise ClusterError(f"a node's {name}: found {getattr(self, name)}; allowed: at least 1")
         for name in ("memory_bytes", "nano_usd_per_hour"):
             if getattr(self, name) < 0:
                 raise ClusterError(f"a node's {name}: found {getattr(self, name)}; allowed: at least 0")
 
 
-class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Two kinds of nodes, and the initial number of each."""
+class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """The kinds of a pool's nodes, at least one for each phase. Names are unique."""
 
-    rollout: NodeKind
-    train: NodeKind
-    rollout_nodes: int
-    train_nodes: int
+    rollout: tuple[NodeKind, ...]
+    train: tuple[NodeKind, ...]
 
     def __post_init__(self) -> None:
-        for name in ("rollout_nodes", "train_nodes"):
-            if getattr(self, name) < 1:
-                raise ClusterError(f"a pool's {name}: found {getattr(self, name)}; allowed: at least 1")
+        for phase in PhaseKind:
+            if not self.of(phase):
+                raise ClusterError(f"a pool's {phase} nodes: found none; allowed: at least one kind")
+        names = [kind.name for kind in (*self.rollout, *self.train)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ClusterError(f"{names.count(name)} kinds of nodes are called {name!r}; allowed: a name for each")
 
-    def kind(self, phase: PhaseKind) -> NodeKind:
+    @classmethod
+    def uniform(cls, *, rollout: NodeKind, train: NodeKind, rollout_nodes: int, train_nodes: int) -> "PoolSpec":
+        """Return a pool with so many nodes of one kind for each phase, which are called as the phases are."""
+        replace = msgspec.structs.replace
+        return cls(
+            rollout=(replace(rollout, nodes=rollout_nodes, name=PhaseKind.ROLLOUT.value),),
+            train=(replace(train, nodes=train_nodes, name=PhaseKind.TRAIN.value),),
+        )
+
+    @cached_property
+    def kinds(self) -> Mapping[KindName, NodeKind]:
+        return {kind.name: kind for kind in (*self.rollout, *self.train)}
+
+    @cached_property
+    def phases(self) -> Mapping[KindName, PhaseKind]:
+        """The phase of each kind."""
+        return {kind.name: phase for phase in PhaseKind for kind in self.of(phase)}
+
+    def of(self, phase: PhaseKind) -> tuple[NodeKind, ...]:
         return self.rollout if phase is PhaseKind.ROLLOUT else self.train
 
-    def price(self, rollout_nodes: int, train_nodes: int) -> int:
-        """Return the price of an hour of so many nodes, in nano-dollars."""
-        return rollout_nodes * self.rollout.nano_usd_per_hour + train_nodes * self.train.nano_usd_per_hour
+    def alone(
+        self, request: JobRequest, free: Callable[[KindName], int]
+    ) -> tuple[tuple[NodeKind, ...], tuple[NodeKind, ...]] | None:
+        """Return the kinds of the cheapest free nodes for a job of its own: those for rollouts may be of any kinds,
+        those for training are of one. None if too few are free."""
+        trains = [kind for kind in self.train if request.fits(kind, PhaseKind.TRAIN)]
+        with_room = (kind for kind in trains if free(kind.name) >= request.train_nodes)
+        train = min(with_room, key=lambda kind: kind.nano_usd_per_hour, default=None)
+        rollout = self.new_rollout(request, request.rollout_nodes, free, "" if train is None else train.site)
+        if train is None or rollout is None:
+            return None
+        return rollout, (train,) * request.train_nodes
+
+    def new_rollout(
+        self, request: JobRequest, count: int, free: Callable[[KindName], int], site: str
+    ) -> tuple[NodeKind, ...] | None:
+        """Return the kinds of so many of the cheapest free rollout nodes for the job, among equals those at `site`
+        first; None if fewer are free."""
+        kinds = [kind for kind in self.rollout if request.fits(kind, PhaseKind.ROLLOUT)]
+        kinds.sort(key=lambda kind: (kind.nano_usd_per_hour, kind.site != site))
+        found: tuple[NodeKind, ...] = ()
+        for kind in kinds:
+            found += (kind,) * min(count - len(found), free(kind.name))
+        return found if len(found) == count else None
 
     def price_alone(self, request: JobRequest) -> int:
-        """Return the price of an hour of the nodes that a job asks for."""
-        return self.price(request.rollout_nodes, request.train_nodes)
+        """Return the price of an hour of the nodes that a job asks for, of the cheapest kinds that fit, in
+        nano-dollars; 0 if none fits."""
+        found = self.alone(request, lambda name: WHOLE_MAX)
+        return 0 if found is None else price_of((*found[0], *found[1]))
+
+
+def price_of(kinds: Iterable[NodeKind]) -> int:
+    """Return the price of an hour of a node of each of these kinds, in nano-dollars."""
+    return sum(kind.nano_usd_per_hour for kind in kinds)
 
 
 class NodeTurn(msgspec.Struct, frozen=True):

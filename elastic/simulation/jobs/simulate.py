@@ -1,15 +1,16 @@
 """Simulated pools of many jobs: a workload file in, a report out. The same `Cluster` as live, on virtual time."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from elastic.compose.pool_config import PoolNodesConfig, cluster_policies, job_request
+from elastic.compose.pool_config import PoolNodesConfig, cluster_policies, job_request, one_or_several, pool_spec
 from elastic.config import ConfigError, JobNeeds, JobPlanConfig, read_sections, validate
-from elastic.core.cluster import ClusterError, PoolSpec, WaitLimits
+from elastic.core.cluster import ClusterError, NodeKind, PoolSpec, WaitLimits
 from elastic.report.jobs import NodeSlice, PoolReport
 from elastic.report.pool import history_of, pool_report
 from elastic.simulation.jobs.phases import Arrival, JobsWorld, S
@@ -34,9 +35,12 @@ class PoolNodes(PoolNodesConfig):
     memory_gb: Annotated[float, Field(ge=0)] = 1000.0
 
 
+SeveralNodes = Annotated[tuple[PoolNodes, ...], one_or_several(PoolNodes), Field(min_length=1)]
+
+
 class WorkloadPool(_Part):
-    rollout: PoolNodes
-    train: PoolNodes
+    rollout: SeveralNodes
+    train: SeveralNodes
 
 
 class WorkloadJob(JobNeeds, JobPlanConfig):
@@ -123,14 +127,17 @@ def _traced(trace: WorkloadTrace, seed: int) -> list[Arrival]:
 def spec_of(workload: Workload, where: str) -> PoolSpec:
     pool = workload.pool
     try:
-        rollout, train = pool.rollout.node_kind(), pool.train.node_kind()
-        if workload.trace is not None:
-            # A trace's jobs take one share each, so that so many fit.
-            residents = workload.trace.residents
-            rollout, train = (msgspec.structs.replace(kind, memory_bytes=residents) for kind in (rollout, train))
-        return PoolSpec(rollout=rollout, train=train, rollout_nodes=pool.rollout.nodes, train_nodes=pool.train.nodes)
+        spec = pool_spec(pool.rollout, pool.train)
+        if workload.trace is None:
+            return spec
+        # A trace's jobs take one share each, so that so many fit.
+        return PoolSpec(rollout=_sharing(spec.rollout, workload.trace), train=_sharing(spec.train, workload.trace))
     except ClusterError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _sharing(kinds: Sequence[NodeKind], trace: WorkloadTrace) -> tuple[NodeKind, ...]:
+    return tuple(msgspec.structs.replace(kind, memory_bytes=trace.residents) for kind in kinds)
 
 
 def simulate_jobs(workload: Workload, policy: str, where: str) -> tuple[PoolReport, list[NodeSlice]]:

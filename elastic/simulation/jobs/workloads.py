@@ -32,7 +32,7 @@ PROFILES: Mapping[str, Sequence[tuple[tuple[int, int], tuple[int, int]]]] = {
 
 def pool_of(residents: int, nodes: int = 4096) -> PoolSpec:
     """H20 nodes for rollouts and H800 nodes for training, with host memory for so many states each."""
-    return PoolSpec(
+    return PoolSpec.uniform(
         rollout=NodeKind(gpus=GPUS, memory_bytes=residents, nano_usd_per_hour=GPUS * H20_NANO_USD),
         train=NodeKind(gpus=GPUS, memory_bytes=residents, nano_usd_per_hour=GPUS * H800_NANO_USD),
         rollout_nodes=nodes,

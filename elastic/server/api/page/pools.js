@@ -18,6 +18,8 @@ const idle = (accounts) => {
 const NODES = [
   { title: "Node", of: (one) => one.name },
   { title: "Phase", of: (one) => one.phase },
+  { title: "Site", of: (one) => one.site || NONE },
+  { title: "$/GPU-hour", number: true, of: (one) => usd(one.usd_per_gpu_hour) },
   { title: "Group", of: (one) => one.group ?? NONE },
   { title: "Job now", of: (one) => one.job ?? NONE },
   { title: "Does", of: (one) => one.account },

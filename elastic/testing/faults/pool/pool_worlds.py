@@ -139,7 +139,8 @@ def draw_pool(seed: int, faults: PoolFaults | None = None) -> PoolSetting:
     if faults is None:
         faults = Random(f"{seed}/strikes").choice(FAULTS)
     kind = NodeKind(gpus=8, memory_bytes=rng.randrange(2, 5), nano_usd_per_hour=rng.randrange(1, 20) * 10**9)
-    spec = PoolSpec(rollout=kind, train=kind, rollout_nodes=rng.randrange(1, 5), train_nodes=rng.randrange(1, 4))
+    counts = {"rollout_nodes": rng.randrange(1, 5), "train_nodes": rng.randrange(1, 4)}
+    spec = PoolSpec.uniform(rollout=kind, train=kind, **counts)
     jobs = tuple(_draw_job(rng, number, spec) for number in range(rng.randrange(1, 6)))
     planned, poisoned, spot = [job.request.id for job in jobs if job.request.plan is not None], ["", ""], None
     if faults.until_ns and planned and rng.random() < 0.25:
@@ -151,7 +152,7 @@ def draw_pool(seed: int, faults: PoolFaults | None = None) -> PoolSetting:
     if faults.until_ns and rng.random() < 0.2:
         trace = rng.choice(("rlboost-a", "rlboost-b"))
         speed = read_spot_trace(traces.find(trace)).end_s * S / faults.until_ns  # All are there once faults end.
-        played = {"trace": trace, "speed": speed, "max_workers": spec.rollout_nodes, "usd_per_gpu_hour": 1.0}
+        played = {"trace": trace, "speed": speed, "max_workers": spec.rollout[0].nodes, "usd_per_gpu_hour": 1.0}
         spot = SpotSettings.model_validate(played)
     plan = PoolSetting(
         seed=seed,
@@ -204,8 +205,8 @@ def _draw_job(rng: Random, number: int, spec: PoolSpec) -> JobDraw:
         slo=rng.choice((1.05, 1.2, 1.5, 2.0, 3.0)),
         plan=None if rng.random() < 0.15 else plan,
         steps=rng.randrange(2, 10),
-        rollout_nodes=rng.randrange(1, min(3, spec.rollout_nodes + 1)),
-        train_nodes=min(rng.choice((1, 1, 1, 2)), spec.train_nodes),
+        rollout_nodes=rng.randrange(1, min(3, spec.rollout[0].nodes + 1)),
+        train_nodes=min(rng.choice((1, 1, 1, 2)), spec.train[0].nodes),
         rollout_bytes=1,
         train_bytes=1,
         restart_ns=rng.choice((0, 30 * S)),
@@ -320,10 +321,11 @@ class PoolWorld:
         self._market = None if self.plan.spot is None else SpotMarket("rollout", self.plan.spot)
         entries = [entry for job, entry in self.entries.items() if job not in self.forgotten]
         spec, living = cluster.spec, {name: one.devices for name, one in self.node_agents.items() if one.alive}
-        needed = spec.rollout_nodes * spec.rollout.gpus + spec.train_nodes * spec.train.gpus
+        needed = sum(kind.nodes * kind.gpus for kind in spec.kinds.values())
         devices = DeviceAllotment([f"cpu:{number}" for number in range(needed)], self._set_aside)
         over_kept = self.plan.seed % 3
-        shell = PoolShell(cluster, self, self._times, entries, self._check, self._market, over_kept, devices)
+        markets = {} if self._market is None else {"rollout": self._market}
+        shell = PoolShell(cluster, self, self._times, entries, self._check, markets, over_kept, devices)
         self.shell = shell
         node_agents = {name: node_agent.alive for name, node_agent in self.node_agents.items()}
         jobs = {
