@@ -24,7 +24,6 @@ from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool
 from elastic.compose.runs import is_claimed
 from elastic.compose.scheduling import short_limits
 from elastic.config import Config, ConfigError, load_config
-from elastic.core.cluster.types import PhaseKind
 from elastic.pool.control_messages import PoolControl
 from elastic.pool.status import PoolStatus
 from elastic.protocol.run_control import ControlError
@@ -106,10 +105,10 @@ def _pool(directory: Path) -> list[Finding]:
 def findings_of_pool(name: str, config: PoolConfig, status: PoolStatus) -> list[Finding]:
     """Return what is to be said of a pool that runs. Nodes that are on their way are no fault; devices that are set
     aside are."""
-    wanted = {PhaseKind.ROLLOUT: config.pool.rollout.nodes, PhaseKind.TRAIN: config.pool.train.nodes}
-    up = Counter(node.phase for node in status.nodes if node.node_agent.up)
-    there = ", ".join(f"{up[phase]} of {count} {phase} nodes" for phase, count in wanted.items())
-    missing = any(up[phase] < count for phase, count in wanted.items())
+    kinds = config.spec().kinds.values()
+    up = Counter(node.kind for node in status.nodes if node.node_agent.up)
+    there = ", ".join(f"{up[kind.name]} of {kind.nodes} {kind.name} nodes" for kind in kinds)
+    missing = any(up[kind.name] < kind.nodes for kind in kinds)
     found = [Finding(name, True, there, fault="short" if missing else "missing", warns=missing)]
     for device, reason in status.set_aside.items():
         hint = f"once it is mended: {program()} pool put-back {device}"

@@ -360,7 +360,7 @@ def pool_devices(config: PoolConfig, gpus: Callable[[], Sequence[DeviceName]] = 
     found = devices_here(pool.devices, needed, gpus)
     if len(found) < needed:
         raise ConfigError(
-            f"pool.devices: {pool.devices}: nodes {whose} need {needed} GPUs; found "
+            f"pool.devices: {pool.devices}: the nodes {whose} need {needed} GPUs; found "
             f'{", ".join(found) or "none"}; allowed: fewer nodes, or "cpu", or "all", where every resident sees all'
         )
     return found

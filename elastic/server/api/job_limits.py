@@ -20,8 +20,10 @@ from elastic.server.store.quotas import TRAINER, QuotaRow
 
 
 def train_gpus(settings: ServerSettings, pool: str, train_nodes: int) -> int:
-    """Return the GPUs of so many training nodes of the pool. Raises `ApiProblem` for a pool that is not there."""
-    return train_nodes * load_pool(pool_dir(settings, pool) / POOL_CONFIG).pool.train.gpus
+    """Return the GPUs of so many training nodes of the pool, of the kind with the most. Raises `ApiProblem` for a pool
+    that is not there."""
+    kinds = load_pool(pool_dir(settings, pool) / POOL_CONFIG).pool.train
+    return train_nodes * max(kind.gpus for kind in kinds)
 
 
 def refuse_beyond(connection: sa.Connection, project: str, needs: RunNeeds, trainer_gpus: int, but: str = "") -> None:

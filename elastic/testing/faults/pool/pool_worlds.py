@@ -72,6 +72,8 @@ ADRIFT_SHARE = 1 / 8
 """Share of worlds in which all jobs are adrift, and scripts where they can be."""
 DRAINS_SHARE = 1 / 4
 """Share of worlds in which people let rollout nodes go, several times."""
+KINDS_SHARE = 0.25
+"""Share of worlds without a market whose nodes are of several kinds, if there are enough."""
 PROGRESS_NS = 3 * 3600 * S
 """Once faults have ended, some job finishes a step, or ends, at least so often."""
 
@@ -167,6 +169,8 @@ def draw_pool(seed: int, faults: PoolFaults | None = None) -> PoolSetting:
     )
     if Random(f"{seed}/tails").random() < TAILS_SHARE:
         return with_tails(plan)
+    if spot is None and Random(f"{seed}/kinds").random() < KINDS_SHARE:
+        plan = _of_several_kinds(plan)
     return _adrift(plan) if faults.until_ns and Random(f"{seed}/adrift").random() < ADRIFT_SHARE else plan
 
 
@@ -181,8 +185,24 @@ def with_tails(plan: PoolSetting) -> PoolSetting:
         )
         for job in plan.jobs
     ]
-    spec = msgspec.structs.replace(plan.spec, rollout_nodes=2)
+    rollout = tuple(msgspec.structs.replace(kind, nodes=2) for kind in plan.spec.rollout)
+    spec = msgspec.structs.replace(plan.spec, rollout=rollout)
     return msgspec.structs.replace(plan, jobs=tuple(jobs), spec=spec, policy="ours", spot=None)
+
+
+def _of_several_kinds(plan: PoolSetting) -> PoolSetting:
+    """Return the pool with its last node of each phase, where there are enough, at another site and twice the price."""
+
+    def split(kinds: Sequence[NodeKind], least: int) -> tuple[NodeKind, ...]:
+        (kind,) = kinds
+        if kind.nodes < least:
+            return (kind,)
+        price = 2 * kind.nano_usd_per_hour
+        far = msgspec.structs.replace(kind, name=f"far-{kind.name}", site="far", nodes=1, nano_usd_per_hour=price)
+        return msgspec.structs.replace(kind, nodes=kind.nodes - 1), far
+
+    spec = PoolSpec(rollout=split(plan.spec.rollout, 2), train=split(plan.spec.train, 3))
+    return msgspec.structs.replace(plan, spec=spec)
 
 
 def _adrift(plan: PoolSetting) -> PoolSetting:
