@@ -352,6 +352,7 @@ def job_status(cluster: Cluster, record: JobRecord, billed: int, queue_place: in
     request, seat, story = record.request, record.seat, story_of(record)
     cycle_ns = cluster.groups[seat.group].cycle_ns if seat is not None else 0
     solo_ns = request.plan.solo_ns if request.plan is not None else 0
+    alone = cluster.spec.price_alone(request) if seat is None else cluster.books.price_alone(seat.group, request.id)
     return JobStatus(
         name=request.id,
         arrival=record.arrival,
@@ -376,7 +377,7 @@ def job_status(cluster: Cluster, record: JobRecord, billed: int, queue_place: in
         usd=usd(billed),
         saved_if_left_usd_per_hour=saved_if_left(cluster, record) / NANO_USD,
         over=record.over,
-        usd_alone=usd(record.steps_done * solo_ns * cluster.spec.price_alone(request)),
+        usd_alone=usd(record.steps_done * solo_ns * alone),
         queue_place=queue_place,
     )
 
