@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import GenericAlias
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, field_validator, model_validator
@@ -116,7 +117,7 @@ def one_or_several(kind: type[M]) -> BeforeValidator:
         if isinstance(found, Mapping):
             return (kind.model_validate_json(json.dumps(found), strict=True),)
         if isinstance(found, list):
-            return TypeAdapter(tuple[kind, ...]).validate_json(json.dumps(found), strict=True)
+            return TypeAdapter[Any](GenericAlias(tuple, (kind, ...))).validate_json(json.dumps(found), strict=True)
         return found
 
     return BeforeValidator(several)
