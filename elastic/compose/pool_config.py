@@ -117,7 +117,8 @@ def one_or_several(kind: type[M]) -> BeforeValidator:
         if isinstance(found, Mapping):
             return (kind.model_validate_json(json.dumps(found), strict=True),)
         if isinstance(found, list):
-            return TypeAdapter[Any](GenericAlias(tuple, (kind, ...))).validate_json(json.dumps(found), strict=True)
+            kinds: Any = GenericAlias(tuple, (kind, ...))
+            return TypeAdapter(kinds).validate_json(json.dumps(found), strict=True)
         return found
 
     return BeforeValidator(several)
