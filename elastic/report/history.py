@@ -43,7 +43,6 @@ TIMES = (
 )
 NAMES = ("lease", "worker", "from_worker", "to_worker")
 RESULTS = (StepRow, GroupRow, TrajectoryRow)
-STEPS_MAX = 10**9
 
 
 class StepExtent(NamedTuple):
@@ -78,6 +77,7 @@ class Segment:
         self.journals = journals
         self.prefix = prefix
         self.undone_from = undone_from
+        self._is_retold = bool(begun_ns or prefix)
 
     @functools.cached_property
     def end_ns(self) -> Nanoseconds:
@@ -94,7 +94,7 @@ class Segment:
         """Records of a kind as the whole has them: the last one of each key, in its time, unless it was undone."""
         if kind.KEY and len(self.journals) > 1:
             rows = list({getattr(row, kind.KEY): row for row in rows}.values())
-        if self.begun_ns or self.prefix:
+        if self._is_retold:
             rows = [msgspec.structs.replace(row, **self._retold(msgspec.structs.asdict(row))) for row in rows]
         return [row for row in rows if not self._is_undone(row)]
 
@@ -108,36 +108,37 @@ class Segment:
         """Events of these kinds in their order, each with its time."""
         names = [kind.__name__ for kind in kinds]
         for t_ns, event in (entry for journal in self.journals for entry in journal.events_of(*names)):
-            retold = msgspec.structs.replace(event, **self._retold(msgspec.structs.asdict(event)))
-            yield self.begun_ns + t_ns, cast(E, retold)
+            if self._is_retold:
+                event = msgspec.structs.replace(event, **self._retold(msgspec.structs.asdict(event)))
+            yield self.begun_ns + t_ns, cast(E, event)
 
-    def steps(self, behind: int) -> list[StepRow]:
-        """What each step `behind` one came to, as `rows` has it."""
-        rows = [row for journal in self.journals for row in journal.since(StepRow, behind + 1, STEPS_MAX)]
+    def steps(self, behind: int, most: int) -> list[StepRow]:
+        """What each step `behind` one came to, as `rows` has it; of more than `most` in a journal every so-manieth."""
+        rows = [row for journal in self.journals for row in journal.thinned(StepRow, most, behind)]
         return self._as_whole(StepRow, rows)
 
-    def mean_rewards(self, behind: int = -1) -> dict[int, float]:
-        """The mean reward of the scored trajectories of each step `behind` one."""
+    def mean_rewards(self, steps: Sequence[int]) -> dict[int, float]:
+        """The mean reward of the scored trajectories of each of these steps."""
         sums, scored = defaultdict[int, float](float), defaultdict[int, int](int)
-        for step, count, total in (row for journal in self.journals for row in journal.reward_sums(behind)):
+        for step, count, total in (row for journal in self.journals for row in journal.reward_sums(steps)):
             if step < self.undone_from:
                 scored[step] += count
                 sums[step] += total
         return {step: sums[step] / count for step, count in scored.items()}
 
-    def lengths(self, behind: int = -1) -> dict[int, StepExtent]:
-        """How long the trajectories of each step `behind` one were."""
+    def lengths(self, steps: Sequence[int]) -> dict[int, StepExtent]:
+        """How long the trajectories of each of these steps were."""
         found: dict[int, StepExtent] = {}
-        for step, over, failed, truncated, tokens, most in (row for j in self.journals for row in j.step_sums(behind)):
+        for step, over, failed, truncated, tokens, most in (row for j in self.journals for row in j.step_sums(steps)):
             if step < self.undone_from:
                 more = StepExtent(over, failed, truncated, tokens, most)
                 found[step] = found[step].plus(more) if step in found else more
         return found
 
-    def ages(self, behind: int = -1) -> dict[int, tuple[float, int]]:
-        """The mean and the highest age, in versions, of the tokens that each step `behind` one has trained."""
+    def ages(self, steps: Sequence[int]) -> dict[int, tuple[float, int]]:
+        """The mean and the highest age, in versions, of the tokens that each of these steps has trained."""
         sums: dict[int, tuple[int, int, int]] = {}
-        for step, tokens, total, most in (row for j in self.journals for row in j.age_sums(behind)):
+        for step, tokens, total, most in (row for j in self.journals for row in j.age_sums(steps)):
             if step < self.undone_from:
                 before = sums.get(step, (0, 0, 0))
                 sums[step] = (before[0] + tokens, before[1] + total, max(before[2], most))
@@ -146,13 +147,16 @@ class Segment:
     def books(self) -> list[DeviceBook]:
         """As they were written last."""
         books = {book.worker: book for journal in self.journals for book in journal.books()}
+        if not self._is_retold:
+            return list(books.values())
         return [dataclasses.replace(b, **self._retold(dataclasses.asdict(b))) for b in books.values()]
 
-    def samples(self, most: int | None = None) -> list[tuple[Nanoseconds, RunStatus]]:
-        """Each with its time; of more than `most` in a journal every so-manieth."""
+    def samples(self, most: int | None = None, behind_ns: Nanoseconds = -1) -> list[tuple[Nanoseconds, RunStatus]]:
+        """Each later than a moment with its time; of more than `most` in a journal every so-manieth."""
         if most is None:
             return [(row.t_ns, row.status) for row in self.rows(SampleRow)]
-        rows = {row.t_ns: row.status for journal in self.journals for row in journal.thinned(SampleRow, most)}
+        behind_ns -= self.begun_ns
+        rows = {r.t_ns: r.status for journal in self.journals for r in journal.thinned(SampleRow, most, behind_ns)}
         return [(self.begun_ns + t_ns, status) for t_ns, status in rows.items()]
 
     def _retold(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,21 +191,21 @@ class History:
     def rows(self, kind: type[R]) -> list[R]:
         return [row for segment in self.segments for row in segment.rows(kind)]
 
-    def steps(self, behind: int) -> list[StepRow]:
-        """What each step `behind` one came to, as `rows` has it."""
-        return [row for segment in self.segments for row in segment.steps(behind)]
+    def steps(self, behind: int, most: int) -> list[StepRow]:
+        """What each step `behind` one came to, as `rows` has it. `most` as in `Segment`."""
+        return [row for segment in self.segments for row in segment.steps(behind, most)]
 
-    def mean_rewards(self, behind: int = -1) -> dict[int, float]:
-        """The mean reward of the scored trajectories of each step `behind` one."""
-        return {step: mean for segment in self.segments for step, mean in segment.mean_rewards(behind).items()}
+    def mean_rewards(self, steps: Sequence[int]) -> dict[int, float]:
+        """The mean reward of the scored trajectories of each of these steps."""
+        return {step: mean for segment in self.segments for step, mean in segment.mean_rewards(steps).items()}
 
-    def lengths(self, behind: int = -1) -> dict[int, StepExtent]:
-        """How long the trajectories of each step `behind` one were."""
-        return {step: found for segment in self.segments for step, found in segment.lengths(behind).items()}
+    def lengths(self, steps: Sequence[int]) -> dict[int, StepExtent]:
+        """How long the trajectories of each of these steps were."""
+        return {step: found for segment in self.segments for step, found in segment.lengths(steps).items()}
 
-    def ages(self, behind: int = -1) -> dict[int, tuple[float, int]]:
-        """The mean and the highest age, in versions, of the tokens that each step `behind` one has trained."""
-        return {step: found for segment in self.segments for step, found in segment.ages(behind).items()}
+    def ages(self, steps: Sequence[int]) -> dict[int, tuple[float, int]]:
+        """The mean and the highest age, in versions, of the tokens that each of these steps has trained."""
+        return {step: found for segment in self.segments for step, found in segment.ages(steps).items()}
 
     def events_of(self, *kinds: type[E]) -> Iterator[tuple[Nanoseconds, E]]:
         return (entry for segment in self.segments for entry in segment.events_of(*kinds))
@@ -226,19 +230,19 @@ class History:
                     book.closed_ns = segment.end_ns
         return books
 
-    def samples(self, most: int | None = None) -> list[tuple[Nanoseconds, RunStatus]]:
-        """Every segment's samples; tokens and costs of each provider include those of earlier segments. `most` as in
-        `Segment`."""
+    def samples(self, most: int | None = None, behind_ns: Nanoseconds = -1) -> list[tuple[Nanoseconds, RunStatus]]:
+        """Every segment's samples; tokens and costs of each provider include those of earlier segments. `most` and
+        `behind_ns` as in `Segment`."""
         samples: list[tuple[Nanoseconds, RunStatus]] = []
         for segment in self.segments:
             before = samples[-1][1].providers if samples else {}
-            for t_ns, status in segment.samples(most):
+            for t_ns, status in segment.samples(most, behind_ns if segment is self.segments[-1] else -1):
                 for name, earlier in before.items():
                     provider = status.providers.setdefault(name, ProviderStatus())
                     provider.tokens += earlier.tokens
                     provider.usd += earlier.usd
                 samples.append((t_ns, status))
-        return samples
+        return [sample for sample in samples if sample[0] > behind_ns]
 
 
 @contextmanager

@@ -19,9 +19,10 @@ from elastic.core import events as e
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.report.log_files import LogFollower, LogGone
 from elastic.runtime.journal import RunDirectory, SqliteJournal, event_row
+from elastic.runtime.journal.records import FRAME, FREQUENT
 from elastic.server.api.auth import COOKIE
 from elastic.server.api.streams import LOOK_S
-from elastic.server.history.events import SCANNED_AT_ONCE, EventLog, EventsGone, Position
+from elastic.server.history.events import ROUTINE, SCANNED_AT_ONCE, UNREAD, EventLog, EventsGone, Position
 from elastic.server.history.feeds import Feeds
 from elastic.server.history.looks import SharedLooks
 from elastic.server.permissions import Action
@@ -185,6 +186,10 @@ def test_older_events_come_before_newer_ones_until_the_first(site: Site, submiss
         older, asked["until"] = json.loads(begin["data"])["older"], begin["id"]
     assert told == names
     assert client.get(place, params=asked | {"until": "nosuch-3"}).status_code == 410
+
+
+def test_what_is_no_routine_is_indexed() -> None:
+    assert {*FREQUENT} <= {FRAME, *UNREAD, *ROUTINE}
 
 
 @pytest.mark.parametrize("follow", ["true", "false"])

@@ -22,8 +22,7 @@ import pytest
 
 from elastic.protocol.run_control import SOCKET, RunOfAnotherUser
 from elastic.runtime.journal import SqliteJournal
-from elastic.runtime.journal.frames import FRAME
-from elastic.runtime.journal.records import TABLES
+from elastic.runtime.journal.records import FRAME, TABLES
 from elastic.server.history.journals import figures_of
 from elastic.server.history.readers import PER_PROJECT, TenantReaders
 from elastic.server.retention.rules import TRAJECTORIES, bytes_of, remove

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from elastic.core import events as e
 from elastic.core.types import Nanoseconds
-from elastic.runtime.journal.frames import FRAME
-from elastic.runtime.journal.records import TABLES, StateRow
+from elastic.runtime.journal.records import FRAME, TABLES, StateRow
 from elastic.system.sqlite import open_sqlite
 
 _EVENTS = (

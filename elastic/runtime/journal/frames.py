@@ -10,10 +10,7 @@ from elastic.core import events as e
 from elastic.core.types import Chunks, Nanoseconds, TurnId, WorkerId
 from elastic.protocol import wire
 from elastic.protocol.sampled import TOKEN_BYTES
-from elastic.runtime.journal.records import EventRow
-
-FRAME = "frame"
-"""Kind of an event that is kept with the tokens that came in it."""
+from elastic.runtime.journal.records import FRAME, EventRow
 
 
 class JournaledFrame(msgspec.Struct, frozen=True, array_like=True):

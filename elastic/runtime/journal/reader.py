@@ -1,6 +1,7 @@
 """Reading a journal: its tables as records, its events as the core took them."""
 
 import errno
+import json
 import math
 import os
 import resource
@@ -18,11 +19,15 @@ from elastic.core.ledger import DeviceBook
 from elastic.core.steps import CUT_OFF
 from elastic.core.types import Nanoseconds
 from elastic.protocol import wire
-from elastic.runtime.journal.frames import FRAME, JournaledFrame, read_frame
+from elastic.runtime.journal.frames import JournaledFrame, read_frame
 from elastic.runtime.journal.records import (
+    FRAME,
+    FREQUENT,
     NOT_SCORED,
+    RARE,
     TABLES,
     BookRow,
+    EventRow,
     GroupRow,
     NoteRow,
     TrajectoryFilter,
@@ -34,6 +39,11 @@ from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, no_room
 from elastic.system.host import here
 from elastic.system.sqlite import open_sqlite
 
+EVENT_NUMBER_MAX = 2**63 - 1
+LAST_EVENTS = 1_000
+"""Among which the one of the last moment is, where threads that wrote at once were not in the order of their times."""
+_AMONG = "step IN (SELECT value FROM json_each(?))"
+_EVENTS = TABLES[EventRow]
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode
 
 
@@ -54,8 +64,8 @@ def why_unreadable(error: Exception) -> str:
 def open_journal(path: Path, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
     """Open a journal as a database. Raises `sqlite3.Error`.
 
-    It has nothing but a journal's own tables: a view, a trigger or a column that is computed would have its reader
-    run what somebody else wrote. Its files are regular ones: a pipe would be waited for.
+    It has nothing but a journal's own tables and indexes: a view, a trigger or a column that is computed would have its
+    reader run what somebody else wrote. Its files are regular ones: a pipe would be waited for.
     """
     for suffix in ("", "-journal", "-wal", "-shm"):
         beside = path.with_name(path.name + suffix)
@@ -64,18 +74,13 @@ def open_journal(path: Path, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
     made = open_sqlite(path, mode)
     try:
         found = made.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL").fetchall()
-        own = {table.create for table in TABLES.values()}
+        own = {statement for table in TABLES.values() for statement in table.schema}
         if any(sql not in own for (sql,) in found):
             raise sqlite3.DatabaseError("it has other tables than a journal of this version of elastic")
     except BaseException:
         made.close()
         raise
     return made
-
-
-EVENT_NUMBER_MAX = 2**63 - 1
-LAST_EVENTS = 1_000
-"""Among which the one of the last moment is, where threads that wrote at once were not in the order of their times."""
 
 
 class JournalReader:
@@ -93,6 +98,9 @@ class JournalReader:
             self._connection = open_journal(path, "ro")
         try:
             self._check_version()
+            with self._reading():
+                there = "SELECT 1 FROM sqlite_schema WHERE type = 'index' AND name = ?"
+                self._is_indexed = self._connection.execute(there, (_EVENTS.index,)).fetchone() is not None
         except BaseException:
             self.close()
             raise
@@ -160,63 +168,60 @@ class JournalReader:
         with self._reading():
             return list(TABLES[GroupRow].read_at(self._connection, places))
 
-    def thinned(self, kind: type[R], most: int) -> list[R]:
-        """Return at most `most` evenly spaced records of a kind, with the last one. Reads only these."""
+    def thinned(self, kind: type[R], most: int, behind: int = -1) -> list[R]:
+        """Return at most `most` evenly spaced records of a kind whose key, a whole number, is more than `behind`, with
+        the last one. Reads only these."""
         table = TABLES[kind]
+        query = f'SELECT rowid FROM "{table.name}" WHERE rowid > ? ORDER BY rowid'
         with self._reading():
-            rows = [row for (row,) in self._connection.execute(f'SELECT rowid FROM "{table.name}" ORDER BY rowid')]
+            rows = [row for (row,) in self._connection.execute(query, (behind,))]
             stride = max(1, -(-len(rows) // most))
             return list(table.read_at(self._connection, [*rows[:-1][::stride], *rows[-1:]]))
 
     def first_step(self) -> float:
         """The first step with a result, infinity where none has any."""
-        query = "SELECT MIN(step) FROM (SELECT step FROM steps UNION ALL SELECT step FROM groups)"
+        query = "SELECT MIN(step) FROM steps UNION ALL SELECT MIN(step) FROM groups"
         with self._reading():
-            found = self._connection.execute(query).fetchone()[0]
-        return math.inf if found is None else found
+            found = self._connection.execute(query).fetchall()
+        return min((step for (step,) in found if step is not None), default=math.inf)
 
-    def reward_sums(self, behind: int = -1) -> list[tuple[int, int, float]]:
-        """Each step `behind` one with how many of its trajectories were scored, and the sum of their rewards."""
+    def reward_sums(self, steps: Sequence[int]) -> list[tuple[int, int, float]]:
+        """Each of these steps with how many of its trajectories were scored, and the sum of their rewards."""
         query = (
             "SELECT step, count(*), sum(reward) FROM trajectories "
-            "WHERE step > ? AND cause = '' AND reward IS NOT NULL GROUP BY step"
+            f"WHERE {_AMONG} AND cause = '' AND reward IS NOT NULL GROUP BY step"
         )
         with self._reading():
-            return self._connection.execute(query, (behind,)).fetchall()
+            return self._connection.execute(query, (json.dumps(steps),)).fetchall()
 
-    def step_sums(self, behind: int = -1) -> list[tuple[int, int, int, int, int, int]]:
-        """Each step `behind` one with how many of its trajectories are over, failed and were truncated, and the sum and
+    def step_sums(self, steps: Sequence[int]) -> list[tuple[int, int, int, int, int, int]]:
+        """Each of these steps with how many of its trajectories are over, failed and were truncated, and the sum and
         the most of their policy tokens; those that were cut off, or wait for their score, do not count."""
         query = (
             "SELECT step, count(*), sum(cause != ''), sum(truncated), sum(policy_tokens), max(policy_tokens) "
-            "FROM trajectories WHERE step > ? AND cause NOT IN (?, ?) GROUP BY step"
+            f"FROM trajectories WHERE {_AMONG} AND cause NOT IN (?, ?) GROUP BY step"
         )
         with self._reading():
-            return self._connection.execute(query, (behind, CUT_OFF, NOT_SCORED)).fetchall()
+            return self._connection.execute(query, (json.dumps(steps), CUT_OFF, NOT_SCORED)).fetchall()
 
-    def age_sums(self, behind: int = -1) -> list[tuple[int, int, int, int]]:
-        """Each step `behind` one with how many tokens were trained in it, the sum of their ages in versions, and the
+    def age_sums(self, steps: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        """Each of these steps with how many tokens were trained in it, the sum of their ages in versions, and the
         highest age."""
         query = (
             "SELECT step, sum(e.value), sum(e.key * e.value), max(CAST(e.key AS INTEGER)) "
-            "FROM groups, json_each(groups.tokens_by_age) AS e WHERE step > ? AND dropped = '' GROUP BY step"
+            f"FROM groups, json_each(groups.tokens_by_age) AS e WHERE {_AMONG} AND dropped = '' GROUP BY step"
         )
         with self._reading():
-            return self._connection.execute(query, (behind,)).fetchall()
+            return self._connection.execute(query, (json.dumps(steps),)).fetchall()
 
-    def behind_last(self, most: int, unread: Collection[str], within: int, end: int) -> int:
-        """The number behind which the last `most` events are that are neither token frames nor of `unread` kinds, of
-        the `within` up to number `end`."""
-        skipped = (FRAME, *unread)
-        marks = ", ".join("?" * len(skipped))
-        query = (
-            f"SELECT seq FROM events WHERE kind NOT IN ({marks}) AND seq > ? AND seq <= ? "
-            "ORDER BY seq DESC LIMIT 1 OFFSET ?"
-        )
-        begin = max(0, end - within)
+    def behind_last(self, most: int, unread: Collection[str], end: int) -> int:
+        """The number behind which the last `most` events up to number `end` are that are neither token frames nor of
+        `unread` kinds; 0 if there are no more."""
+        where, values = self._besides(unread)
+        query = f"SELECT seq FROM {where} AND seq <= ? ORDER BY seq DESC LIMIT 1 OFFSET ?"
         with self._reading():
-            found = self._connection.execute(query, (*skipped, begin, end, most)).fetchone()
-        return begin if found is None else found[0]
+            found = self._connection.execute(query, (*values, end, most)).fetchone()
+        return 0 if found is None else found[0]
 
     def trajectory_places(
         self, wanted: TrajectoryFilter, behind: TrajectoryPlace | None, limit: int
@@ -294,18 +299,27 @@ class JournalReader:
                 yield read_frame(body)
 
     def scan(
-        self, after: int, limit: int, unread: Collection[str]
-    ) -> Iterator[tuple[int, Nanoseconds, e.Event | None]]:
-        """Up to `limit` events behind number `after`, each with its own; token frames and `unread` kinds as None."""
+        self, behind: int, end: int, limit: int, unread: Collection[str]
+    ) -> Iterator[tuple[int, Nanoseconds, e.Event]]:
+        """The first events behind one number and up to another, each with its own, at most `limit`; neither token
+        frames nor `unread` kinds are among them."""
+        where, values = self._besides(unread)
+        query = f"SELECT seq, t_ns, body FROM {where} AND seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
+        with self._reading():
+            for seq, t_ns, body in self._connection.execute(query, (*values, behind, end, limit)):
+                yield seq, t_ns, _decode_event(body)
+
+    def _besides(self, unread: Collection[str]) -> tuple[str, tuple[str, ...]]:
+        """The events that are neither token frames nor of `unread` kinds, for a query: with its values."""
         skipped = (FRAME, *unread)
         marks = ", ".join("?" * len(skipped))
-        query = (
-            f"SELECT seq, t_ns, CASE WHEN kind IN ({marks}) THEN NULL ELSE body END FROM events "
-            "WHERE seq > ? ORDER BY seq LIMIT ?"
-        )
-        with self._reading():
-            for seq, t_ns, body in self._connection.execute(query, (*skipped, after, limit)):
-                yield seq, t_ns, None if body is None else _decode_event(body)
+        return f"{self._events(rare={*skipped} >= {*FREQUENT})} AND kind NOT IN ({marks})", skipped
+
+    def _events(self, *, rare: bool) -> str:
+        """The table of events and a condition, for a query: by the index of `rare` ones if there is one."""
+        if rare and self._is_indexed:
+            return f'events INDEXED BY "{_EVENTS.index}" WHERE {RARE}'
+        return "events WHERE 1"
 
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
         """Events of the named kinds, in order; token frames are not among them."""
@@ -313,8 +327,8 @@ class JournalReader:
 
     def events_between(self, behind: int, end: int, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
         """Events of the named kinds behind one number and up to another, in order."""
-        marks = ", ".join("?" * len(kinds))
-        query = f"SELECT t_ns, body FROM events WHERE kind IN ({marks}) AND seq > ? AND seq <= ? ORDER BY seq"
+        marks, events = ", ".join("?" * len(kinds)), self._events(rare=not {*kinds} & {*FREQUENT})
+        query = f"SELECT t_ns, body FROM {events} AND kind IN ({marks}) AND seq > ? AND seq <= ? ORDER BY seq"
         with self._reading():
             for t_ns, body in self._connection.execute(query, (*kinds, behind, end)):
                 yield t_ns, _decode_event(body)

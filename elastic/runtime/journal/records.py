@@ -1,5 +1,6 @@
 """What a journal keeps, one record type a table. A change of these is a new `SCHEMA_VERSION`, but for tables that come
-with their first record (`LATER`): a journal without one is as one that has it, and empty."""
+with their first record (`LATER`): a journal without one is as one that has it, and empty. Journals of former versions
+lack an `INDEX`: tables are read whole there."""
 
 import math
 from typing import ClassVar, Literal, NamedTuple
@@ -29,6 +30,29 @@ INTERRUPTED = "interrupted"
 """The cause of a run that ended as failed because a person or a signal ended it."""
 TRACEBACK = "traceback"
 """The key of a journal's note of where an environment raised first."""
+FRAME = "frame"
+"""Kind of an event that is kept with the tokens that came in it."""
+FREQUENT = (
+    FRAME,
+    "TurnRequested",
+    "WorkerReported",
+    "TokensReceived",
+    "Tick",
+    "TrajectoryFinished",
+    "RewardRequested",
+    "RewardScored",
+    "GroupTrained",
+    "TurnCut",
+    "AgentNoted",
+    "FunctionsBilled",
+    "TurnsHeld",
+    "PermitGranted",
+    "PermitEnded",
+    "PermitRecalled",
+)
+"""Kinds of events of which there are as many as turns, groups, permits or moments; those that come most often first."""
+RARE = " AND ".join(f"kind != '{kind}'" for kind in FREQUENT)
+"""The condition, in SQL, of all other kinds, which the index has whole. A query says it word for word to use that."""
 
 
 class NoteRow(JournalRecord, frozen=True, gc=False):
@@ -45,6 +69,7 @@ class EventRow(JournalRecord, frozen=True, gc=False):
     """An event as the core took it: its type's name and the event itself, or `FRAME` and the frame that it was in."""
 
     TABLE: ClassVar[str] = "events"
+    INDEX: ClassVar[str] = f"(seq, kind, t_ns, body) WHERE {RARE}"
 
     t_ns: Nanoseconds
     kind: str
@@ -98,6 +123,7 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
 
     TABLE: ClassVar[str] = "trajectories"
     KEY: ClassVar[str] = "trajectory"
+    INDEX: ClassVar[str] = "(step, cause, reward, truncated, policy_tokens)"
 
     trajectory: TrajectoryId
     step: int
@@ -137,6 +163,7 @@ class EvaluatedRow(TrajectoryRow, frozen=True, gc=False):
 
     TABLE: ClassVar[str] = "evaluated"
     LATER: ClassVar[bool] = True
+    INDEX: ClassVar[str] = ""
 
 
 class EvaluationRow(JournalRecord, frozen=True):
@@ -230,6 +257,7 @@ class GroupRow(JournalRecord, frozen=True):
 
     TABLE: ClassVar[str] = "groups"
     KEY: ClassVar[str] = "group"
+    INDEX: ClassVar[str] = "(step)"
 
     group: str
     t_ns: Nanoseconds

@@ -26,11 +26,15 @@ _PLAIN: dict[Any, str] = {int: "INTEGER", bool: "INTEGER", str: "TEXT", bytes: "
 
 
 class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the journal's table of this name. A table that is made `LATER` comes with its first row."""
+    """A row of the journal's table of this name. A table that is made `LATER` comes with its first row.
+
+    `INDEX` has, in SQL, the columns of the table's index, and which rows are in it; empty without one.
+    """
 
     TABLE: ClassVar[str]
     KEY: ClassVar[str] = ""
     LATER: ClassVar[bool] = False
+    INDEX: ClassVar[str] = ""
 
 
 R = TypeVar("R", bound=JournalRecord)
@@ -50,6 +54,10 @@ class JournalTable(Generic[R]):
         ]
         self._large = [index for index, name in enumerate(self.columns) if _sql_type(hints[name])[0] in (None, "BLOB")]
         self.create = self._create(hints)
+        self.index = f"{self.name}_index" if kind.INDEX else ""
+        index = f'CREATE INDEX "{self.index}" ON "{self.name}" {kind.INDEX}'
+        self.schema = (self.create, index) if kind.INDEX else (self.create,)
+        """The statements that make it, as SQLite keeps them."""
         self._insert_one = self._insert(1)
         self._insert_many = self._insert(ROWS_AT_ONCE)
         self._select = f'SELECT {_names(self.columns)} FROM "{self.name}"'

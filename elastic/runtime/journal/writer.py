@@ -336,8 +336,8 @@ class SqliteJournal:
                 connection.execute("PRAGMA journal_mode=WAL")
                 connection.execute("BEGIN")
                 for table in TABLES.values():
-                    if not table.kind.LATER:
-                        connection.execute(table.create)
+                    for statement in () if table.kind.LATER else table.schema:
+                        connection.execute(statement)
                 all_notes = {"schema_version": str(SCHEMA_VERSION), **notes}
                 TABLES[NoteRow].insert(connection, list(all_notes.items()))
                 connection.execute("COMMIT")

@@ -41,10 +41,6 @@ ROUTINE = (
 )
 """Kinds that happen all the time, which a reader may leave out."""
 SCANNED_AT_ONCE = 2_000
-SCANNED_FOR_FEW = 20_000
-"""Where routine is left out: little of so many events is read."""
-LOOKED_BACK = 200_000
-"""Events in which the newest ones are looked for."""
 
 
 class Position(NamedTuple):
@@ -87,7 +83,7 @@ class EventLog:
         return Position(names.index(name), int(number))
 
     def behind_last(self, most: int, end: Position, *, routine: bool = True) -> Position:
-        """Return the position behind which a journal's last `most` events up to `end` are, of `LOOKED_BACK` there."""
+        """Return the position behind which a journal's last `most` events up to `end` are."""
         if not self._journals:
             return Position(0, 0)
         name, path = self._journals[end.journal]
@@ -132,17 +128,12 @@ class EventLog:
         if place >= len(self._journals):
             return EventBatch([], position, True)
         name, path = self._journals[place]
-        most = SCANNED_AT_ONCE if routine else SCANNED_FOR_FEW
-        scanned = _scanned(self._run_dir, name, path, number, most, _unread(routine))
-        if end is not None:
-            scanned = [one for one in scanned if one[0] <= end.number]
-        found = [
-            (Position(place, seq), _told(name, seq, t_ns, event)) for seq, t_ns, event in scanned if event is not None
-        ]
-        whole = len(scanned) < most
+        last = None if end is None else end.number
+        scanned, reached, whole = _scanned(self._run_dir, name, path, number, last, _unread(routine))
+        found = [(Position(place, seq), _told(name, seq, t_ns, event)) for seq, t_ns, event in scanned]
         if whole and end is None and place < len(self._journals) - 1:
             return EventBatch(found, Position(place + 1, 0), False)
-        return EventBatch(found, Position(place, scanned[-1][0] if scanned else number), whole)
+        return EventBatch(found, Position(place, reached), whole)
 
 
 @apart()
@@ -164,19 +155,25 @@ def _last_event(run_dir: Path, name: str, path: Path) -> int:
 @apart()
 def _behind_last(run_dir: Path, name: str, path: Path, most: int, unread: Collection[str], end: int) -> int:
     with as_owner(run_dir), JournalReader(path) as journal:
-        return journal.behind_last(most, unread, LOOKED_BACK, end) if _name(journal) == name else 0
+        return journal.behind_last(most, unread, end) if _name(journal) == name else 0
 
 
 @apart()
 def _scanned(
-    run_dir: Path, name: str, path: Path, number: int, most: int, unread: Collection[str]
-) -> list[tuple[int, int, e.Event | None]]:
+    run_dir: Path, name: str, path: Path, number: int, end: int | None, unread: Collection[str]
+) -> tuple[list[tuple[int, int, e.Event]], int, bool]:
+    """Return events behind a number, up to where they were read, and whether that is the end."""
     with as_owner(run_dir):
         if path.exists():
             with JournalReader(path) as journal:
                 if _name(journal) == name:
-                    return list(journal.scan(number, most, unread))
-    return []
+                    last = max(number, journal.last_event() if end is None else end)
+                    # Where routine is left out, those that are read are few, and indexed.
+                    until = last if ROUTINE[0] in unread else min(last, number + SCANNED_AT_ONCE)
+                    found = list(journal.scan(number, until, SCANNED_AT_ONCE, unread))
+                    reached = found[-1][0] if len(found) == SCANNED_AT_ONCE else until
+                    return found, reached, reached == last
+    return [], number, True
 
 
 def _unread(routine: bool) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -55,6 +55,7 @@ from elastic.server.history.kept_events import KeepingReader
 from elastic.system.tenant_files import NotAFile, as_owner, files, opened
 
 T = TypeVar("T")
+R = TypeVar("R", HostedWorker, HostedLease, HostedOffers, Checkpoint)
 
 MOMENTS_MAX = 500
 """The most moments of one provider's offers that are returned."""
@@ -177,14 +178,26 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 @apart()
+def metrics_json(run_dir: Path, run: str, wanted: Wanted) -> bytes:
+    """As `metrics_of`, as JSON, of which the server then need make nothing."""
+    return metrics_of(run_dir, run, wanted).model_dump_json().encode()
+
+
+@apart()
+def entries_of(run_dir: Path, read: Callable[[Path], Sequence[R]]) -> Sequence[tuple[str, bytes]]:
+    """Return what one of the functions here that read lists returns: each entry's id, and the entry as JSON."""
+    return [(row.id, row.model_dump_json().encode()) for row in read(run_dir)]
+
+
+@apart()
 def metrics_of(run_dir: Path, run: str, wanted: Wanted) -> Metrics:
     """Return the run's series. Raises `JournalError`."""
     with history_in(run_dir) as history:
-        rows = _thinned(history.steps(wanted.step), wanted.steps_max)
-        behind = wanted.step
-        means, lengths, ages = history.mean_rewards(behind), history.lengths(behind), history.ages(behind)
+        rows = _thinned(history.steps(wanted.step, wanted.steps_max), wanted.steps_max)
+        shown = [row.step for row in rows]
+        means, lengths, ages = history.mean_rewards(shown), history.lengths(shown), history.ages(shown)
         steps = [_step(row, means.get(row.step), lengths.get(row.step), ages.get(row.step)) for row in rows]
-        samples = [status for t_ns, status in history.samples(wanted.samples_max) if t_ns > wanted.at_s * NS_PER_S]
+        samples = [status for _, status in history.samples(wanted.samples_max, math.floor(wanted.at_s * NS_PER_S))]
         evaluations = evaluations_of(history)
     evaluated = [
         EvaluationMetrics(**msgspec.to_builtins(one), best=one.version == evaluations.best)
@@ -300,18 +313,19 @@ def _gpu_seconds(books: Sequence[DeviceBook]) -> dict[str, float]:
 def offers_of(run_dir: Path) -> list[HostedOffers]:
     """Return what each provider has offered the run over time, by their names. Raises `JournalError`."""
     told: dict[str, tuple[int, list[OfferMoment]]] = {}
+    last: dict[str, dict[str, float]] = {}
     with history_in(run_dir, KeepingReader) as history:
         for t_ns, event in history.events_of(e.OfferChanged):
             offer = event.offer
             gpus, moments = told.get(offer.provider, (0, []))
-            moment = OfferMoment(
-                at_s=t_ns / NS_PER_S,
-                available=offer.available,
-                replacements=offer.replacements,
-                usd_per_gpu_hour=offer.usd_per_gpu_hour,
-            )
-            if not moments or moments[-1].model_copy(update={"at_s": moment.at_s}) != moment:
-                moments.append(moment)
+            now = {
+                "available": offer.available,
+                "replacements": offer.replacements,
+                "usd_per_gpu_hour": offer.usd_per_gpu_hour,
+            }
+            if now != last.get(offer.provider):
+                last[offer.provider] = now
+                moments.append(OfferMoment.model_validate({"at_s": t_ns / NS_PER_S, **now}))
             told[offer.provider] = max(gpus, offer.gpus_per_worker * offer.workers_per_lease), moments
     return [
         HostedOffers(id=name, gpus_per_lease=gpus, moments=_thinned(moments, MOMENTS_MAX))

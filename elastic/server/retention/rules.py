@@ -14,8 +14,7 @@ from pathlib import Path
 
 from elastic.protocol.best_checkpoint import NOTE, NOTE_BYTES, best_noted
 from elastic.runtime.journal import EvaluatedRow, RunDirectory, TrajectoryRow, open_journal
-from elastic.runtime.journal.frames import FRAME
-from elastic.runtime.journal.records import TABLES
+from elastic.runtime.journal.records import FRAME, TABLES
 from elastic.server.history.apart import apart
 from elastic.server.quotas.budgets import US_PER_DAY
 from elastic.server.store.runs import HostedRunRow

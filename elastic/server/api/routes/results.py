@@ -40,7 +40,6 @@ from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor
 from elastic.server.store.runs import HostedRunRow
 from elastic.system import tenant_files
 
-R = TypeVar("R", HostedWorker, HostedLease, HostedOffers, Checkpoint)
 T = TypeVar("T")
 SAMPLES = 1_000
 TEXT_CHARACTERS = 200
@@ -75,7 +74,7 @@ async def metrics(
     wanted = journals.Wanted(samples, steps or 10**9, after_step, after_s)
 
     def make() -> Entries:
-        return [("", journals.metrics_of(run_dir, run, wanted).model_dump_json().encode())]
+        return [("", journals.metrics_json(run_dir, run, wanted))]
 
     ((_, content),) = await _kept(state, found, f"metrics {wanted}", make)
     return Response(content, media_type="application/json")
@@ -217,7 +216,8 @@ async def offers(run: RunId, request: Request, found: RunDep, state: StateDep, p
 async def checkpoints(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
     """List the trainer's checkpoints."""
     run_dir = state.settings.run_dir(run)
-    return _listed(request, await _read(state, found, lambda: _as_entries(journals.checkpoints_of(run_dir))), page)
+    entries = await _read(state, found, lambda: journals.entries_of(run_dir, journals.checkpoints_of))
+    return _listed(request, entries, page)
 
 
 @router.get(
@@ -274,9 +274,9 @@ async def show_report(
 
 
 async def _entries(
-    state: ServerState, run: HostedRunRow, what: str, read: Callable[[FilePath], Sequence[R]]
+    state: ServerState, run: HostedRunRow, what: str, read: Callable[[FilePath], Sequence[journals.R]]
 ) -> Entries:
-    return await _kept(state, run, what, lambda: _as_entries(read(state.settings.run_dir(run.id))))
+    return await _kept(state, run, what, lambda: journals.entries_of(state.settings.run_dir(run.id), read))
 
 
 @router.get("/{run}/agents", **rules(Action.RUNS_READ, "not-found"))
@@ -303,10 +303,6 @@ async def agents(
 
 async def _kept(state: ServerState, run: HostedRunRow, what: str, make: Callable[[], Entries]) -> Entries:
     return await _read(state, run, lambda: state.answers.get(state.settings.run_dir(run.id), what, make))
-
-
-def _as_entries(rows: Sequence[R]) -> Entries:
-    return [(row.id, row.model_dump_json().encode()) for row in rows]
 
 
 def _listed(request: Request, entries: Entries, page: Cursor) -> Response:
