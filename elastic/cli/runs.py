@@ -90,8 +90,9 @@ def _row(run: RunDirectory) -> dict[str, str]:
     try:
         with run.newest_journal() as journal:
             meta = journal.meta()
-    except JournalError:
-        meta = {"status": "no journal"}
+    except JournalError as error:
+        unreadable = f"unreadable: {str(error).partition(': ')[2]}"
+        meta = {"status": unreadable if run.journal_paths() else "no journal"}
     if meta.get("status") == RUNNING and not is_claimed(run.path):
         meta["status"] = UNEXPECTED
     return {"run": run.name} | {key: meta.get(key, "") for key in ("started_at", "providers", "status")}
