@@ -69,10 +69,8 @@ def _changed() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays to the end: nobody looks through it for garbage again and again, nor
-    through what a test makes as often as by default."""
+    """What is imported and collected by now stays to the end: nobody looks through it for garbage again and again."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
