@@ -4,8 +4,7 @@ What only the history can show (that a position was accepted once, that nothing 
 by the simulated world, which keeps its own record.
 """
 
-from collections.abc import Callable, Set
-from typing import TypeAlias
+from collections.abc import Set
 
 from elastic.core.fleet import Worker
 from elastic.core.ids import group_of, is_evaluated
@@ -65,10 +64,6 @@ _WAITS_OF_A_PHASE = {
 _SCORING_WAITS = {ScoringState.RUNNING: {"score"}, ScoringState.BACKING_OFF: {"score again"}}
 
 
-Found: TypeAlias = str | Callable[[], str]
-"""A violation, or a function that describes it. Most checks hold, and then describe nothing."""
-
-
 class InvariantViolated(AssertionError):
     """The state is one that must not be. Names the invariant by its number in docs/design.md, and the thing's story."""
 
@@ -76,10 +71,6 @@ class InvariantViolated(AssertionError):
         self.number, self.thing, self.found = number, thing, found
         told = f"\n{story}" if story is not None else ""
         super().__init__(f"invariant {number} ({NUMBERS[number]}): {thing}: {found}{told}")
-
-
-def _told(found: Found) -> str:
-    return found if isinstance(found, str) else found()
 
 
 def check(scheduler: Scheduler) -> None:
@@ -117,38 +108,49 @@ def _by_key(waits: list[Wait]) -> dict[str, set[str]]:
 
 
 def _check_turn(s: Scheduler, turn: Turn) -> None:
-    def require(number: int, holds: bool, found: Found) -> None:
-        if not holds:
-            raise InvariantViolated(number, f"turn {turn.id}", _told(found), turn.story)
+    def wrong(number: int, found: str) -> InvariantViolated:
+        return InvariantViolated(number, f"turn {turn.id}", found, turn.story)
 
     total = max(1, turn.max_new_tokens)
-    require(1, 0 <= turn.accepted < total, lambda: f"{turn.accepted} of {turn.max_new_tokens} tokens")
+    if not 0 <= turn.accepted < total:
+        raise wrong(1, f"{turn.accepted} of {turn.max_new_tokens} tokens")
     newest = 0 if s.version is None and s.serving is not None else s.version
     admits = newest is not None and s.oldest_version <= turn.oldest_version <= newest
-    require(4, admits, lambda: f"admits versions from {turn.oldest_version} on, the bound is {s.oldest_version}")
+    if not admits:
+        raise wrong(4, f"admits versions from {turn.oldest_version} on, the bound is {s.oldest_version}")
     state = s.turns.trajectories.get(turn.trajectory)
-    require(12, state is not None and turn.id in state.turns, "its trajectory does not know it")
+    if not (state is not None and turn.id in state.turns):
+        raise wrong(12, "its trajectory does not know it")
     outcome = _outcome(s, turn.trajectory)
-    require(12, outcome is None, lambda: f"its trajectory has ended: {outcome}")
+    if outcome is not None:
+        raise wrong(12, f"its trajectory has ended: {outcome}")
     if turn.state not in _HOLDING:
-        require(1, turn.state is TurnState.QUEUED and turn.worker is None, lambda: f"{turn.state} on {turn.worker}")
+        if not (turn.state is TurnState.QUEUED and turn.worker is None):
+            raise wrong(1, f"{turn.state} on {turn.worker}")
         named = s.timers.waiting("retry", turn.id) is bool(turn.avoided)
-        require(12, named, lambda: f"keeps from {turn.avoided}, and its back-off is not named so")
+        if not named:
+            raise wrong(12, f"keeps from {turn.avoided}, and its back-off is not named so")
         unknown = [worker for worker in turn.avoided if worker not in turn.given_back]
-        require(9, not unknown, lambda: f"keeps from {unknown}, who never gave it back")
+        if unknown:
+            raise wrong(9, f"keeps from {unknown}, who never gave it back")
         return
-    require(12, not s.timers.waiting("retry", turn.id), lambda: f"{turn.state}, and still waits to be tried again")
+    if s.timers.waiting("retry", turn.id):
+        raise wrong(12, f"{turn.state}, and still waits to be tried again")
     worker = s.fleet.workers.get(turn.worker or "")
     has_it = worker is not None and turn.id in worker.turns
-    require(5, has_it, lambda: f"{turn.state} on {turn.worker}, which has it not")
+    if not has_it:
+        raise wrong(5, f"{turn.state} on {turn.worker}, which has it not")
     assert worker is not None
-    require(1, worker.slots.get(turn.slot) == turn.id, lambda: f"is not in slot {turn.slot} of {worker.slots}")
+    if worker.slots.get(turn.slot) != turn.id:
+        raise wrong(1, f"is not in slot {turn.slot} of {worker.slots}")
     if turn.state is TurnState.RUNNING:
         watched_ns = s.timers.until_ns("token", worker.id)
         watched = watched_ns is not None and watched_ns <= turn.due_ns
-        require(12, watched, lambda: f"{turn.state} until {turn.due_ns}, its worker is watched until {watched_ns}")
+        if not watched:
+            raise wrong(12, f"{turn.state} until {turn.due_ns}, its worker is watched until {watched_ns}")
     else:
-        require(12, s.timers.waiting("handover", turn.id), lambda: f"{turn.state} without a handover deadline")
+        if not s.timers.waiting("handover", turn.id):
+            raise wrong(12, f"{turn.state} without a handover deadline")
 
 
 def _outcome(s: Scheduler, trajectory: TrajectoryId) -> float | str | None:
@@ -163,43 +165,56 @@ def _outcome(s: Scheduler, trajectory: TrajectoryId) -> float | str | None:
 
 
 def _check_worker(s: Scheduler, worker: Worker, waits: Set[str]) -> None:
-    def require(number: int, holds: bool, found: Found) -> None:
-        if not holds:
-            raise InvariantViolated(number, f"worker {worker.id} ({worker.state})", _told(found), worker.story)
+    def wrong(number: int, found: str) -> InvariantViolated:
+        return InvariantViolated(number, f"worker {worker.id} ({worker.state})", found, worker.story)
 
     lease = s.leases.leases.get(worker.lease)
     leased = lease is not None and lease.live and worker.id in lease.workers
-    require(5, leased, lambda: f"lease {worker.lease} is not live")
+    if not leased:
+        raise wrong(5, f"lease {worker.lease} is not live")
     assert lease is not None
     for turn_id in worker.turns:
         turn = s.turns.live.get(turn_id)
         held = turn is not None and turn.worker == worker.id and turn.state in _HOLDING
-        require(1, held, f"holds turn {turn_id}, which is not on it")
+        if not held:
+            raise wrong(1, f"holds turn {turn_id}, which is not on it")
         moved = held and turn is not None and turn.state is TurnState.MOVING
-        require(5, worker.state is WorkerState.READY or moved, f"works on {turn_id}")
+        if worker.state is not WorkerState.READY and not moved:
+            raise wrong(5, f"works on {turn_id}")
     may_hold = worker.state in (WorkerState.READY, WorkerState.ASLEEP, WorkerState.DRAINING)
-    require(5, may_hold or not worker.turns, lambda: f"holds {list(worker.turns)}")
+    if not may_hold and worker.turns:
+        raise wrong(5, f"holds {list(worker.turns)}")
     pending = list(worker.turns.values()).count(False)
-    require(9, worker.pending == pending, lambda: f"{worker.pending} pending")
+    if worker.pending != pending:
+        raise wrong(9, f"{worker.pending} pending")
     due_tokens = sum(s.turns.live[turn].due_tokens for turn in worker.turns)
-    require(9, worker.due_tokens == due_tokens, lambda: f"{worker.due_tokens} tokens due")
+    if worker.due_tokens != due_tokens:
+        raise wrong(9, f"{worker.due_tokens} tokens due")
     known = worker.version is None or s.version is None or worker.version <= s.version
-    require(4, known or worker.state in (WorkerState.DRAINING, WorkerState.GONE), "has weights newer than the run's")
+    if not known and worker.state not in (WorkerState.DRAINING, WorkerState.GONE):
+        raise wrong(4, "has weights newer than the run's")
     gone = worker.state in (WorkerState.DRAINING, WorkerState.GONE)
-    require(5, gone or worker.leaves_ns is not None or not lease.leaving, "its lease is leaving")
+    if not gone and worker.leaves_ns is None and lease.leaving:
+        raise wrong(5, "its lease is leaving")
     loading = worker.state is WorkerState.LOADING
-    require(9, worker.version is None or not loading, lambda: f"serves version {worker.version}, and is still loading")
+    if worker.version is not None and loading:
+        raise wrong(9, f"serves version {worker.version}, and is still loading")
     lost = worker.state is WorkerState.GONE
-    require(12, lost or worker.resting is ("rest" in waits), lambda: f"rests: {worker.resting}, without a deadline")
-    require(9, not worker.resting or worker.declines + worker.strikes > 0, "rests, and has declined nothing")
-    require(9, (worker.id in s.fleet.struck) is (worker.strikes > 0), lambda: f"{worker.strikes} strikes, not indexed")
+    if not lost and worker.resting is not ("rest" in waits):
+        raise wrong(12, f"rests: {worker.resting}, without a deadline")
+    if worker.resting and not worker.declines + worker.strikes > 0:
+        raise wrong(9, "rests, and has declined nothing")
+    if (worker.id in s.fleet.struck) is not (worker.strikes > 0):
+        raise wrong(9, f"{worker.strikes} strikes, not indexed")
     waited, expected = (waits & _WORKER_WAITS) - ({"rest"} if not lost else set()), _worker_waits(s, worker)
     if worker.leaves_ns is not None and not gone:
         expected |= {"departure"}
-    require(12, expected <= waited, lambda: f"waits for {sorted(waited)}, must for {sorted(expected)}")
+    if not expected <= waited:
+        raise wrong(12, f"waits for {sorted(waited)}, must for {sorted(expected)}")
     spare = waited - expected - ({"stall"} if worker.state in (WorkerState.READY, WorkerState.ASLEEP) else set())
     spare -= {"stall", "heartbeat"} if worker.state in (WorkerState.DRAINING, WorkerState.LOADING) else set()
-    require(12, not spare, lambda: f"still waits for {sorted(spare)}")
+    if spare:
+        raise wrong(12, f"still waits for {sorted(spare)}")
 
 
 def _worker_waits(s: Scheduler, worker: Worker) -> set[str]:
@@ -220,26 +235,32 @@ def _worker_waits(s: Scheduler, worker: Worker) -> set[str]:
 
 
 def _check_lease(s: Scheduler, lease: Lease, waits: Set[str]) -> None:
-    def require(number: int, holds: bool, found: Found) -> None:
-        if not holds:
-            raise InvariantViolated(number, f"lease {lease.id} ({lease.state})", _told(found), lease.story)
+    def wrong(number: int, found: str) -> InvariantViolated:
+        return InvariantViolated(number, f"lease {lease.id} ({lease.state})", found, lease.story)
 
     waiting, workers = waits & _LEASE_WAITS, s.fleet.of_lease(lease.id)
-    require(7, {w.id for w in workers} == set(lease.workers), lambda: f"workers {lease.workers}, found {len(workers)}")
+    if {w.id for w in workers} != set(lease.workers):
+        raise wrong(7, f"workers {lease.workers}, found {len(workers)}")
     match lease.state:
         case LeaseState.REQUESTED:
             awaited = "slice" if lease.id in s.leases.slices else "grant"
-            require(12, waiting == {awaited}, lambda: f"waits for {sorted(waiting)}, must for {awaited}")
+            if waiting != {awaited}:
+                raise wrong(12, f"waits for {sorted(waiting)}, must for {awaited}")
         case LeaseState.RELEASING:
-            require(12, waiting == {"release"}, lambda: f"waits for {sorted(waiting)}")
-            require(7, lease.leaving, "is released, but its workers may stay")
+            if waiting != {"release"}:
+                raise wrong(12, f"waits for {sorted(waiting)}")
+            if not lease.leaving:
+                raise wrong(7, "is released, but its workers may stay")
         case _:
-            require(7, any(w.state is not WorkerState.GONE for w in workers), "is held although nobody is left on it")
+            if not any(w.state is not WorkerState.GONE for w in workers):
+                raise wrong(7, "is held although nobody is left on it")
             expiry = {"expiry"} if lease.expires_at_ns is not None else set[str]()
             planned = {"early replacement"} if expiry and not lease.leaving else set[str]()
-            require(12, waiting - planned == expiry, lambda: f"waits for {sorted(waiting)}")
+            if waiting - planned != expiry:
+                raise wrong(12, f"waits for {sorted(waiting)}")
             ended = lease.expires_at_ns is not None and lease.expires_at_ns <= s.now_ns
-            require(5, not ended, lambda: f"is believed past its end at {lease.expires_at_ns}")
+            if ended:
+                raise wrong(5, f"is believed past its end at {lease.expires_at_ns}")
 
 
 def _check_scoring(s: Scheduler, scoring: Scoring) -> None:
@@ -390,30 +411,38 @@ def _check_evaluation(s: Scheduler) -> None:
 
 
 def _check_group(s: Scheduler, group: Group) -> None:
-    def require(number: int, holds: bool, found: Found) -> None:
-        if not holds:
-            raise InvariantViolated(number, f"group {group.id} ({group.state})", _told(found), group.story)
+    def wrong(number: int, found: str) -> InvariantViolated:
+        return InvariantViolated(number, f"group {group.id} ({group.state})", found, group.story)
 
     unfinished = None in group.members.values()
     runs = (group.state is GroupState.RUNNING) is unfinished or group.state is GroupState.DROPPED
-    require(3, runs, lambda: f"unfinished: {group.unfinished}")
-    require(3, (group.state is GroupState.DROPPED) is bool(group.drop_reason), lambda: f"reason {group.drop_reason!r}")
+    if not runs:
+        raise wrong(3, f"unfinished: {group.unfinished}")
+    if (group.state is GroupState.DROPPED) is not bool(group.drop_reason):
+        raise wrong(3, f"reason {group.drop_reason!r}")
     scored = all(reward - reward == 0 for reward in group.members.values() if isinstance(reward, float))
-    require(11, scored, lambda: f"rewards {group.finished}")
+    if not scored:
+        raise wrong(11, f"rewards {group.finished}")
     size = len(group.members) - len(group.refills)
     begun = max((one.members for one in s.plan.environments if one.name == group.environment), default=0)
     begun = begun if group.wanted else s.plan.group_size
-    require(3, size == begun, lambda: f"is of {size} members, but for those in the place of others")
+    if size != begun:
+        raise wrong(3, f"is of {size} members, but for those in the place of others")
     taken = len(group.finished)
-    require(3, not group.wanted or taken <= group.wanted, lambda: f"takes {taken} members, {group.wanted} are wanted")
+    if group.wanted and not taken <= group.wanted:
+        raise wrong(3, f"takes {taken} members, {group.wanted} are wanted")
     cut_off = CUT_OFF in group.members.values()
-    require(3, not cut_off or taken == group.wanted, lambda: f"cuts members off, and takes {taken}")
+    if cut_off and taken != group.wanted:
+        raise wrong(3, f"cuts members off, and takes {taken}")
     replaced = [refill.replaces for refill in group.refills.values()]
-    require(3, len(set(replaced)) == len(replaced), lambda: f"one member is replaced twice: {replaced}")
+    if len(set(replaced)) != len(replaced):
+        raise wrong(3, f"one member is replaced twice: {replaced}")
     failed = all(isinstance(group.members[trajectory], str) for trajectory in replaced)
-    require(11, failed, lambda: f"of {group.members} are replaced {replaced}")
+    if not failed:
+        raise wrong(11, f"of {group.members} are replaced {replaced}")
     often = max(map(group.times_refilled, group.refills), default=0)
-    require(12, often <= s.plan.refill_most, lambda: f"a place was refilled {often} times")
+    if not often <= s.plan.refill_most:
+        raise wrong(12, f"a place was refilled {often} times")
 
 
 def _check_staleness(s: Scheduler, group: Group, trained_at: int) -> None:
@@ -437,35 +466,40 @@ def _check_trainer(s: Scheduler) -> None:
         return
     mode, trainer = s.trainer_mode, s.trainer()
 
-    def require(number: int, holds: bool, found: Found) -> None:
-        if not holds:
-            story = trainer.story if trainer is not None else None
-            raise InvariantViolated(number, "the trainer's device", _told(found), story)
+    def wrong(number: int, found: str) -> InvariantViolated:
+        return InvariantViolated(number, "the trainer's device", found, trainer.story if trainer is not None else None)
 
     coming = trainer is not None and trainer.state in (WorkerState.BOOTING, WorkerState.DETACHED)
     replaced = s.timers.waiting("replacement", "trainer")
     lacking = mode is TrainerMode.ABSENT and not coming
-    require(12, replaced is lacking, lambda: f"{mode}, is to be replaced: {replaced}")
+    if replaced is not lacking:
+        raise wrong(12, f"{mode}, is to be replaced: {replaced}")
     changing = mode in (TrainerMode.RESTING, TrainerMode.WAKING)
-    require(12, changing is s.timers.waiting("waking", "trainer"), lambda: f"{mode}, deadline: {not changing}")
+    if changing is not s.timers.waiting("waking", "trainer"):
+        raise wrong(12, f"{mode}, deadline: {not changing}")
     ordered, updating = s.trainer_order is not None, s.step is not None and s.step.updating
     due = s.training is not None or updating
-    require(3, ordered is due, lambda: f"is to train or update: {due}, was told {s.trainer_order}")
+    if ordered is not due:
+        raise wrong(3, f"is to train or update: {due}, was told {s.trainer_order}")
     generates = mode in (TrainerMode.AWAKE, TrainerMode.WAKING)
-    require(3, not (ordered and generates), lambda: f"{mode} while it trains {s.training}")
+    if ordered and generates:
+        raise wrong(3, f"{mode} while it trains {s.training}")
     bounded = s.timers.waiting("training", "trainer")
     awaits = s.permit.needed and s.timers.waiting("permit", "trainer")
     working = ordered and mode is TrainerMode.ASLEEP and not (awaits and not bounded)
-    require(12, working is bounded, lambda: f"trains: {working}, until a deadline: {bounded}")
+    if working is not bounded:
+        raise wrong(12, f"trains: {working}, until a deadline: {bounded}")
     _check_permit(s, trainer, computes=bounded or generates)
     if mode is not TrainerMode.ASLEEP or trainer is None:
         return
-    require(9, not trainer.turns, lambda: f"asleep with {list(trainer.turns)}")
+    if trainer.turns:
+        raise wrong(9, f"asleep with {list(trainer.turns)}")
     head = s.turns.head()
     alone = s.plan.staleness_bound > 0 or (head is not None and not s.fleet.helped(head.oldest_version))
     needed = head is not None and s.serving is None and alone
     waits = working or awaits or s.timers.waiting("reseed", "queue") or bool(s.leases.slices)
-    require(9, waits or not needed, "sleeps while nobody else can go on")
+    if not waits and needed:
+        raise wrong(9, "sleeps while nobody else can go on")
 
 
 def _check_permit(s: Scheduler, trainer: Worker | None, *, computes: bool) -> None:
