@@ -68,9 +68,13 @@ def _changed() -> str:
     )
 
 
+# What is imported and collected stays to the end: nobody looks through it for garbage again and again.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays to the end: nobody looks through it for garbage again and again."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
