@@ -15,7 +15,7 @@ from elastic.core.types import WorkerRole, WorkerState
 from elastic.report import summarise
 from elastic.runtime.journal import JournalReader, RunDirectory, SampleRow, StepRow
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.nightly]
 
 ENGINE = """
 from elastic.engine.torch import Torch
@@ -100,7 +100,6 @@ async def test_a_worker_that_serves_other_weights_is_named_and_fenced_and_the_ru
     replay(RunDirectory(run.run_dir))
 
 
-@pytest.mark.nightly
 async def test_a_run_whose_workers_all_serve_other_weights_ends_as_failed(live, live_config, tmp_path: Path) -> None:
     config = live_config(providers={"spot": spot(tmp_path, "ab")}, run={"steps": 3})
     run = await live(config, ("spot",), kills=2, hunter=Gate)
