@@ -42,6 +42,7 @@ def imported(tree: Path, **variables: str) -> list[str]:
 
 
 def test_codecs_of_read_only_sources_are_kept_elsewhere(read_only: Path, tmp_path: Path) -> None:
+    """New interpreters compile codecs anew."""
     module, own = imported(read_only)
     assert module.startswith(str(read_only))
     assert own != "none"

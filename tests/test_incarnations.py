@@ -131,6 +131,7 @@ def _notes(run: RunDirectory, config: Config) -> dict[str, str]:
 
 
 def test_a_run_is_taken_up_where_its_journal_leads(run: RunDirectory, config: Config, whole: str) -> None:
+    """A whole simulated run is taken up three times, from journals on disk."""
     former = previous_incarnation(run, config)
     assert former.digest == whole
     assert former.state is not None
@@ -335,6 +336,7 @@ class TestSavedState:
     def test_that_is_damaged_truncated_or_of_another_program(
         self, run: RunDirectory, config: Config, whole: str, how: Callable[[bytes], bytes]
     ) -> None:
+        """A whole simulated run is taken up once for each way of damage."""
         for path in self.states(run):
             path.write_bytes(how(path.read_bytes()))
         assert previous_incarnation(run, config).digest == whole

@@ -69,6 +69,7 @@ def ignored() -> Callable[..., "subprocess.Popen[str]"]:
 def test_an_inherited_deafness_stays(
     ignored: Callable[..., "subprocess.Popen[str]"], number: signal.Signals, program: tuple[str, ...]
 ) -> None:
+    """Only a real process inherits ignored signals."""
     process = ignored(number, *program)
     try:
         assert process.stdout is not None

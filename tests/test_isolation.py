@@ -42,6 +42,7 @@ def test_an_item_waits_for_its_own_failures_only(steps: list[tuple[str, bool, fl
 
 
 def test_a_flood_of_faults_is_counted_and_logged_within_bounds() -> None:
+    """Twice as many faults as are kept: the bound shows beyond it alone."""
     clock = Clock()
     faults = LoopFaults(clock)
     loop = IsolatedLoop("tests", faults, clock=clock)

@@ -25,6 +25,7 @@ def test_that_ends_its_process():
 
 
 def test_each_is_run_once_and_told_of(tmp_path: Path) -> None:
+    """Pytest runs within pytest, with processes of its own."""
     (tmp_path / "test_some.py").write_text(TESTS)
     command = [
         sys.executable,

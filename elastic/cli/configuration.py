@@ -18,12 +18,17 @@ from elastic.core.decisions import DECISIONS
 
 HEAD = """# Configuration
 
-Every key of a run's TOML file, with its unit and default, as the models of settings say: those of all runs first, then
-those of the providers, engines, environments and pools of functions that come with Elastic, then those of a pool of
-nodes that jobs share (POOL.toml; what a job asks of it is in the run's own `[job]`). `elastic config explain
-KEY` prints the same of one key or section, also of policies' settings and of what others have installed; `elastic
-policies` lists policies, and `elastic run CONFIG --dry-run` what a configuration changes. `--set KEY=VALUE` overrides
-any of them.
+Look up what a key of a TOML file means, its unit, default and bounds:
+
+```
+elastic config explain trainer.learning_rate     # also policies' settings, and keys of what others have installed
+elastic policies                                 # the policies that a configuration may name
+elastic run CONFIG --dry-run                     # what a configuration changes, and what it would acquire
+```
+
+Below are the keys of all runs, then those of the providers, engines, environments and pools of functions that come with
+Elastic, then those of a pool of nodes that jobs share (POOL.toml; what a job asks of it is in the run's own `[job]`),
+as the models of settings have them. `--set KEY=VALUE` overrides any of them.
 
 <!-- Made by `python -m elastic.cli.configuration > docs/configuration.md`. -->
 """

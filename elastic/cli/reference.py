@@ -12,6 +12,14 @@ from elastic.cli.app import app
 WIDTH = 100
 HEAD = """# Command line
 
+Find a command and its options, what it prints and how it exits:
+
+```
+elastic --help                # the commands by what they are for
+elastic run --help            # one of them
+elastic doctor --json         # one JSON object instead of a table
+```
+
 Every command takes `--help`. Bad input ends with exit code 2 and one message; a run that failed with 1; one
 that was stopped, by `elastic stop` or for its budget, with 3; an interrupted one with 130. `elastic run --resume RUN`
 goes on. With `--json`, standard output has one JSON object and nothing else; progress and messages go to standard

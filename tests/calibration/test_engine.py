@@ -144,6 +144,7 @@ def test_an_engine_that_holds_too_little_cannot_be_measured(configured, probing)
 
 
 def test_why_the_engine_s_process_fails_is_said(configured) -> None:
+    """The engine's process really starts, and fails."""
     with pytest.raises(CalibrationError, match=r"unknown engine .nosuch."):
         measure_engine(configured(kind="nosuch"), repeats=1)
 

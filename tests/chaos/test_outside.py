@@ -19,6 +19,7 @@ def test_who_asks_is_answered_whatever_is_killed() -> None:
 
 
 def test_a_request_of_several_choices_is_answered_whole_where_some_were_given_and_others_not() -> None:
+    """A whole world with a client outside."""
     assert live_outside(SEVERAL_SEED).faults
 
 

@@ -18,6 +18,7 @@ PLANTED = "parked_is_said_too_early", "resident_parks_no_engine", "trainer_compu
 
 
 def test_jobs_in_a_pool_come_to_their_end_and_one_seed_gives_one_history() -> None:
+    """A world of production shells is lived through twice, once where texts hash to other numbers."""
     program = "from elastic.testing.faults.shell.pooled.world import simulate_pooled; "
     program += f"print(simulate_pooled({FIXED}).history)"
     told = subprocess.run(
@@ -33,6 +34,7 @@ def test_jobs_in_another_pool_do_too(seed: int) -> None:
 
 
 def test_a_pool_that_dies_often_loses_nothing() -> None:
+    """A whole world of a pool's production shells, with several lives of the pool."""
     kills = [FaultKind.KILL_POOL, FaultKind.KILL_NODE_AGENT, FaultKind.KILL_RESIDENT]
     assert live_pooled(draw_pooled(1, kills)).incarnations > 3
 

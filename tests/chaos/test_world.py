@@ -31,6 +31,7 @@ def test_more_runs_come_to_their_end() -> None:
 
 
 def test_fresh_seeds_do_too() -> None:
+    """Whole worlds of seeds that no list has: they find what the fixed ones do not."""
     first = int.from_bytes(os.urandom(3), "big")
     for seed in range(first, first + FRESH):
         simulate(seed)
@@ -51,6 +52,7 @@ def test_every_version_is_evaluated_once_whatever_is_killed(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nobody_is_fenced_for_the_orchestrators_own_silence(seed: int) -> None:
+    """Whole worlds in which the orchestrator's machine is suspended."""
     simulate(seed, draw_plan(seed, [FaultKind.HOLD_UP]))
 
 
@@ -63,16 +65,19 @@ def test_no_peer_is_judged_by_the_time_that_the_machine_slept_and_leases_are(see
 def test_a_trainer_whose_rank_dies_or_hangs_is_replaced_and_leaves_no_half_checkpoint(
     seed: int, kind: FaultKind
 ) -> None:
+    """Whole worlds with ranks, of which one dies at a drawn moment."""
     assert simulate(seed, draw_plan(seed, [kind])).faults
 
 
 @pytest.mark.parametrize(("seed", "kind"), [(0, FaultKind.KILL_ENVIRONMENT), (3, FaultKind.HANG_ENVIRONMENT)])
 def test_episodes_go_on_as_if_nothing_were_where_their_env_workers_die_or_hang(seed: int, kind: FaultKind) -> None:
+    """Whole worlds with env workers, whose episodes are compared with undisturbed ones."""
     assert simulate(seed, draw_plan(seed, [kind])).faults
 
 
 @pytest.mark.parametrize("lie", LASTING_SEEDS)
 def test_a_worker_that_lies_on_and_on_is_named_and_holds_nobody_up(lie: str) -> None:
+    """A whole world for each lie, since a Byzantine worker is known by its time alone."""
     seed, kind = LASTING_SEEDS[lie], FaultKind(lie)
     assert simulate(seed, draw_plan(seed, [kind])).faults
 
@@ -101,5 +106,6 @@ def test_a_failure_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyP
 
 
 def test_planted_bugs_are_found() -> None:
+    """Each planted bug needs a process whose source is patched, and a world in which it shows."""
     planted = [sys.executable, str(Path(__file__).with_name("planted.py")), "--known", *PLANTED]
     assert subprocess.run(planted, check=False).returncode == 0

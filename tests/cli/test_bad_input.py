@@ -408,6 +408,7 @@ def test_provider_that_has_nothing_to_give(refused, elastic, config: Path, proce
 
 @pytest.mark.slow
 def test_full_disk(start, config: Path, small_disk: Path, processes_of) -> None:
+    """Real commands on a real device that is always full."""
     (small_disk / "ballast").write_bytes(bytes(470 * 1024))
     process = start("run", config, "--set", f"run.directory={small_disk}", "--set", "run.steps=100000")
     _, err = process.communicate(timeout=120)

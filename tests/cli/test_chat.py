@@ -64,6 +64,7 @@ def test_a_run_that_is_over_answers_by_an_engine_here(elastic, over: RunDirector
 
 @pytest.mark.slow
 def test_a_pipe_has_one_message(over: RunDirectory) -> None:
+    """The command as a process with a real pipe, and an engine that loads a checkpoint."""
     command = [sys.executable, "-m", "elastic.cli", "chat", str(over.path), "--max-tokens", "9"]
     ended = subprocess.run(command, input="one\ntwo\n", capture_output=True, encoding="utf-8", check=False, timeout=120)
     assert ended.returncode == 0, ended.stderr

@@ -43,6 +43,7 @@ def test_a_trainer_that_cannot_start_ends_the_run(
 def test_a_provider_whose_workers_cannot_start_is_stopped_and_the_run_goes_on(
     elastic: Callable[..., Ended], config: Path, failing: Callable[[str], None]
 ) -> None:
+    """A whole run by the command line, two of whose workers die as they start."""
     failing("'--trainer' not in sys.orig_argv")
     ended = elastic("run", config, "--providers", "spot", "--set", "scheduler.retry_base_s=0.1")
     assert ended.code == 0, ended.err

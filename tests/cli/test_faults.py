@@ -77,6 +77,7 @@ def test_worlds_are_counted_and_reported(elastic) -> None:
 
 @pytest.mark.slow
 def test_interrupted_it_tells_what_it_has_seen(start) -> None:
+    """The command as a process, which a real signal interrupts."""
     process = start("simulate", "--faults", "--worlds", "1000000", "--json")
     assert "worlds from seed 0" in process.stderr.readline()
     process.send_signal(signal.SIGINT)

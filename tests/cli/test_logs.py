@@ -17,6 +17,7 @@ START_TIMEOUT_S = 60
 
 @pytest.mark.slow
 def test_a_worker_that_fails_leaves_a_traceback_without_tokens(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real serving host and its worker: their logs are what is looked at."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = HostSettings.model_validate({"token": "the-hosts-token", "port": port})

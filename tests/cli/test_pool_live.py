@@ -31,6 +31,7 @@ def pid_of(directory: Path) -> int:
 def test_a_pool_is_up_comes_back_and_ends(
     start, elastic, refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The command line's supervisor and a pool as processes, one of which is killed."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "pool.toml"
     file.write_text(POOL.format(directory=tmp_path))
@@ -68,6 +69,7 @@ def up(elastic: Callable[..., tuple[int, str, str]]) -> list[dict[str, object]]:
 
 
 def test_a_pool_that_cannot_be_is_not_waited_for(start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor as a process: it must notice by itself that the pool's process has ended."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "pool.toml"
     file.write_text(POOL.format(directory=tmp_path))

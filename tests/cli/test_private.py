@@ -77,6 +77,7 @@ def open_to_others(directory: Path) -> Iterator[Path]:
 def test_a_run_keeps_its_secrets_and_ends_what_a_killed_one_left(
     start, config: Path, site: Path, processes_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A live run by the command line, killed and resumed: its files and environments are looked at from outside."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "theirs")
     monkeypatch.setenv("JUDGE_KEY", "the judge's")
     asked = ("rewards.name=ill_mannered", "rewards.timeout_s=60", 'run.pass_env=["JUDGE_KEY"]', "run.steps=1000")

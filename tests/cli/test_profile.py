@@ -14,6 +14,7 @@ QUICK = ("--set", "engine.pacing.decode_step_s={1=0.004}", "--set", "engine.max_
 
 
 def test_a_measured_engine_can_be_simulated(elastic, config: Path, tmp_path: Path) -> None:
+    """An engine is really measured, and what was measured is simulated."""
     path = tmp_path / "machine.toml"
     code, out, err = elastic("profile", "--engine", config, "-o", path, "--json", *QUICK)
     assert code == 0, err

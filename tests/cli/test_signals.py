@@ -77,6 +77,7 @@ def interrupted(start: Any, elastic: Any, refused: Any, config: Path, processes_
 def test_an_interrupted_run_leaves_nothing_and_says_how_it_goes_on(
     start, elastic, refused, config: Path, processes_of
 ) -> None:
+    """A whole live run, interrupted: only real processes can be left behind."""
     interrupted(start, elastic, refused, config, processes_of)
 
 
@@ -135,6 +136,7 @@ def test_stops_when_nobody_listens_any_more(start, config: Path, processes_of, n
 
 
 def test_a_second_signal_kills_at_once(start, config: Path, processes_of) -> None:
+    """A whole live run whose workers are frozen: no stand-in ignores a signal as they do."""
     process = start("run", config, *PROVIDERS, "--set", "scheduler.drain_timeout_s=60")
     (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
     frozen = until(lambda: processes_of(run_dir.name), START_TIMEOUT_S, process)

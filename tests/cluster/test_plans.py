@@ -26,6 +26,7 @@ def usd_per_hour(world: PlanWorld) -> float:
 
 
 def test_everybody_keeps_its_slo_and_ours_costs_less_than_weave_and_that_less_than_alone() -> None:
+    """A hundred and twenty jobs of a trace under three policies: a difference of cost shows over many jobs alone."""
     arrivals = from_trace(read_jobs(data_path("philly-ee9e8c"))[:120], "mixed", (1.0, 2.0), 1)
     cost: dict[str, float] = {}
     for policy in ("ours", "weave", "solo"):

@@ -51,6 +51,7 @@ def worlds() -> list[Scheduler]:
 
 
 def test_no_attribute_is_forgotten(worlds) -> None:
+    """Worlds' schedulers are hashed once for each of their attributes."""
     met: set[str] = set()
     for scheduler in worlds:
         before = digest(scheduler)

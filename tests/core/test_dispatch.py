@@ -27,6 +27,7 @@ class CountedRouting:
 
 @pytest.mark.parametrize("seed", [*seeds(4, 12), pytest.param(99, marks=pytest.mark.nightly)])
 def test_who_looks_at_everything_with_every_event_decides_the_same(seed: int) -> None:
+    """Worlds are lived through twice, the second time without any shortcut."""
     outcome = simulate(seed)
     core, thorough = fresh_core(outcome.settings), fresh_core(outcome.settings)
     for now_ns, event in max((journal.events for journal in outcome.journals), key=len):

@@ -201,6 +201,7 @@ def test_a_shared_pool_hears_how_far_the_rollouts_are() -> None:
 
 
 def test_what_a_run_remembers_does_not_grow_with_the_leases_that_have_ended() -> None:
+    """Some hundred leases come and go: growth shows over many alone."""
     core = CoreHarness()
     alone(core)
     core.request("0/0/0", max_new_tokens=10**9)

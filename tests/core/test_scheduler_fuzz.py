@@ -283,6 +283,7 @@ class Outside(Monkey):
 
 
 def test_agents_cut_turns_and_no_wait_for_capacity_ends_their_run() -> None:
+    """Twelve worlds, so that enough turns were cut."""
     cut = 0
     for seed in range(12):
         outside = Outside(seed)

@@ -358,6 +358,7 @@ def peers(count: int) -> Iterator[Peer]:
 
 
 def test_whatever_happens_no_request_is_lost_and_none_is_of_an_older_version_than_was_answered() -> None:
+    """Eight worlds of peers, so that enough requests and versions have met."""
     served = over = 0
     for peer in peers(8):
         served += len(peer.served)

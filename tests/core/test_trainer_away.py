@@ -359,6 +359,7 @@ def test_the_trainer_goes_at_any_event(way: str, helpers: int, bound: int) -> No
 
 
 def test_it_goes_in_every_mode() -> None:
+    """The trainer goes at each of many events, until each mode was met."""
     modes: set[str] = set()
     for at, bound in itertools.product(range(1, 120), (0, 1)):
         modes |= Play(bound, bound, {at: "blip"}).run().modes

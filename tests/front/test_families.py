@@ -42,6 +42,7 @@ def answered(tokenizer: Tokenizer, renderer: ChatRenderer, family: Family) -> tu
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_call_and_its_reasoning_are_read_whole_and_token_by_token(made: Made, name: str) -> None:
+    """The template and the tokenizer of each family of models."""
     tokenizer, renderer = made[name]
     prompt, sampled, answer = answered(tokenizer, renderer, FAMILIES[name])
     assert [(call.name, json.loads(call.arguments)) for call in answer.tool_calls] == [("add", {"a": 1})]

@@ -102,6 +102,8 @@ async def asked(run: Any, agents: list[Agent], strike: Callable[[], object]) -> 
 
 
 async def test_fronts_a_worker_and_the_orchestrator_are_killed(run: Any) -> None:
+    """A live run whose processes are killed while agents play: each must find its way back to the others."""
+
     def orchestrator() -> None:
         run.kill("orchestrator")
         run.resume()

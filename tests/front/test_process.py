@@ -92,6 +92,7 @@ async def front(tmp_path: Path) -> AsyncIterator[FrontProcess]:
 
 
 async def test_it_serves_the_checkpoint_under_its_name_and_outlives_processes_of_its_run(front):
+    """A real front with the checkpoint's tokenizer, and a run that goes and comes back."""
     await front.start()
     (listed,) = (await front.client.get("/v1/models")).json()["data"]
     assert (listed["id"], listed["max_model_len"]) == ("small-chat", 448)
@@ -112,6 +113,7 @@ async def test_it_serves_the_checkpoint_under_its_name_and_outlives_processes_of
 
 
 async def test_tools_are_called_by_the_parser_that_is_named(front):
+    """A real front with the checkpoint's tokenizer."""
     await front.start()
     front.run.answer = begins(front, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', ends=True)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -129,6 +131,7 @@ async def test_tools_are_called_by_the_parser_that_is_named(front):
 
 
 async def test_a_signal_lets_calls_in_work_end(front):
+    """A real front, which gets a real signal."""
     process = await front.start()
     asking = asyncio.create_task(front.client.post("/v1/chat/completions", json={"messages": HELLO}))
     await front.run.until(lambda: front.run.turns)
@@ -141,6 +144,7 @@ async def test_a_signal_lets_calls_in_work_end(front):
 
 
 async def test_the_port_outlives_a_front(front):
+    """Two real fronts at one port, of which one is killed."""
     first, second = await front.start(), await front.start()
     await front.run.until(lambda: front.run.fds == 2)
     front.run.answer = begins(front, "Hi", ends=True)
@@ -152,12 +156,14 @@ async def test_the_port_outlives_a_front(front):
 
 
 async def test_it_ends_when_the_run_wants_no_front(front):
+    """A real front: it must end by itself."""
     front.run.refusal = "another version"
     process = await front.start()
     assert await process.wait() == 0
 
 
 async def test_it_ends_when_no_process_is_at_the_run_any_more(front):
+    """A real front: it must end by itself."""
     process = await front.start()
     await front.run.until(lambda: front.run.fds == 1)
     await front.run.stop()
@@ -165,6 +171,7 @@ async def test_it_ends_when_no_process_is_at_the_run_any_more(front):
 
 
 async def test_it_ends_with_the_runs_directory(front):
+    """A real front: it must end by itself."""
     process = await front.start()
     await front.run.until(lambda: front.run.fds == 1)
     shutil.rmtree(front.run.directory)
@@ -172,6 +179,7 @@ async def test_it_ends_with_the_runs_directory(front):
 
 
 async def test_a_checkpoint_without_a_tokenizer_is_named(front):
+    """A real front, whose last words are read."""
     next(front.tokenizer.directory.glob("tokenizer.json")).unlink()
     process = await front.start(stderr=asyncio.subprocess.PIPE)
     _, err = await process.communicate()
@@ -180,6 +188,7 @@ async def test_a_checkpoint_without_a_tokenizer_is_named(front):
 
 
 async def test_a_front_imports_no_engine():
+    """Only a new interpreter shows what a front imports."""
     heavy = "torch", "vllm", "transformers", "sqlalchemy"
     program = f"import sys, elastic.front.process; print([name for name in {heavy} if name in sys.modules])"
     process = await asyncio.create_subprocess_exec(

@@ -21,6 +21,7 @@ from tests.functions.conftest import TIMEOUT_S, MakePool, eventually, function_p
 
 
 async def test_returns_what_the_function_returns(make_pool: MakePool, calls: list[Call]) -> None:
+    """Real processes of the pool answer."""
     pool = make_pool("double")
     results = await asyncio.gather(*(pool.invoke(f"key-{n}", n, TIMEOUT_S) for n in range(20)))
     assert results == [2 * n for n in range(20)]

@@ -232,6 +232,7 @@ def test_a_shard_that_the_index_names_and_is_not_there_is_named(make_model, tmp_
 
 
 def test_a_run_is_checked_without_the_models_library():
+    """Only a new interpreter has not imported the library yet."""
     program = (
         "import sys, elastic.cli.run, elastic.cli.jobs, elastic.engine.model.stored; sys.exit('torch' in sys.modules)"
     )

@@ -167,6 +167,7 @@ async def test_residents_see_their_node_s_devices_alone_whatever_their_job_passe
 
 @pytest.mark.slow
 def test_a_resident_that_sees_other_devices_refuses_to_start() -> None:
+    """A real resident: the variables that a vendor's library reads are a process's own."""
     ours, theirs = socket.socketpair()
     seen = {**visible(("cuda:0",)), "CUDA_VISIBLE_DEVICES": "0,1"}
     environment = {**os.environ, **seen, w.NODE_AGENT_VARIABLE: str(theirs.fileno())}

@@ -75,6 +75,7 @@ def up(*nodes: str) -> Callable[[Mapping[str, Any]], bool]:
 async def test_a_job_runs_on_a_machine_that_joins_though_the_pool_s_process_is_killed(
     tmp_path: Path, elsewhere: OtherMachine
 ) -> None:
+    """A pool, a node agent that joins over TLS and a job, all as processes."""
     async with running(tmp_path, host="0.0.0.0", kind="joined", silence_s=30.0) as pool:
         await pool.until(up(), "there are rollout nodes")
         await pool.begin("one", steps=10_000, rollout_s=0.5)

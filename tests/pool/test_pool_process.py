@@ -195,6 +195,7 @@ async def finished(pool: Pool, *jobs: str) -> None:
 async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_certificate_says_nothing(
     tmp_path: Path,
 ):
+    """A pool of processes that dies and comes back: the certificate must outlive it."""
     async with running(tmp_path, host="0.0.0.0") as pool:
         for name in ("one", "two"):
             await pool.begin(name, steps=4, rollout_s=0.6)
@@ -227,6 +228,7 @@ async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_
 
 
 async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
+    """A pool, its node agents and jobs as processes: each kind is killed, and two jobs come to their end."""
     async with running(tmp_path) as pool:
         one, two = (pool.submit(name, steps=6, rollout_s=0.6) for name in ("one", "two"))
         assert not (await pool.control.submit(one)).repeated
@@ -384,6 +386,7 @@ async def test_a_job_whose_process_dies_too_often_has_failed_and_may_come_again(
 
 
 async def test_a_script_that_cannot_be_run_has_failed(tmp_path: Path):
+    """A pool of processes with a real script: its exit status is what counts."""
     async with running(tmp_path) as pool:
         await pool.begin("bad", script=True, exits=2)
         await pool.until_over("bad")

@@ -21,6 +21,7 @@ def lived(seeds: range, faults: PoolFaults | None = None) -> tuple[int, Counter[
 
 
 def test_without_faults_all_jobs_finish():
+    """Six worlds without faults: what ends there must not hang for another reason."""
     for seed in range(6):
         world = PoolWorld(draw_pool(seed, CALM))
         world.run()
@@ -29,6 +30,7 @@ def test_without_faults_all_jobs_finish():
 
 
 def test_the_invariants_hold_whoever_dies_falls_silent_or_repeats_itself():
+    """Fifteen worlds, so that every kind of fault has struck."""
     events, seen = lived(range(15))
     assert events > 1000
     assert all(seen[kind] for kind in (*STRIKES, FaultKind.HANG))

@@ -93,6 +93,7 @@ def used(site: SiteMembership) -> w.SiteRelay | None:
 
 @pytest.mark.slow
 async def test_a_node_has_a_relay_for_others_and_uses_what_it_reaches(tmp_path: Path) -> None:
+    """Real relays over TLS, as processes of two nodes."""
     async with membership(tmp_path / "one") as one, membership(tmp_path / "other") as other:
         served = await one.serve(w.ServeSite(beyond=True), "127.0.0.1")
         assert served.near is not None, served.cause

@@ -168,6 +168,7 @@ async def test_another_run_and_another_provider_touch_nothing(
 
 
 async def test_what_died_meanwhile_ends_with_its_cause(incarnations: Incarnations, recorder: ProviderRecorder) -> None:
+    """Real processes die while no provider looks, and the next one must say why."""
     await incarnations.first()
     for pid in incarnations.pids(1) or incarnations.pids():
         os.kill(pid, signal.SIGKILL)
@@ -214,6 +215,7 @@ async def test_what_nothing_is_left_of_is_over_or_may_be_asked_for_again(
 async def test_wherever_it_is_killed_a_lease_is_had_once_or_not_at_all(
     incarnations: Incarnations, recorder: ProviderRecorder, death: str
 ) -> None:
+    """Real processes of each kind of provider are killed at each point, and adopted by the next one."""
     await incarnations.first(death=death)
     provider = incarnations.next()
     unheard = await provider.adopt([known(granted=False)], recorder.emit)

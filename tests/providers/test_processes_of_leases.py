@@ -53,6 +53,7 @@ async def test_a_worker_that_dies_is_reported_lost(
 async def test_secrets_are_not_in_any_command_line_or_record(
     provider: Provider, context: ProviderContext, recorder: ProviderRecorder
 ) -> None:
+    """A real worker starts: its command line is read from the system."""
     await grant(provider, recorder)
     await eventually(lambda: recorded(context))
     for process in psutil.process_iter(["cmdline"]):

@@ -62,6 +62,7 @@ async def lent(provider: ServingProvider, recorder: ProviderRecorder) -> None:
 async def test_lends_the_host_with_the_least_kv_in_use(
     cluster: Callable[..., ServingProvider], context: ProviderContext, recorder: ProviderRecorder
 ) -> None:
+    """Hosts report the use of real seconds."""
     provider = cluster(prompt=50_000, hosts=2, device={"prefill_tokens_per_s": 1e6})
     await recorder.offered(provider, 2)
     await recorder.leased(provider)
@@ -74,6 +75,7 @@ async def test_lends_the_host_with_the_least_kv_in_use(
 async def test_a_host_is_chosen_by_its_use_over_a_window_and_not_by_a_moment(
     cluster: Callable[..., ServingProvider], recorder: ProviderRecorder
 ) -> None:
+    """Hosts average their use over real seconds."""
     provider = cluster(hosts=2, kv_window_s=1000.0)
     await recorder.offered(provider, 2)
     busy_of_late, idle_of_late = hosts(provider)
@@ -86,6 +88,7 @@ async def test_a_host_is_chosen_by_its_use_over_a_window_and_not_by_a_moment(
 async def test_a_host_under_pressure_is_not_offered(
     cluster: Callable[..., ServingProvider], recorder: ProviderRecorder
 ) -> None:
+    """Hosts report the use of real seconds."""
     provider = cluster(prompt=190_000, hosts=2, device={"prefill_tokens_per_s": 1e6})
     await provider.start(recorder.emit)
     await eventually(lambda: any(host.report and host.report.pressed for host in hosts(provider)))

@@ -135,6 +135,7 @@ def test_a_record_that_is_none_is_an_error_of_the_journal(tmp_path: Path) -> Non
 
 
 def test_a_text_of_megabytes_is_cut_and_says_so(tmp_path: Path) -> None:
+    """The text is as long as the limit that it is to reach."""
     run = ChatRun(tmp_path / "run", tmp_path / "policy")
     ids, sampled = run.spoken("1 + 1?", ("It is 2.", ()))
     text = run.answer(" function" * (TOKENS_MAX + 1000))

@@ -615,6 +615,7 @@ while True:
 """
 
     def test_a_process_that_is_killed_as_it_begins_one_leaves_a_whole_one_or_none(self, tmp_path: Path) -> None:
+        """Six processes are killed at drawn moments: no other way leaves files half written."""
         rng, run = Random(3), RunDirectory(tmp_path)
         for _ in range(6):
             process = subprocess.Popen([sys.executable, "-c", self.BEGIN_MANY, tmp_path], stdout=subprocess.PIPE)

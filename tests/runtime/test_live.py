@@ -158,6 +158,7 @@ def ill_mannered(base: type) -> type:
 async def test_an_environments_faults_are_never_scored_and_end_no_run_that_may_have_them(
     live, live_config, parity
 ) -> None:
+    """A live run whose environment raises, hangs and dies: each fault takes its time limit."""
     rollout = {"groups": FAULTY // 4 + 6, "max_turns": 1, "max_failed_share": 1.0}
     config = live_config(run={"steps": 1}, environment={"step_timeout_s": 0.5}, rollout=rollout)
     run = await live(config, (), environment=ill_mannered(parity))

@@ -109,6 +109,7 @@ def played(loop: str, reset_s: float, how: str, timeout_s: float, *, ends: bool)
 
 @pytest.mark.parametrize(("loop", "how"), [("uvloop", "sleeps"), ("asyncio", "swallows")])
 def test_a_signal_interrupts_what_holds_the_loop(loop: str, how: str) -> None:
+    """A process whose loop is really held, and a real signal."""
     found, took_s = played(loop, 60.0, how, 100.0, ends=True)
     assert took_s < 30.0
     assert found["stopped"]
@@ -118,6 +119,7 @@ def test_a_signal_interrupts_what_holds_the_loop(loop: str, how: str) -> None:
 
 
 def test_who_holds_the_loop_is_named_and_its_trajectory_fails_once_the_loop_is_back() -> None:
+    """A process whose loop is really held for longer than the watch bears."""
     found, _ = played("uvloop", 3 * HELD_S, "sleeps", HELD_S, ends=False)
     held, free = found["said"]
     assert held.startswith("warning: environment Sleeping.reset (")

@@ -49,6 +49,7 @@ def operations(site: Site) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def test_every_route_says_who_may(shared_site: Site) -> None:
+    """Every route is looked at."""
     for method, path, operation in operations(shared_site):
         action = operation.get("x-action")
         assert (action is None) == (path in OPEN | SIGN_IN), (method, path)

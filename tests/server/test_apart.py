@@ -52,6 +52,7 @@ BREAKING = [
 
 
 def test_what_breaks_a_reader_breaks_no_other(processes: ReadingProcesses, tmp_path: Path) -> None:
+    """Readers really run out of memory, time and stack, one process each."""
     for number, (script, limit_s) in enumerate(BREAKING):
         odd = tmp_path / f"odd{number}.py"
         odd.write_text(script)
@@ -61,6 +62,7 @@ def test_what_breaks_a_reader_breaks_no_other(processes: ReadingProcesses, tmp_p
 
 
 def test_errors_of_a_read_are_told(processes: ReadingProcesses, tmp_path: Path) -> None:
+    """An error crosses from a real process of another user."""
     with pytest.raises(FileNotFoundError):
         processes.read(LIMIT_S, os.listdir, tmp_path / "missing")
 
@@ -125,6 +127,7 @@ def test_beside_those_that_are_stuck_another_process_begins(processes: ReadingPr
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_one_users_slow_files_delay_that_user_alone(processes: ReadingProcesses, tmp_path: Path) -> None:
+    """A read reaches its real time limit in a process of its own."""
     top = Path(tempfile.mkdtemp())
     slow = top / "slow.py"
     slow.write_text("import time; time.sleep(600)")

@@ -184,6 +184,7 @@ def test_a_price_of_ones_own_is_not_below_the_servers(
 
 
 def test_a_check_that_takes_too_long_ends_and_the_next_is_made(shared_site: Site, submission: Submission) -> None:
+    """A process reaches its real time limit, and another one begins."""
     assert dry(shared_site, submission()).status_code == 200
     impatient = replace(shared_site.settings, check_timeout_s=0.0)
     with pytest.raises(ApiProblem, match="took longer than 0 s"):

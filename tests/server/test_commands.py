@@ -74,6 +74,7 @@ def test_a_key_from_making_to_revoking(elastic: Elastic, site: Site) -> None:
 
 
 def test_secrets_and_webhooks(elastic: Elastic, tmp_path: Path) -> None:
+    """Each command over HTTP to a real server."""
     (tmp_path / "token").write_text("s3cr3t\n")
     elastic("secrets", "set", "HF_TOKEN", "--from-file", tmp_path / "token", "--project", "ours")
     assert [one["id"] for one in json.loads(elastic("secrets", "list", "--project", "ours", "--json"))] == ["HF_TOKEN"]

@@ -129,6 +129,7 @@ def test_two_servers_on_one_database_are_one(site: Site, submission: Submission)
 
 
 def test_ten_thousand_keys(site: Site) -> None:
+    """As many keys as they are named for: a scan of them would show."""
     now, project = now_us(), site.projects["ours"]
     rows = [
         {

@@ -98,6 +98,7 @@ def elastic(
 def test_whatever_is_killed_goes_on(
     served: Served, checkpoint: Path, elastic: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The server, its runner and a live run are killed in turn: the only test of all three as processes."""
     served.start()
     monkeypatch.setenv("ELASTIC_API_KEY", served.secret)
     assert "logged in" in elastic("api", "login", served.url)[1]

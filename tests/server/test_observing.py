@@ -85,6 +85,7 @@ fails("elastic_" + "s3cret")
 
 
 def test_requests_are_counted_by_route_and_class(site: Site) -> None:
+    """Every route is called."""
     client = site.client()
     for number in range(30):
         client.get(f"/v1/runs/run_{number}")

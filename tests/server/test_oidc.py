@@ -142,6 +142,7 @@ WRONG: dict[str, Callable[[Issuer], Any]] = {
 
 
 def test_no_other_token_lets_anybody_in(people: Site, issuer: Issuer) -> None:
+    """Each way in which a token can be wrong, by a whole sign-in."""
     for what, wrong in WRONG.items():
         issuer.claims, issuer.algorithm, issuer.sign_with = {}, "RS256", None
         wrong(issuer)
@@ -161,6 +162,7 @@ def test_clocks_may_be_a_little_apart(people: Site, issuer: Issuer) -> None:
 
 
 def test_keys_change(people: Site, issuer: Issuer) -> None:
+    """Whole sign-ins before and after the issuer has other keys."""
     now_s = 0.0
     with on(Host(monotonic=lambda: now_s)):
         for _ in range(3):

@@ -28,6 +28,7 @@ def signed_in(site: Site, key: str) -> tuple[Any, str]:
 
 @pytest.mark.parametrize("token", ["", "0" * 64, "another's"])
 def test_no_write_without_the_sessions_token(shared_site: Site, submission: Submission, token: str) -> None:
+    """Every route that writes is called."""
     browser, right = signed_in(shared_site, shared_site.key("ours", AccessRole.ADMIN))
     _, anothers = signed_in(shared_site, shared_site.key("ours", AccessRole.ADMIN))
     assert right != anothers

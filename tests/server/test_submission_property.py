@@ -135,6 +135,7 @@ PLACES = [place for place in all_places() if place[0] != "simulation"]
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
 @given(data=st.data())
 def test_nothing_foreign_is_ever_accepted(site_with_files: Site, data: st.DataObject) -> None:
+    """A property over configurations, each of which is submitted."""
     site = site_with_files
     place = data.draw(st.sampled_from(PLACES))
     text = data.draw(st.sampled_from(foreign(site)) | st.text("./~\\ab:$", min_size=1, max_size=8))

@@ -92,6 +92,7 @@ def test_the_report_shows_trajectories_and_runs_nothing(chats: tuple[Site, str, 
 
 
 def test_a_tokenizer_beyond_the_limits_costs_the_text_alone(chats: tuple[Site, str, Path]) -> None:
+    """The file is as large as a user's may be: only such a size reaches the reader's real limits."""
     site, run, policy = chats
     with (policy / "tokenizer.json").open("w") as file:
         file.write("[" + '{"":0},' * 5_000_000 + "0]")

@@ -256,6 +256,7 @@ def test_a_host_that_cannot_be_encoded_is_refused(shared_site: Site, host: str) 
 async def test_a_receiver_that_fails_is_left_alone_and_probed(
     site: Site, hooked: tuple[str, str, str], receiver: Receiver
 ) -> None:
+    """A receiver fails as often as it takes until it is left alone."""
     _, hook, _ = hooked
     client, place = site.client(), f"/v1/webhooks/{hook}"
     receiver.statuses = [500]

@@ -131,5 +131,6 @@ def all_runs(client: Any) -> list[dict[str, Any]]:
 
 
 def test_what_can_be_done_is_said(shared_site: Site) -> None:
+    """The first test of its file makes the server that they share."""
     answer = shared_site.client().request("OPTIONS", "/v1/keys/key_x")
     assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")

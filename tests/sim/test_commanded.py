@@ -16,6 +16,7 @@ def live(seed: int, *, digests: bool = False) -> SimulatedOutcome:
 
 
 def test_commands_hold_in_every_world() -> None:
+    """Several worlds, since a command may come at any moment."""
     ends = [live(seed).incarnations[-1].scheduler.stopped.partition(":")[0] for seed in range(SEEDS)]
     assert ends.count(BUDGET_EXHAUSTED) >= SEEDS // 5
 

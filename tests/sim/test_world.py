@@ -60,6 +60,7 @@ def live_through(seeds: range, settings: WorldSettings | None = None, faults: Fa
 
 @pytest.mark.parametrize("seeds", [range(CI_SEEDS), range(REPLAYED, REPLAYED + 1)])
 def test_small_worlds(seeds: range) -> None:
+    """Many cheap worlds of the core: each seed has other faults."""
     live_through(seeds)
 
 
@@ -70,6 +71,7 @@ def test_ten_million_events(first: int) -> None:
 
 
 def test_same_seed_gives_the_same_history() -> None:
+    """Three worlds, of which two must be alike to the last event."""
     one, two = simulate(1), simulate(1)
     assert (one.history, one.state) == (two.history, two.state)
     assert one.history != simulate(101).history
@@ -177,6 +179,7 @@ TRACES: dict[FaultKind, Callable[[SimulatedOutcome], int]] = {
     [pytest.param(kind, marks=[] if kind in STORMS else [pytest.mark.nightly]) for kind in KINDS_OF_THE_CORE],
 )
 def test_storm_of_one_fault(kind: FaultKind) -> None:
+    """A world for each kind of fault, with and without it."""
     settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=kind is FaultKind.FUNCTIONS)
     faults, without = storm(kind), FaultPlan(end_ns=30 * NS_PER_S)
     if kind is FaultKind.SILENT_PROVIDER:
@@ -446,6 +449,7 @@ UNSCORED = FaultPlan(
 
 @pytest.mark.parametrize("seed", seeds(1, 3))
 def test_what_replaces_members_is_replayed_and_outlives_the_orchestrator(seed: int) -> None:
+    """A world whose state is hashed after each event, and replayed."""
     assert simulate(seed, REPLACING, UNSCORED, digests=True).record.replaced
 
 
@@ -468,6 +472,7 @@ BY_TOKEN = msgspec.structs.replace(
 
 
 def test_overtaken_tokens_alone_are_dropped_by_token_and_replayed_alike() -> None:
+    """A world whose state is hashed after each event, and replayed."""
     assert simulate(0, BY_TOKEN, NO_FAULTS, digests=True).record.masked
 
 

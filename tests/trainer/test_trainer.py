@@ -66,6 +66,7 @@ def test_the_order_of_arrival_changes_no_bit(
     updates: int,
     corrected: dict[str, object],
 ):
+    """Whole steps are trained in several orders, and compared bit for bit."""
     directory = tmp_path_factory.mktemp("order")
 
     def train(arrivals: list[int]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

@@ -255,6 +255,7 @@ def test_a_part_that_was_swapped_between_versions_is_refused(trainer: Publisher,
 def test_a_changed_byte_of_any_blob_is_never_put_in_force(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ):
+    """A property over the bytes of a relay: each example changes one, and pulls."""
     directory = DirectoryRelay(tmp_path_factory.mktemp("relay"))
     publisher = Publisher(directory, "run", MODEL, SMALL, key=KEY)
     for version in range(3):

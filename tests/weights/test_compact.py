@@ -58,6 +58,7 @@ def test_what_changed_is_what_numpy_finds(device: str, seed: int, size: int, sha
 @many
 @given(seed=st.integers(0, 2**30), steps=st.lists(st.sampled_from(["step", "same", "fail", "all"]), max_size=7))
 def test_a_mirrored_version_is_the_trainers_bit_for_bit(tmp_path_factory, device: str, seed: int, steps: list[str]):
+    """A property over versions that are published, mirrored and compared bit for bit."""
     relay = DirectoryRelay(tmp_path_factory.mktemp("relay"))
     bits = [patterns(seed, 90), patterns(seed + 1, 40)]
 

@@ -100,6 +100,7 @@ def directory(tmp_path: Path, history: History) -> DirectoryRelay:
 @many
 @given(seed=st.integers(0, 2**30), data=st.data())
 def test_every_path_ends_at_the_trainers_bits(tmp_path_factory: pytest.TempPathFactory, seed: int, data: st.DataObject):
+    """A property over codecs and paths, each of which is published and pulled."""
     relay = DirectoryRelay(tmp_path_factory.mktemp("relay"))
     codec = data.draw(st.sampled_from([None, *CODECS]))
     publish = PublishSettings(
@@ -424,6 +425,7 @@ def test_no_part_of_a_pull_takes_less_than_no_time(
 
 
 def test_garbage_collection_keeps_the_way_to_every_kept_version(tmp_path: Path):
+    """A property over histories of versions, each of which is published and pulled."""
     relay = DirectoryRelay(tmp_path)
     history = History(relay)
     laggard = Puller(relay, TRUST)

@@ -51,6 +51,7 @@ def small() -> dict[str, Tensor]:
 @given(tensors=named_tensors, version=st.integers(0, 10**9), chunk_bytes=st.integers(1, 64))
 @example(tensors={"nothing": torch.empty(0)}, version=0, chunk_bytes=1)
 def test_weights_arrive_bit_for_bit(relay: Relay, tensors: dict[str, Tensor], version: int, chunk_bytes: int):
+    """A property over tensors and sizes of pieces."""
     published = republish(relay, version, tensors)
     puller = Puller(relay, TRUST, chunk_bytes=chunk_bytes)
     staged = puller.stage(version)
@@ -165,6 +166,7 @@ def test_publishing_again_is_harmless_and_never_changes_a_version(relay: Relay):
     pulled=st.sets(st.integers(0, 30), max_size=2),
 )
 def test_garbage_is_what_nobody_needs(relay: Relay, versions: set[int], keep: int, pulled: set[int]):
+    """A property over versions that are kept and pulled."""
     discard_all(relay)
     for version in versions:
         publish_keyframe(relay, "run", version, small(), MODEL, KEY)

@@ -121,6 +121,7 @@ def test_open_relay_names_what_is_allowed(url: str):
 
 
 def test_relays_and_manifests_do_not_need_torch():
+    """Only a new interpreter has not imported torch yet."""
     rooms = "directory, errors, http, records, relay, server"
     check = f"import sys; from elastic.weights import {rooms}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0

@@ -81,6 +81,7 @@ models = st.booleans().map(qwen3_shapes) | st.dictionaries(
 def test_any_trainer_layout_to_any_worker_layout(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shapes, seed: int
 ):
+    """A property over layouts: each example publishes and pulls whole versions."""
     trainer, planned, unplanned = (data.draw(layouts(shapes)) for _ in range(3))
     relay = DirectoryRelay(tmp_path_factory.mktemp("relay"))
     # Those that no engine fuses with others.

@@ -228,6 +228,7 @@ def test_a_stream_flushes_as_often_as_it_is_told() -> None:
 
 
 def test_workers_whose_turns_begin_together_do_not_flush_together() -> None:
+    """Many workers' streams over many intervals: chance must not explain what is seen."""
     phases = [crc32(f"spot-{number}".encode()) / 2**32 for number in range(64)]
     at_ms = Counter(round(1000 * at_s) % 50 for phase in phases for at_s in flushes(phase, 0.2, [0.05])[1:])
     assert max(at_ms.values()) < 0.15 * at_ms.total()

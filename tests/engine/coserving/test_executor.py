@@ -407,6 +407,7 @@ def test_of_a_new_version_only_what_changed_is_written_and_piece_by_piece(make_d
 
 
 def test_a_static_partition_holds_both_to_their_half(make_device, turn):
+    """Both engines compute for so long that each meets its bound."""
     device = make_device(pages=24, memory=StaticPartition())
     rollout = device.lend()
     rollout.submit([turn(f"r{i}", prompt=120, max_new_tokens=60) for i in range(4)])

@@ -46,6 +46,7 @@ def environments(draw):
 )
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_cut_turn_continues_bit_for_bit(make_engine, turn, environment, cut, companions, found):
+    """Two hundred tokens on several engines: a difference of arithmetic may show late."""
     whole = turn("whole", prompt=40, max_new_tokens=200, temperature=1.3)
     reference = make_engine()
     (tokens,) = reference.run(whole)

@@ -95,6 +95,7 @@ def outcomes(told: list[str], name: str, what: str, allowed_bytes: int) -> list[
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited and read as on Linux")
 @pytest.mark.parametrize("name", sorted(CODECS))
 def test_the_worst_update_is_decoded_in_what_is_promised(told: list[str], name: str):
+    """A process under a real memory limit decodes the worst update."""
     assert outcomes(told, name, "worst", PROMISED_BYTES["worst"]) == ["decoded"]
     if name == LIMITED:
         assert outcomes(told, name, "worst", LARGE) == ["too much"], "the limit is one"
