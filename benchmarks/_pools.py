@@ -159,8 +159,14 @@ def write_pool(
 @contextlib.contextmanager
 def live_pool(directory: Path, policy: str, rollout: int, train: int, limits: Keys | None = None) -> Iterator[LivePool]:
     """Starts a pool, and stops it with everything it has."""
-    file = write_pool(directory, policy, (rollout, train), limits=limits)
-    started = json.loads(elastic("pool", "start", str(file), "--json"))
+    with started_pool(write_pool(directory, policy, (rollout, train), limits=limits)) as pool:
+        yield pool
+
+
+@contextlib.contextmanager
+def started_pool(file: Path) -> Iterator[LivePool]:
+    """Starts the pool of this configuration, and stops it with everything it has."""
+    started = json.loads(elastic("pool", "start", str(file), "--json").splitlines()[-1])
     pool = LivePool(Path(started["directory"]))
     try:
         yield pool

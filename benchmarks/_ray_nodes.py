@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib
 import importlib.util
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -27,6 +28,12 @@ from providers.ray import RayProvider, RaySettings
 
 NODES, WORKERS = 3, 2
 STORE_BYTES = 80 << 20
+QUICK_TO_MISS = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""A killed node is lost after 3 s in place of 15, and one that does not answer after 12."""
 TURNS = 8
 READY_TIMEOUT_S, GONE_TIMEOUT_S = 120.0, 60.0
 LEFT_S = 15.0
@@ -41,13 +48,16 @@ def why_not() -> str:
 
 
 class RayNodes:
-    """A head, on which nothing runs, and nodes with room for one worker each."""
+    """A head, on which nothing runs, and nodes with room for one worker each. With a place for its `storage` the head
+    can be restarted, and looks for lost nodes more often than by default."""
 
-    def __init__(self) -> None:
+    def __init__(self, storage: Path | None = None) -> None:
+        if storage is not None:
+            os.environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(storage), **QUICK_TO_MISS}
         cluster_utils: Any = importlib.import_module("ray.cluster_utils")
-        with listening_socket("127.0.0.1", 0) as listener:
-            port = listener.getsockname()[1]
-        head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": port}
+        with listening_socket("127.0.0.1", 0) as one, listening_socket("127.0.0.1", 0) as other:
+            port, gcs_port = one.getsockname()[1], other.getsockname()[1]
+        head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": port, "gcs_server_port": gcs_port}
         self.cluster = cluster_utils.Cluster(
             initialize_head=True, shutdown_at_exit=False, head_node_args={**head, "object_store_memory": STORE_BYTES}
         )
@@ -63,6 +73,23 @@ class RayNodes:
         ancestors = {parent.pid for process in processes_of(run) for parent in _parents(process)}
         return [node for node in self.cluster.worker_nodes if _raylet(node) in ancestors]
 
+    def with_words(self, words: str) -> list[Any]:
+        """Nodes that have a process with these words in its command."""
+        return [node for node in self.cluster.worker_nodes if _has_words(psutil.Process(_raylet(node)), words)]
+
+    def restart_head(self) -> None:
+        """Kill the processes of the head to which nodes and clients speak, and start them again, as the next head."""
+        head = self.cluster.head_node
+        (server,) = head.all_processes.pop("ray_client_server")
+        client_server = psutil.Process(server.process.pid)
+        for process in [client_server, *client_server.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        server.process.wait()
+        head.kill_gcs_server()
+        head.start_gcs_server()
+        head.start_ray_client_server()
+
     def kill(self, node: Any) -> None:
         """All of its processes at once, as when a machine is gone."""
         raylet = psutil.Process(_raylet(node))
@@ -71,22 +98,27 @@ class RayNodes:
                 process.kill()
         self.cluster.remove_node(node, allow_graceful=False)
 
-    def actors_left(self) -> list[dict[str, str]]:
-        """All that have a name, in any namespace, and do not end in time."""
+    def actors_left(self) -> list[str]:
+        """Names of actors, in any namespace, and of placement groups that do not end in time."""
         ray: Any = importlib.import_module("ray")
         ray.init(self.cluster.address, log_to_driver=False, logging_level="ERROR")
         try:
             deadline_s = time.monotonic() + GONE_TIMEOUT_S
-            while (left := ray.util.list_named_actors(all_namespaces=True)) and time.monotonic() < deadline_s:
+            while (left := _named(ray.util)) and time.monotonic() < deadline_s:
                 time.sleep(0.5)
             return left
         finally:
             ray.shutdown()
 
 
+def _named(util: Any) -> list[str]:
+    groups = [one["name"] for one in util.placement_group_table().values() if one["state"] != "REMOVED"]
+    return [actor["name"] for actor in util.list_named_actors(all_namespaces=True)] + groups
+
+
 @contextlib.contextmanager
-def ray_nodes() -> Iterator[RayNodes]:
-    nodes = RayNodes()
+def ray_nodes(storage: Path | None = None) -> Iterator[RayNodes]:
+    nodes = RayNodes(storage)
     try:
         yield nodes
     finally:
@@ -156,6 +188,14 @@ async def _at_work(run: LiveRun, name: str, nodes: RayNodes, timeout_s: float) -
 
 def _raylet(node: Any) -> int:
     return node.all_processes["raylet"][0].process.pid
+
+
+def _has_words(raylet: psutil.Process, words: str) -> bool:
+    for process in raylet.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(words in word for word in process.cmdline()):
+                return True
+    return False
 
 
 def _parents(process: psutil.Process) -> list[psutil.Process]:

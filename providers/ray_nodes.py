@@ -51,7 +51,7 @@ class RayNodesSettings(RayClusterSettings):
         default_factory=dict, description="what Ray ships to nodes, such as `py_modules`, `working_dir`, `pip`"
     )
     site_label: str = Field(
-        "ray.io/availability-zone", description="the label of Ray's nodes that names their site; without it all are one"
+        "ray.io/availability-zone", description="the label of Ray's nodes that names their site, if the pool does not"
     )
     directory: str = Field("/tmp/elastic-nodes", min_length=1, description="where nodes keep their files, on each")
 
@@ -126,7 +126,8 @@ class RayNodes:
     async def ask(self, ticket: NodeTicket, number: int) -> None:
         name = f"{self._prefix}{ticket.node}/{number}"
         environment = {TICKET_VARIABLE: msgspec.json.encode(ticket).decode()}
-        await self._asked(_ask, name, self._settings, self._bundle, self._command(ticket), environment)
+        settings = self._settings.model_copy(update={"site_label": ""}) if ticket.site else self._settings
+        await self._asked(_ask, name, settings, self._bundle, self._command(ticket), environment)
 
     async def give_back(self, request: NodeRequest) -> None:
         name = f"{self._prefix}{request.node}/{request.number}"

@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from elastic.cli import main
+from elastic.compose.pool_config import load_pool
+from elastic.config import load_config
 
 ROOT = Path(__file__).parents[1]
 INFRA = ROOT / "infra"
@@ -31,10 +33,8 @@ def test_every_file_that_is_named_exists() -> None:
             text = path.read_text()
             named |= {ROOT / found for found in re.findall(r"\binfra/[\w./-]*\w", text)}
             if path.suffix == ".md":
-                named |= {
-                    INFRA / found
-                    for found in re.findall(r"`((?:systemd/)?[\w-]+\.(?:service|py|yaml|Dockerfile))`", text)
-                }
+                near = re.findall(r"`((?:systemd/)?[\w-]+\.(?:service|py|yaml|Dockerfile))`", text)
+                named |= {path.parent / found if (path.parent / found).exists() else INFRA / found for found in near}
             if path.suffix == ".Dockerfile":
                 for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
                     named |= {ROOT / found for found in line.split()}
@@ -82,3 +82,29 @@ def test_the_containers_share_a_home_and_wait_for_the_database() -> None:
         assert services[name]["volumes"] == ["home:/var/lib/elastic"]
         assert services[name]["depends_on"] == {"database": {"condition": "service_healthy"}}
     assert "--no-runner" in services["server"]["command"]
+
+
+def test_what_is_configured_on_kubernetes_is_what_elastic_reads(tmp_path: Path) -> None:
+    (pool, *_), (job,) = documents("pool.yaml"), documents("job.yaml")
+    for manifest in (pool, job):
+        for name, content in manifest["data"].items():
+            (tmp_path / name).write_text(content)
+    config = load_pool(tmp_path / "pool.toml")
+    (rollout,) = config.pool.rollout
+    cluster = documents("ray-cluster.yaml")[0]
+    service = f"{cluster['metadata']['name']}-head-svc"
+    assert rollout.ray is not None
+    assert rollout.ray.address == f"ray://{service}:10001"
+    run = load_config(tmp_path / "lake.toml")
+    assert run.run.advertise == config.pool.advertise == "elastic-pool-0.elastic-pool"
+    assert run.job.rollout_memory_gb < rollout.memory_gb
+    (node,) = cluster["spec"]["workerGroupSpecs"]
+    (container,) = node["template"]["spec"]["containers"]
+    assert int(container["resources"]["limits"]["cpu"]) >= rollout.ray.num_cpus
+    assert int(container["resources"]["limits"]["memory"].removesuffix("Gi")) > rollout.memory_gb / 0.7, (
+        "Ray counts 70 % of it"
+    )
+
+
+def documents(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((INFRA / "kubernetes" / name).read_text()))

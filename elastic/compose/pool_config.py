@@ -221,6 +221,13 @@ class PoolSection(_PoolPart):
         return self
 
     @model_validator(mode="after")
+    def _of_one_cluster(self) -> "PoolSection":
+        found = sorted({one.ray.address for one in self.rollout if one.ray is not None})
+        if len(found) > 1:
+            raise ValueError(f"pool.rollout.ray.address: found {', '.join(found)}; allowed: one Ray cluster for a pool")
+        return self
+
+    @model_validator(mode="after")
     def _reached(self) -> "PoolSection":
         if any(one.kind != "local" for one in self.rollout) and is_wildcard(self.host) and not self.advertise:
             raise ValueError(

@@ -7,6 +7,7 @@ import pytest
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
 from elastic.config import ConfigError, validate
 
+NODES = {"nodes": 1, "usd_per_gpu_hour": 1.0, "memory_gb": 1}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.toml"
 
 
@@ -95,3 +96,12 @@ def test_a_pool_that_cannot_be_kept_anywhere() -> None:
     nowhere = config.pool.model_copy(update={"directory": Path("/proc/nosuch")})
     with pytest.raises(ConfigError, match=r"pool\.directory: /proc/nosuch/lab cannot be made"):
         save_pool(config.model_copy(update={"pool": nowhere}))
+
+
+def test_kinds_of_one_pool_are_of_one_ray_cluster() -> None:
+    def kind(name: str, address: str) -> dict[str, object]:
+        return {**NODES, "name": name, "kind": "ray", "ray": {"address": address}}
+
+    section = {"rollout": [kind("one", "ray://a:1"), kind("two", "ray://b:1")], "train": NODES}
+    with pytest.raises(ConfigError, match=r"found ray://a:1, ray://b:1; allowed: one Ray cluster for a pool"):
+        validate(PoolConfig, {"pool": section}, "pool.toml")

@@ -1,0 +1,137 @@
+"""Two jobs that take turns on a pool whose rollout nodes come from a Ray cluster, live, on this machine.
+
+Three Ray nodes have room for one of the pool's two rollout nodes each, so that there is one to spare. Once both jobs
+run, the head (its GCS, whose state is on disk, and its client server) is killed and started again; then a Ray node that
+has a rollout node is killed with all its processes, and a new one is added. The jobs are those of `jobs_live.py`:
+FrozenLake, paced. `identical_share` of all trajectories are the same, token for token, as of each job alone on nodes
+of its own on this machine, and `weights_identical_share` of the jobs have the same last weights, bit for bit.
+
+With `--quick` two small jobs, one restart and one kill. `replaced_s`: from each kill until the pool has all its nodes
+again. Needs the environment of `make test-ray`.
+"""
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks._common import Arguments, Figures, benchmark
+from benchmarks._pools import JOBS, LivePool, left_over, live_pool, started_pool, write_pool
+from benchmarks._proof import check_run, same_episode, same_weights
+from benchmarks._ray_nodes import RayNodes, ray_nodes, why_not
+from benchmarks._runs import elastic
+from benchmarks._shapes import write_policy
+from benchmarks.jobs_live import (
+    ARM_WITHIN_S,
+    FULL_STEPS,
+    QUICK_NAMES,
+    ROLLOUT_NODES,
+    TRAIN_NODES,
+    ArmSeen,
+    Jobs,
+    carried_out,
+    episodes,
+    seen,
+)
+from elastic.runtime.journal import RunDirectory
+
+SEED = 1
+FULL_ROUNDS, QUICK_ROUNDS = 3, 1
+QUICK_STEPS = 4
+SILENCE_S = 5.0
+MEMORY_GB = 4.5
+NODES_WITHIN_S = 240.0
+
+
+def on_ray(directory: Path, jobs: Jobs, rounds: int, nodes: RayNodes) -> tuple[ArmSeen, list[float]]:
+    """All jobs on a pool of the cluster, whose head, and then a node of which, is killed in each round; also how long
+    each lost node was missed."""
+    files = str(directory / "nodes")
+    ray = {"address": nodes.address, "directory": files, "poll_s": 0.5, "resources.place": 1.0}
+    file = write_pool(
+        directory,
+        "ours",
+        (ROLLOUT_NODES, TRAIN_NODES),
+        rollout={"kind": "ray", "memory_gb": MEMORY_GB, **{f"ray.{key}": value for key, value in ray.items()}},
+        limits={"silence_s": SILENCE_S},
+    )
+    replaced_s, rng = list[float](), random.Random(jobs.seed)
+    with started_pool(file) as pool:
+        up = await_nodes(pool, frozenset())
+        began_s = time.monotonic()
+        submitted = jobs.submit(pool, jobs.names, directory / "runs")
+        pool.wait(lambda found: all(job["state"] == "running" or job["over"] for job in found), ARM_WITHIN_S)
+        while len(replaced_s) < rounds and not all(job["over"] for job in pool.jobs()):
+            nodes.restart_head()
+            nodes.kill(rng.choice(nodes.with_words(files)))
+            killed_s = time.monotonic()
+            nodes.add()
+            up = await_nodes(pool, up)
+            replaced_s.append(time.monotonic() - killed_s)
+        pool.wait_over(jobs.names, ARM_WITHIN_S)
+        return seen(pool, submitted, time.monotonic() - began_s, len(replaced_s)), replaced_s
+
+
+def each_alone(directory: Path, jobs: Jobs) -> ArmSeen:
+    """Each job on nodes of its own, side by side."""
+    many = len(jobs.names)
+    with live_pool(directory, "solo", many, many) as pool:
+        return carried_out(pool, directory / "runs", jobs)()
+
+
+def await_nodes(pool: LivePool, before: frozenset[int]) -> frozenset[int]:
+    """Wait until the pool has all its rollout nodes, and others than `before`; returns their node agents' processes."""
+    until_s = time.monotonic() + NODES_WITHIN_S
+    while True:
+        status = pool.status()
+        found = frozenset(_up(status))
+        if len(found) == ROLLOUT_NODES and found != before:
+            return found
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"after {NODES_WITHIN_S:g} s: {status['asked_for']}")
+        time.sleep(0.2)
+
+
+def _up(status: dict[str, Any]) -> list[int]:
+    agents = [node["node_agent"] for node in status["nodes"] if node["phase"] == "rollout"]
+    return [agent["pid"] for agent in agents if agent["up"]]
+
+
+def main(arguments: Arguments) -> Figures:
+    if why := why_not():
+        raise SystemExit(why)
+    quick, directory = arguments.quick, arguments.scratch
+    for name in () if quick else QUICK_NAMES:
+        elastic("prepare", str(JOBS / f"{name}.toml"))
+    with ThreadPoolExecutor(2) as beside:
+        policy = beside.submit(write_policy, directory / "policy") if quick else None
+        jobs = Jobs(QUICK_NAMES, QUICK_STEPS if quick else FULL_STEPS, SEED, policy)
+        apart = beside.submit(each_alone, directory / "apart", jobs)
+        with ray_nodes(directory / "gcs") as nodes:
+            lived, replaced_s = on_ray(directory / "ray", jobs, QUICK_ROUNDS if quick else FULL_ROUNDS, nodes)
+            actors = nodes.actors_left()
+        alone = apart.result()
+    expected, found = episodes(alone), episodes(lived)
+    checks = [check_run(RunDirectory(run)) for run in lived.runs.values()]
+    return {
+        "measured": "live, on this machine; engines and training paced to modelled devices",
+        "steps": jobs.steps,
+        "wall_s": lived.wall_s,
+        "head_restarts": len(replaced_s),
+        "node_kills": len(replaced_s),
+        "replaced_s": replaced_s,
+        "tokens_lost": sum(check.tokens_lost for check in checks),
+        "trained_twice": sum(check.groups_twice for check in checks),
+        "imbalance_ns": sum(check.ledger_imbalance_ns for check in checks),
+        "bill_residual_nano_usd": lived.residual_nano_usd,
+        "identical_share": mean(same_episode(row, found.get(key)) for key, row in expected.items()),
+        "weights_identical_share": mean(same_weights(run, lived.runs[name]) for name, run in alone.runs.items()),
+        "left_at_ray": len(actors),
+        "processes_left": left_over(directory / "ray"),
+    }
+
+
+if __name__ == "__main__":
+    benchmark(__doc__, main)
