@@ -8,6 +8,7 @@ import platform
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +20,8 @@ from benchmarks import HERE, ROOT
 
 TRAINERS_PYTHON = ROOT / ".cache" / "trainers" / "bin" / "python"
 WITHOUT_PEFT = "peft is not installed in .cache/trainers: `make .cache/trainers/installed`"
+PRINTED: Mapping[str, Any] = tomllib.loads((HERE / "printed.toml").read_text())
+"""What papers print."""
 Figures: TypeAlias = dict[str, Any]
 """What a benchmark, or a part of it, comes to, by name."""
 Measured: TypeAlias = Figures | Coroutine[Any, Any, Figures]

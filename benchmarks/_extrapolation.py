@@ -8,7 +8,7 @@ bucket by bucket. Latency of relays, contention of links and what GPUs take to h
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks._common import Figures
+from benchmarks._common import PRINTED, Figures
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 
 MODELS = {"Qwen3-8B": 8.19e9, "Qwen3-32B": 32.8e9}
@@ -18,9 +18,6 @@ RATES_GBPS = (1, 5, 20, 200)
 RANKS = 8
 BUCKET_ELEMENTS = 32 << 20
 CODECS = ("exponent_class", "gap8", "gap8_zstd")
-
-ROSE_S = {("Qwen3-8B", 1): 39.0, ("Qwen3-8B", 200): 7.0, ("Qwen3-32B", 1): 89.0, ("Qwen3-32B", 200): 21.0}
-"""ROSE Fig. 10b, end to end on its cluster, with COO; about 1 % changed there (Fig. 11a)."""
 
 
 def extrapolated(changed: Mapping[str, Any], memcpy_bytes_per_s: float) -> Figures:
@@ -33,7 +30,7 @@ def extrapolated(changed: Mapping[str, Any], memcpy_bytes_per_s: float) -> Figur
             model: {
                 share: {
                     str(rate): _best(figures, model, rate, memcpy_bytes_per_s)
-                    | {"rose_s": ROSE_S.get((model, rate)) if share == "0.01" else None}
+                    | {"rose_s": PRINTED["rose"]["seconds"].get(model, {}).get(str(rate)) if share == "0.01" else None}
                     for rate in RATES_GBPS
                 }
                 for share, figures in changed.items()

@@ -1,86 +1,12 @@
 """The models of benchmarks, by name, with random weights: their shapes, their tensors, and checkpoints of them."""
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
+from benchmarks import HERE
 
-def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool = True) -> dict[str, Any]:
-    """As in the model's `config.json` on Hugging Face."""
-    return {
-        "vocab_size": 151_936,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": tied,
-    }
-
-
-TRAINED: dict[str, Any] = {
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
-"""Qwen3's, but for what a benchmark of trainers chooses: vocabulary, context and types."""
-
-
-def _of_millions(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    }
-
-
-_SMALLEST = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "example": {},
-    "smallest": {**_SMALLEST, "head_dim": 16},
-    "smallest-for-vllm": {**_SMALLEST, "head_dim": 32},
-    "48m": _of_millions(32_768, 512, 1536, layers=10, heads=8),
-    "61m": _of_millions(32_768, 512, 1536, layers=14, heads=8),
-    "140m": _of_millions(65_536, 768, 2048, layers=14, heads=12),
-    "tiny-serving": {
-        "vocab_size": 256,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    "tiny-rollouts": {
-        "vocab_size": 32,
-        "hidden_size": 96,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-    },
-    "qwen3-0.6b": _qwen3(hidden=1024, intermediate=3072, layers=28, heads=16),
-    "qwen3-1.7b": _qwen3(hidden=2048, intermediate=6144, layers=28, heads=16),
-    "qwen3-4b": _qwen3(hidden=2560, intermediate=9728, layers=36, heads=32),
-    "qwen3-8b": _qwen3(hidden=4096, intermediate=12288, layers=36, heads=32, tied=False),
-}
-"""Arguments of `Qwen3Config`. Those of `example` are its defaults, as examples have them."""
+SHAPES: dict[str, dict[str, Any]] = tomllib.loads((HERE / "models.toml").read_text())
 ON_A_DEVICE = tuple(name for name in SHAPES if name.startswith(("tiny", "qwen3")))
 """Of which two share a device."""
 

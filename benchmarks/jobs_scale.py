@@ -28,7 +28,7 @@ from random import Random
 from statistics import mean, pstdev
 from typing import Any, NamedTuple
 
-from benchmarks._common import Arguments, Figures, benchmark, option
+from benchmarks._common import PRINTED, Arguments, Figures, benchmark, option
 from benchmarks._drift import ARMS, SETTINGS, drifted
 from benchmarks._job_variants import QUANTILES, extra_rounds, planned, train_when
 from benchmarks._optimum import Optimiser
@@ -48,22 +48,6 @@ SEEDS, QUICK_SEEDS = (1, 2, 3), (1,)
 PROVEN_MAX, QUICK_PROVEN_MAX = 13, 9
 RESIDENTS = 5
 SLO = (1.0, 2.0)
-THEIRS = {
-    "production": {"usd_per_hour": 510, "solo_over": 1.84, "colocated_over": 1.38, "slo": 1.0, "peak_gpus": [216, 152]},
-    "production_admissions": {"packed": 0.605, "scaled": 0.15, "new": 0.245},
-    "mixed": {"weave": [1.06, 1.0], "random": [1.97, 0.6], "most_idle": [1.66, 0.62]},
-    "workloads": {"weave": [1.01, 1.12], "random": [1.72, 2.0], "most_idle": [1.38, 1.89]},
-    "slo": {"random_at_1.2": 0.38, "most_idle_at_1.2": 0.43, "random_at_2": 0.71, "most_idle_at_2": 0.73},
-    "residency": {"random_and_most_idle": [1.59, 2.15], "slo": [0.48, 0.61]},
-    "drift": {
-        "static_over_regrouping": {"up": 1.11, "down": 1.10, "mixed": 1.08},
-        "static_slo": {"up": 0.986, "down": 0.987, "mixed": 0.956},
-        "random_over_regrouping": [3.5, 3.6],
-        "most_idle_over_regrouping": [3.2, 3.3],
-        "restart_h": 32.9,
-    },
-}
-"""Weave's printed figures: §6.4, Figs. 14, 15, 17 and 20."""
 
 
 def lived(policy: str, arrivals: Sequence[Arrival], residents: int) -> PlanWorld:
@@ -318,7 +302,7 @@ def main(arguments: Arguments) -> Figures:
             "drift": drift(pool, seeds) if "drift" in parts else None,
             "seeds": len(seeds),
             "spread": spread or None,
-            "theirs": THEIRS,
+            "theirs": PRINTED["weave"]["scale"],
         }
 
 

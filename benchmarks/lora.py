@@ -22,13 +22,13 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks._common import TRAINERS_PYTHON, WITHOUT_PEFT, Arguments, Figures, benchmark
-from benchmarks._shapes import TRAINED
+from benchmarks._shapes import SHAPES
 
 VLLM_PYTHON = ROOT / ".cache" / "vllm-venv" / "bin" / "python"
 WITHOUT_VLLM = "vLLM is not installed in .cache/vllm-venv: `make .cache/vllm-venv/installed`"
 IN_MINUTES = "a run on vLLM takes minutes"
 VOCABULARY = 8192
-MODEL = {**TRAINED, "vocab_size": VOCABULARY, "max_position_embeddings": 1024, "dtype": "bfloat16"}
+MODEL = {**SHAPES["trained"], "vocab_size": VOCABULARY, "max_position_embeddings": 1024, "dtype": "bfloat16"}
 """13 million parameters."""
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 """What peft adapts where it is not told."""

@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks._common import Arguments, Figures, benchmark
+from benchmarks._common import PRINTED, Arguments, Figures, benchmark
 from benchmarks._configurations import configuration
 from elastic.compose import scheduling
 from elastic.compose.plan import resolve
@@ -51,6 +51,7 @@ from policies.drift import NoDrift
 from policies.tails import NoTails
 from providers.base import ProviderSettings
 
+WEAVE = PRINTED["weave"]
 USD_PER_GPU_HOUR = {"H20": 1.85, "H800": 5.28}
 GPUS = 8
 HOST_LINK_GB_PER_S = 8 * 25.0
@@ -79,26 +80,9 @@ class JobType:
     nodes: int = 1
 
 
-TYPES = {
-    "A": JobType("Qwen2.5-7B", 1, 8192, 1, 256, 1.0, 257.7, 275.7, 240.0),
-    "C": JobType("Qwen2.5-32B", 2, 8192, 1, 256, 0.7, 574.6, 490.3, 520.4, nodes=2),
-    "D": JobType("Qwen3-8B", 1, 8192, 4, 256, 2.5, 525.4, 275.7, 240.0),
-    "E": JobType("Qwen3-14B", 1, 16384, 2, 64, 6.0, 525.4, 445.4, 456.1),
-}
+TYPES = {letter: JobType(**kind) for letter, kind in WEAVE["jobs"].items()}
 GROUPS = {"temporal": "AA", "train": "DDE", "spatial": "CDD"}
-THEIRS: Figures = {
-    "printed_over_solo": {"temporal": 1.82, "train": 1.90, "spatial": 1.99},
-    "tables_1_and_4_over_solo": {"temporal": 1.97, "train": 1.88, "spatial": 1.82},
-    "printed_over_gavel": {"temporal": 1.73, "train": 1.43, "spatial": 1.78},
-    "printed_over_colocated": {"temporal": 1.47, "train": 1.35, "spatial": 1.43},
-    "iteration_s": {
-        "temporal": {"solo": 257.7, "ideal": 240.8, "shared": 261.8},
-        "train": {"solo": 525.4, "ideal": 490.3, "shared": 552.0},
-        "spatial": {"solo": 574.6, "ideal": 516.7, "shared": 630.8},
-    },
-    "naive_slowdown": [1.40, 1.64],
-    "tail": [1.06, 1.28],
-}
+THEIRS = WEAVE["groups"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import gc
 import time
 from random import Random
 
-from benchmarks._common import Arguments, Figures, benchmark
+from benchmarks._common import PRINTED, Arguments, Figures, benchmark
 from benchmarks._optimum import Optimiser
 from elastic.core.cluster import Cluster, WaitLimits
 from elastic.core.cluster import commands as c
@@ -23,8 +23,6 @@ from traces.jobs import TracedJob
 SIZES = (5, 9, 13, 100, 500, 1000, 2000)
 OPTIMA = (5, 9, 13)
 CHANGES, QUICK_CHANGES = 2000, 200
-THEIRS_MS = {"5": 5.6, "9": 6.5, "13": 7.6, "100": 41.9, "500": 198.0, "1000": 318.0, "2000": 591.0}
-THEIR_OPTIMUM_MS = {"5": 113.0, "9": "over a minute", "13": "over five hours"}
 DURATION_S = 50_000.0
 SEED = 1
 
@@ -115,8 +113,7 @@ def main(arguments: Arguments) -> Figures:
         "grain": "computed",
         **found,
         "optimum_ms": optima,
-        "theirs_ms": THEIRS_MS,
-        "their_optimum_ms": THEIR_OPTIMUM_MS,
+        **PRINTED["weave"]["decisions"],
     }
 
 

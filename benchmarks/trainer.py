@@ -35,14 +35,14 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 from benchmarks import ROOT
 from benchmarks._common import TRAINERS_PYTHON, WITHOUT_PEFT, Arguments, Figures, benchmark
-from benchmarks._shapes import TRAINED
+from benchmarks._shapes import SHAPES
 
 if TYPE_CHECKING:
     from elastic.protocol.wire import TrajectoryData
     from elastic.worker.trainer.base import PolicyTrainer
     from elastic.worker.trainer.packing import PackedRow
 
-MODEL = {**TRAINED, "vocab_size": 32_000, "max_position_embeddings": 4096}
+MODEL = {**SHAPES["trained"], "vocab_size": 32_000, "max_position_embeddings": 4096}
 """22 million parameters."""
 MEDIAN_TOKENS, SIGMA, TOKENS_MAX, PROMPT_TOKENS = 256, 1.0, 2048, 16
 SIZES = (8, 1, 2)
