@@ -4,12 +4,11 @@ A *runner* has one turn that is as long as it can be. A *talker* has short ones,
 messages, reads the answer, and sends both with another message, at an even pace. A chatter that is a *probe* is told
 with each event how many tokens there were, so that the delay of each of them can be had.
 
-They live in a process of their own (`ChatterProcess`), which is asked over a pipe.
+They live in a process of their own (`chatters`), which is asked over a pipe.
 """
 
 import asyncio
 import json
-import multiprocessing
 import os
 import time
 from collections.abc import Coroutine
@@ -24,7 +23,6 @@ from elastic.system.machine import raise_descriptor_limit
 
 SYSTEM = "You are a helpful assistant. You may call functions."
 QUESTION = "What is the sum of these numbers? Let me think about it once more, step by step."
-PATIENCE_S = 240.0
 OPENING_AT_ONCE = 64
 STARTS_PER_S = 400
 """Runners that begin, so that their prompts are no burst."""
@@ -202,31 +200,6 @@ class _ChatConnection(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
-
-
-class ChatterProcess:
-    """The process of agents, as it is asked."""
-
-    def __init__(self) -> None:
-        self._pipe, far = multiprocessing.Pipe()
-        self._process = multiprocessing.Process(target=chatters, args=(far,), daemon=True)
-        self._process.start()
-        far.close()
-
-    async def ask(self, question: Question, patience_s: float = PATIENCE_S) -> Any:
-        """Raises `ServerFailed` for what agents came upon meanwhile."""
-        self._pipe.send(question)
-        if not await asyncio.to_thread(self._pipe.poll, patience_s):
-            raise TimeoutError(f"the agents' process said nothing for {patience_s:g} s")
-        answer = self._pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
 
 
 def chatters(pipe: Pipe) -> None:

@@ -19,6 +19,7 @@ from benchmarks._crashes import CrashingRun
 from benchmarks._proof import check_tokens
 from benchmarks._runs import EXAMPLE
 from benchmarks._shapes import write_policy
+from benchmarks._waiting import until
 from elastic.core import events as e
 from elastic.core.ids import lease_of
 from elastic.core.types import NS_PER_S
@@ -176,12 +177,8 @@ class Disturbed:
 
             self._aws.proxy.hold = kill
             self._aws.take(rng.choice(living).id)
-            deadline_s = time.monotonic() + PATIENCE_S
-            while not killed and time.monotonic() < deadline_s:
-                time.sleep(0.02)
+            until("the order of another instance", lambda: killed, PATIENCE_S)
             self._aws.proxy.hold = None
-            if not killed:
-                raise TimeoutError("the run has ordered no other instance")
             self.run.process.wait()
         else:
             self.run.kill("orchestrator")

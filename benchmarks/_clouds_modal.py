@@ -16,6 +16,7 @@ from benchmarks._common import Figures
 from benchmarks._crashes import CrashingRun
 from benchmarks._runs import POLL_S, elastic
 from benchmarks._shapes import write_policy
+from benchmarks._waiting import comes
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.core.ids import tagged
 from elastic.protocol.run_secrets import RunSecrets
@@ -108,9 +109,8 @@ def _run(
         elastic("stop", str(run.run_dir))
         with contextlib.suppress(Exception):
             run.process.wait(GONE_TIMEOUT_S)
-    deadline_s = time.monotonic() + GONE_TIMEOUT_S
-    while (orphans := platform.running()) and time.monotonic() < deadline_s:
-        time.sleep(POLL_S)
+    comes(lambda: not platform.running(), GONE_TIMEOUT_S)
+    orphans = platform.running()
     record = platform.record()
     ours = [one for one in record["containers"] if one["run"] == name]
     figures = figures_of(run.run_dir, PROVIDER)

@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 import psutil
 
 from benchmarks._runs import POLL_S, CommandRun, processes_of
+from benchmarks._waiting import comes
 from elastic.core.types import NS_PER_S
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import AGENTS, JournalError, JournalReader, RunDirectory
@@ -107,11 +108,9 @@ class CrashingRun(CommandRun):
             victim = victims[0]
             if rng.random() >= WHILE_RESUMING or len(self.exec_ns) == 1:
                 self.until("a token, or the end", lambda: self.has_gone_on() or self.ended())
-            pause_ends_s = time.monotonic() + rng.uniform(0.0, WAIT_S)
-            while time.monotonic() < pause_ends_s and not self.ended():
-                time.sleep(POLL_S)
-            while victim != "orchestrator" and not self.ended() and not self.processes(victim):
-                time.sleep(POLL_S)
+            comes(self.ended, rng.uniform(0.0, WAIT_S), POLL_S)
+            if victim != "orchestrator":
+                comes(lambda victim=victim: self.ended() or self.processes(victim), END_TIMEOUT_S, POLL_S)
             if self.ended():
                 return
             self.kill(victims.popleft())

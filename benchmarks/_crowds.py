@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks._common import Figures
 from benchmarks._hosted import CONFIG, HostedSite, forks
 from benchmarks._http_load import request
+from benchmarks._waiting import Child
 from elastic.compose.relay import weights_relay
 from elastic.config import Config, validate
 from elastic.protocol.api import AccessRole, NewKey
@@ -181,25 +182,17 @@ async def _stay(crowd: Crowd, port: int) -> None:
 @contextlib.contextmanager
 def _relay() -> Iterator[tuple[OpenPort, str]]:
     """A run's relay in a process of its own, and a worker's token."""
-    context, rights = forks(), RelayRights()
-    with tempfile.TemporaryDirectory() as directory:
-        here, there = context.Pipe()
-        process = context.Process(target=_serve_relay, args=(directory, rights.owner, there), daemon=True)
-        process.start()
-        there.close()
-        try:
-            url, crowds_token, others_token = here.recv()
-            port = Address.parse(url.partition("://")[2]).port
-            yield (
-                OpenPort(port, request("/blobs", f"{HERE}:{port}", others_token), Path(directory, "log")),
-                crowds_token,
-            )
-        finally:
-            process.kill()
-            process.join()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Child(_serve_relay, directory, RelayRights().owner, context=forks()) as process,
+    ):
+        url, crowds_token, others_token = process.hear()
+        port = Address.parse(url.partition("://")[2]).port
+        asked = request("/blobs", f"{HERE}:{port}", others_token)
+        yield OpenPort(port, asked, Path(directory, "log")), crowds_token
 
 
-def _serve_relay(directory: str, owner: str, told: Connection) -> None:
+def _serve_relay(told: Connection, directory: str, owner: str) -> None:
     log_here(directory)
 
     async def serve() -> None:

@@ -14,7 +14,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from typing import Any, Literal, TypeAlias
 import psutil
 
 from benchmarks import ROOT
+from benchmarks._waiting import comes
 from elastic.server.settings import ServerSettings
 from elastic.system.sqlite import open_sqlite
 
@@ -102,6 +102,13 @@ def write_job(directory: Path, from_s: float, to_s: float, every_s: float) -> Pa
         text = text.replace(name, str(value))
     job.write_text(text)
     return job
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens there, on this machine."""
+    with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1):
+        return True
+    return False
 
 
 @dataclass
@@ -191,15 +198,8 @@ class HostedSite:
 
     def wait_up(self) -> None:
         """Until the API answers. Raises `TimeoutError`."""
-        end_s = time.monotonic() + UP_TIMEOUT_S
-        while time.monotonic() < end_s:
-            try:
-                socket.create_connection((HOST, self.port), timeout=1).close()
-            except OSError:
-                time.sleep(0.05)
-            else:
-                return
-        raise TimeoutError(f"{self.url} is not up after {UP_TIMEOUT_S:g} s: {self.log('api').read_text()[-2000:]}")
+        if not comes(lambda: answers(self.port), UP_TIMEOUT_S):
+            raise TimeoutError(f"{self.url} is not up after {UP_TIMEOUT_S:g} s: {self.log('api').read_text()[-2000:]}")
 
     def logged(self, part: Part) -> list[dict[str, Any]]:
         """What a part has logged as JSON."""

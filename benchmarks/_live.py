@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import structlog
 from pydantic import BaseModel
 
+from benchmarks._waiting import awaited
 from elastic.compose.execution import RunOutcome, execute
 from elastic.compose.plan import ChosenEnvironment, RunPlan
 from elastic.compose.processes import run_loop
@@ -59,15 +60,13 @@ class LiveRun:
 
     async def until(self, what: str, condition: Callable[[], T | None], timeout_s: float) -> T:
         """The first true value of `condition`. Raises `TimeoutError` naming `what`, or `RunEnded`."""
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
-        while not (found := condition()):
-            if self._outcome.done():
+
+        def found() -> T | None:
+            if not (value := condition()) and self._outcome.done():
                 raise RunEnded(self._outcome.result().failed)
-            if loop.time() > deadline_s:
-                raise TimeoutError(f"not within {timeout_s:g} s: {what}")
-            await asyncio.sleep(POLL_S)
-        return found
+            return value
+
+        return await awaited(what, found, timeout_s, POLL_S)
 
     def ready(self, provider: str = "") -> list[Worker]:
         """Workers that can be given turns, of one provider or of any."""

@@ -109,11 +109,8 @@ class Machines:
                 told = elastic("pool", "ticket", str(pool.directory), "-o", str(file), "--json")
                 self.node_agents.append(NodeAgent(machine, place, device, json.loads(told.splitlines()[-1])["node"]))
                 self.node_agents[-1].start()
-        until_s = time.monotonic() + 120
-        while sum(node["phase"] == "rollout" for node in pool.status()["nodes"]) < len(self.node_agents):
-            if time.monotonic() > until_s:
-                raise TimeoutError("machines do not join")
-            time.sleep(0.2)
+        wanted = len(self.node_agents)
+        pool.until("all machines", lambda now: sum(one["phase"] == "rollout" for one in now["nodes"]) >= wanted, 120)
 
     def disturb(self, pool: LivePool, kind: str, rng: random.Random) -> set[str]:
         """Kill a node agent, which its machine starts again, or the pool's process; or cut a machine's link for a

@@ -9,13 +9,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import sqlalchemy as sa
 
 from benchmarks._common import Figures
 from benchmarks._hosted import CONFIG, HostedSite
+from benchmarks._waiting import comes
 from elastic.protocol.api import NewWebhook, RunPhase
 from elastic.protocol.api_client import ApiError, Client, ClientError
 from elastic.server.store import Store, webhooks
@@ -59,8 +60,8 @@ def poisoned(site: HostedSite) -> Figures:
         time.sleep(AFTER_S)
         delays_s = other.stop()
         lost = other.untold()
-        went_on = _until(lambda: all(client.run(run).phase is RunPhase.FINISHED for run in ended))
-        settled = _until(lambda: _poisons_tried(site))
+        went_on = comes(lambda: all(client.run(run).phase is RunPhase.FINISHED for run in ended), PATIENCE_S)
+        settled = comes(lambda: _poisons_tried(site), PATIENCE_S)
         died = [not process.is_alive() for process in site.processes.values()]
     return {
         "webhooks": WEBHOOKS,
@@ -91,7 +92,7 @@ class _Other:
         self._over.set()
         for thread in self._threads:
             thread.join(PATIENCE_S)
-        _until(lambda: not self.untold())
+        comes(lambda: not self.untold(), PATIENCE_S)
         arrived = [self._heard[one] - sent_s for one, sent_s in self._sent.items() if one in self._heard]
         return [*arrived, *self._checks_s]
 
@@ -118,7 +119,7 @@ def _ends_by_signal(site: HostedSite, client: Client, project: str) -> list[str]
     found = [client.submit(CONFIG, ["spot"], project=project).id for _ in range(ENDS)]
     for run, number in zip(found, itertools.count(signal.SIGRTMIN + 1), strict=False):
         begun = site.server_home / "runs" / run / "begun"
-        _until(lambda begun=begun: begun.exists() and begun.read_text().endswith("\n"))
+        comes(lambda begun=begun: begun.exists() and begun.read_text().endswith("\n"), PATIENCE_S)
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(begun.read_text().split()[0]), number)
     return found
@@ -198,12 +199,3 @@ def _receiver() -> Iterator[tuple[str, dict[str, float]]]:
         yield f"http://localhost:{server.server_port}/hook", heard
         server.shutdown()
         thread.join()
-
-
-def _until(holds: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.05)
-    return True

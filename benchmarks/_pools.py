@@ -19,6 +19,7 @@ import psutil
 
 from benchmarks import ROOT
 from benchmarks._runs import RunFailed, elastic, sets
+from benchmarks._waiting import comes
 from elastic.compose.pool_config import POOL_CONFIG, load_pool
 from elastic.core.cluster import Cluster
 from elastic.core.cluster.commands import ClusterCommand
@@ -107,16 +108,20 @@ class LivePool:
     def job(self, name: str) -> dict[str, Any]:
         return next(job for job in self.jobs() if job["name"] == name)
 
-    def wait(self, done: Callable[[list[dict[str, Any]]], bool], within_s: float) -> None:
-        """Raises `TimeoutError`, which says how the jobs stand."""
+    def until(
+        self, what: str, done: Callable[[dict[str, Any]], object], within_s: float, every_s: float = 0.2
+    ) -> dict[str, Any]:
+        """Its status, once this holds of it. Raises `TimeoutError`, which says how the jobs stand."""
         until_s = time.monotonic() + within_s
-        while not done(jobs := self.jobs()):
+        while not done(status := self.status()):
             if time.monotonic() > until_s:
-                raise TimeoutError(f"after {within_s:g} s: {json.dumps(jobs)[:2000]}")
-            time.sleep(0.2)
+                raise TimeoutError(f"not within {within_s:g} s: {what}; {json.dumps(status['jobs'])[:2000]}")
+            time.sleep(every_s)
+        return status
 
     def wait_over(self, names: Sequence[str], within_s: float) -> None:
-        self.wait(lambda jobs: all(job["over"] for job in jobs if job["name"] in names), within_s)
+        over: Callable[[dict[str, Any]], bool] = lambda now: all(j["over"] for j in now["jobs"] if j["name"] in names)  # noqa: E731
+        self.until("the jobs' ends", over, within_s)
 
     def kill(self, kind: str, rng: random.Random, of: Sequence[str] = ()) -> int | None:
         """SIGKILL one process of this kind, of these jobs; its id, None where there is none."""
@@ -226,10 +231,9 @@ def moments(pool: LivePool) -> list[Moment]:
 
 def left_over(directory: Path, within_s: float = 10.0) -> int:
     """Processes that have to do with a directory once its pool has stopped; those that are ending get some time."""
-    until_s = time.monotonic() + within_s
-    while (found := len(_of(str(directory.resolve())))) and time.monotonic() < until_s:
-        time.sleep(0.2)
-    return found
+    place = str(directory.resolve())
+    comes(lambda: not _of(place), within_s, 0.2)
+    return len(_of(place))
 
 
 def _of(directory: str) -> list[psutil.Process]:

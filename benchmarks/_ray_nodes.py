@@ -20,6 +20,7 @@ from benchmarks._paced import LimitedSettings, LimitedTask
 from benchmarks._proof import check_tokens
 from benchmarks._runs import processes_of
 from benchmarks._shapes import write_policy
+from benchmarks._waiting import comes
 from elastic.protocol.sockets import listening_socket
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
@@ -103,10 +104,8 @@ class RayNodes:
         ray: Any = importlib.import_module("ray")
         ray.init(self.cluster.address, log_to_driver=False, logging_level="ERROR")
         try:
-            deadline_s = time.monotonic() + GONE_TIMEOUT_S
-            while (left := _named(ray.util)) and time.monotonic() < deadline_s:
-                time.sleep(0.5)
-            return left
+            comes(lambda: not _named(ray.util), GONE_TIMEOUT_S, 0.5)
+            return _named(ray.util)
         finally:
             ray.shutdown()
 

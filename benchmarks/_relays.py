@@ -7,7 +7,6 @@ streams one event a token to each of its clients, at an even pace and for ever, 
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import os
 import secrets
 import socket
@@ -24,6 +23,7 @@ import psutil
 import uvloop
 
 from benchmarks import ROOT
+from benchmarks._waiting import Child
 from elastic.system.machine import raise_descriptor_limit
 from elastic.system.processes import inherited
 
@@ -90,35 +90,28 @@ def cpu_s(process: psutil.Process) -> float:
 @contextlib.asynccontextmanager
 async def litellm(tokens_per_s: float) -> AsyncIterator[LiteLLMProxy]:
     """The proxy, with an upstream of its own. Raises `TimeoutError` if it does not come up."""
-    near, far = multiprocessing.Pipe()
-    stub = multiprocessing.Process(target=upstream, args=(far, tokens_per_s), daemon=True)
-    stub.start()
-    try:
-        with tempfile.TemporaryDirectory() as directory:
-            config = Path(directory) / "config.yaml"
-            config.write_text(CONFIG.format(port=await asyncio.to_thread(near.recv)))
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-            program = [str(ENVIRONMENT / "bin" / "litellm"), "--config", str(config)]
-            key = f"sk-{secrets.token_hex(32)}"
-            alone = {"NO_PROXY": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
-            process = await asyncio.create_subprocess_exec(
-                *(*program, "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"),
-                env={**inherited(), **alone, "PATH": os.environ["PATH"]},
-                cwd=directory,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.DEVNULL,
-            )
-            try:
-                await _up(process, port)
-                yield LiteLLMProxy(port, key, psutil.Process(process.pid))
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-    finally:
-        stub.kill()
-        stub.join()
+    with Child(upstream, tokens_per_s) as stub, tempfile.TemporaryDirectory() as directory:
+        config = Path(directory) / "config.yaml"
+        config.write_text(CONFIG.format(port=await asyncio.to_thread(stub.hear)))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        program = [str(ENVIRONMENT / "bin" / "litellm"), "--config", str(config)]
+        key = f"sk-{secrets.token_hex(32)}"
+        alone = {"NO_PROXY": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
+        process = await asyncio.create_subprocess_exec(
+            *(*program, "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"),
+            env={**inherited(), **alone, "PATH": os.environ["PATH"]},
+            cwd=directory,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            await _up(process, port)
+            yield LiteLLMProxy(port, key, psutil.Process(process.pid))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
 
 
 async def _up(process: asyncio.subprocess.Process, port: int) -> None:

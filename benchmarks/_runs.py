@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 import psutil
 
 from benchmarks import ROOT
+from benchmarks._waiting import until
 
 T = TypeVar("T")
 
@@ -115,16 +116,14 @@ class CommandRun:
 
     def until(self, what: str, condition: Callable[[], T | None], timeout_s: float = TIMEOUT_S) -> T:
         """The first true value of `condition`. Raises `TimeoutError`, or `RunFailed` where the run ends before."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
+
+        def found() -> T | None:
             ended = self.ended()
-            if found := condition():
-                return found
-            if ended:
+            if not (value := condition()) and ended:
                 raise RunFailed(f"it ended before {what}")
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"not within {timeout_s:g} s: {what}; see {self.log}")
-            time.sleep(POLL_S)
+            return value
+
+        return until(f"{what}; see {self.log}", found, timeout_s, POLL_S)
 
     def discard(self) -> None:
         """End what is left of it, whatever happened."""

@@ -7,7 +7,6 @@ deferred as in production. Its stand-ins (`_stand_ins.py`) live in processes of 
 import asyncio
 import contextlib
 import math
-import multiprocessing
 import random
 import tempfile
 import time
@@ -33,6 +32,7 @@ from benchmarks._stand_ins import (
     StandInPace,
     stand_ins,
 )
+from benchmarks._waiting import Child
 from elastic.compose.plan import TRAINER_PROVIDER
 from elastic.config import Config
 from elastic.core import commands as c
@@ -92,37 +92,26 @@ class PausingEnvironment:
         pass
 
 
-class StandInProcess:
+class StandInProcess(Child):
     """A process of stand-ins, which lives until it is killed."""
 
     def __init__(self, credit: int, seed: int, *, produces: bool = True, pace: StandInPace = USUAL_PACE) -> None:
         self.workers: set[str] = set()
-        self._pipe, far = multiprocessing.Pipe()
-        self._process = multiprocessing.Process(target=stand_ins, args=(far, credit, seed, produces, pace), daemon=True)
-        self._process.start()
-        far.close()
+        super().__init__(stand_ins, credit, seed, produces, pace)
         self._dead = asyncio.Event()
 
     async def work(self, ticket: Ticket) -> None:
         """Be the worker of this ticket for as long as the process lives."""
         self.workers.add(ticket.worker)
         try:
-            self._pipe.send(ticket)
+            self.pipe.send(ticket)
             await self._dead.wait()
         finally:
             self.workers.discard(ticket.worker)
 
-    async def ask(self, question: Question, patience_s: float = PATIENCE_S) -> Any:
-        self._pipe.send(question)
-        if not await asyncio.to_thread(self._pipe.poll, patience_s):
-            raise TimeoutError(f"a process of stand-ins said nothing for {patience_s:g} s")
-        return self._pipe.recv()
-
-    def kill(self) -> None:
+    def close(self) -> None:
         """End it by SIGKILL, at once; its workers are gone."""
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
+        super().close()
         self._dead.set()
 
     @property
@@ -164,7 +153,7 @@ class StandInFleet:
 
     def close(self) -> None:
         for process in self._alive:
-            process.kill()
+            process.close()
 
     @property
     def _alive(self) -> list[StandInProcess]:
@@ -178,16 +167,6 @@ def used(before: Sequence[Looked], after: Sequence[Looked]) -> Use:
         sum(now.produced - then.produced for then, now in pairs),
         sum(now.turns_ended - then.turns_ended for then, now in pairs),
     )
-
-
-async def comes_true(holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
-    """Wait for a condition; returns whether it came to hold in time."""
-    ends_s = time.monotonic() + patience_s
-    while not holds():
-        if time.monotonic() > ends_s:
-            return False
-        await asyncio.sleep(POLL_S)
-    return True
 
 
 async def comes_to(
@@ -214,12 +193,6 @@ async def grows_to(what: str, figure: Callable[[], float], wanted: float) -> Non
     """As `comes_to`. Raises `TimeoutError`, which says how far `what` has come."""
     if not await comes_to(figure, wanted, still_s=PATIENCE_S):
         raise TimeoutError(f"{what}: {figure():g} of {wanted:g}, and no more for {PATIENCE_S:g} s")
-
-
-async def until(what: str, holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
-    """Wait for a condition. Raises `TimeoutError`, which says `what` did not come true."""
-    if not await comes_true(holds, patience_s):
-        raise TimeoutError(f"{what}: not within {patience_s:g} s")
 
 
 @dataclass

@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks._common import Figures
 from benchmarks._crowds import ELSEWHERE, GATHERS_S, PATIENCE_S, asked_for, attackers, figures, log_here
 from benchmarks._hosted import forks
+from benchmarks._waiting import Child
 from elastic.protocol import tls, wire
 from elastic.protocol.endpoint import Address
 from elastic.runtime.gateway import Gateway
@@ -25,7 +26,7 @@ CROWD_PER_S = 1_600
 FLIGHT_S = 0.2
 
 
-def _serve(directory: str, told: Connection) -> None:
+def _serve(told: Connection, directory: str) -> None:
     log_here(directory)
 
     async def serve() -> None:
@@ -81,9 +82,8 @@ async def _ask(port: int) -> float:
 
 def tls_evictions(duration_s: float) -> Figures:
     with tempfile.TemporaryDirectory() as directory:
-        here, there = forks().Pipe()
-        with attackers(_serve, [(directory, there)]):
-            port = Address.parse(here.recv()).port
+        with Child(_serve, directory, context=forks()) as gateway:
+            port = Address.parse(gateway.hear()).port
             with attackers(_crowd, [(port,)]):
                 time.sleep(GATHERS_S)
                 took_s = asyncio.run(asked_for([lambda: _ask(port)], duration_s))

@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._hosted import CONFIG, HOST, HostedSite
 from benchmarks._http_load import EventStream, ReadPool, ServerHungUp, request
 from benchmarks._postgres import cluster, skipped_without_postgresql
+from benchmarks._waiting import until
 from elastic.compose.processes import run_loop
 from elastic.config import Config, JournalConfig, validate
 from elastic.core import events as e
@@ -233,16 +234,8 @@ def _headers(site: HostedSite) -> dict[str, str]:
 def _begun(client: httpx.Client) -> str:
     """A job that goes on."""
     run = client.post("/v1/runs", json={"config": CONFIG, "providers": ["spot"]}).raise_for_status().json()["id"]
-    _wait(lambda: client.get(f"/v1/runs/{run}").json()["phase"] != RunPhase.PENDING)
+    until("a job under way", lambda: client.get(f"/v1/runs/{run}").json()["phase"] != RunPhase.PENDING, UP_S)
     return run
-
-
-def _wait(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + UP_S
-    while not holds():
-        if time.monotonic() > end_s:
-            raise TimeoutError("the server does not do what it was asked to")
-        time.sleep(0.1)
 
 
 def _listed(client: httpx.Client) -> Iterator[dict[str, Any]]:

@@ -26,6 +26,7 @@ from datetime import datetime
 from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._hosted import CONFIG, HostedSite, Part
 from benchmarks._poisons import poisoned
+from benchmarks._waiting import comes
 from elastic.protocol.api import HostedRun, RunPhase
 from elastic.protocol.api_client import ApiError, Client, ClientError
 from elastic.server.runner.loop import LOCK
@@ -142,12 +143,12 @@ def main(parsed: Arguments) -> Figures:
 def _wait_for_work(site: HostedSite, submitter: Submitter) -> None:
     """Until the runner has claimed the runs, and the API has acknowledged a submission or has as many as it may."""
     lock, pid, before = site.server_home / LOCK, str(site.processes["runner"].pid), len(submitter.acknowledged)
-    end_s = time.monotonic() + END_TIMEOUT_S
-    while time.monotonic() < end_s:
+
+    def at_work() -> bool:
         accepted = len(submitter.acknowledged) > before or submitter.following >= RUNS_AT_ONCE
-        if accepted and lock.exists() and lock.read_text() == pid:
-            return
-        time.sleep(0.02)
+        return accepted and lock.exists() and lock.read_text() == pid
+
+    comes(at_work, END_TIMEOUT_S, 0.02)
 
 
 def _checked(site: HostedSite, submitter: Submitter, submitting: list[threading.Thread]) -> dict[str, int]:

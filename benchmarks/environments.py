@@ -37,6 +37,7 @@ import psutil
 from benchmarks import HERE, ROOT
 from benchmarks._common import Figures, benchmark
 from benchmarks._computing import WORDS, Computing
+from benchmarks._waiting import awaited
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import env_worker_id
@@ -170,8 +171,9 @@ async def hosted(workers: int) -> AsyncIterator[EnvWorkersThere]:
         serving = ServingHosts(order, False, hosts, doorkeeper, fail)
         await serving.start()
         try:
-            await until("env workers", lambda: len([h for h in hosts.connected.values() if h.facts]) == workers)
-            yield EnvWorkersThere(hosts, run_dir, workers)
+            there = EnvWorkersThere(hosts, run_dir, workers)
+            await awaited("env workers", lambda: len(there.pids()) == workers, PATIENCE_S)
+            yield there
         finally:
             await serving.aclose()
         if failed:
@@ -185,12 +187,6 @@ def install(folder: Path) -> None:
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1\n")
     (about / "entry_points.txt").write_text(f"[elastic.environments]\n{NAME} = _computing:Computing\n")
-
-
-async def until(what: str, holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds():  # noqa: ASYNC110 - processes are waited for
-            await asyncio.sleep(0.01)
 
 
 class LoopLag(NamedTuple):
@@ -214,7 +210,7 @@ async def lag_under(make: Callable[[], Environment], window_s: float, trajectori
     policy = PolicyAtOnce(make, COMPUTES_MS)
     async with policy.rollouts.ending():
         policy.begin(trajectories)
-        await until("a turn of each", lambda: len(policy.asked) == trajectories)
+        await awaited("a turn of each", lambda: len(policy.asked) == trajectories, PATIENCE_S)
         return await lag(window_s)
 
 
@@ -245,11 +241,13 @@ async def restart_s(there: EnvWorkersThere) -> float:
     policy = PolicyAtOnce(there.make, 1)
     async with policy.rollouts.ending():
         names = policy.begin(TRAJECTORIES)
-        await until("a turn of each", lambda: all(policy.asked[name] > 1 for name in names))
+        await awaited("a turn of each", lambda: all(policy.asked[name] > 1 for name in names), PATIENCE_S)
         os.kill(there.pids()[0], signal.SIGKILL)
         killed_s, before = time.monotonic(), dict(policy.asked)
         # Two turns, for the answer to one may have been on its way.
-        await until("an answer to each", lambda: all(policy.asked[name] > before[name] + 1 for name in names))
+        await awaited(
+            "an answer to each", lambda: all(policy.asked[name] > before[name] + 1 for name in names), PATIENCE_S
+        )
         return time.monotonic() - killed_s
 
 

@@ -39,9 +39,9 @@ from benchmarks._streaming import (
     comes_to,
     live_run,
     streaming_config,
-    until,
     used,
 )
+from benchmarks._waiting import awaited
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
@@ -148,7 +148,7 @@ async def _kill_half(run: StreamedRun) -> tuple[int, float]:
     known = {turn.id: turn.accepted for turn in live.values() if turn.worker in workers}
     killed_s = time.monotonic()
     for process in doomed:
-        process.kill()
+        process.close()
 
     def again() -> bool:
         for name in list(known):
@@ -157,7 +157,7 @@ async def _kill_half(run: StreamedRun) -> tuple[int, float]:
                 del known[name]
         return not known
 
-    await until("all turns running again", again, AGAIN_PATIENCE_S)
+    await awaited("all turns running again", again, AGAIN_PATIENCE_S)
     return len(workers), time.monotonic() - killed_s
 
 

@@ -46,7 +46,6 @@ import psutil
 
 from benchmarks._chatters import (
     BeginChats,
-    ChatterProcess,
     LookAtChats,
     LookedAtChats,
     PlayTurns,
@@ -55,6 +54,7 @@ from benchmarks._chatters import (
     TalkShortly,
     TellOfChats,
     ToldOfChats,
+    chatters,
 )
 from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._relays import cpu_s, install, litellm, skipped_without_litellm
@@ -65,13 +65,12 @@ from benchmarks._streaming import (
     STREAMS_PER_WORKER,
     StandInFleet,
     StreamedRun,
-    comes_true,
     live_run,
     percentile_ms,
     streaming_config,
-    until,
     used,
 )
+from benchmarks._waiting import Child, awaited
 from elastic.compose.agents import agents_wiring
 from elastic.compose.plan import resolve
 from elastic.compose.processes import run_loop
@@ -139,7 +138,7 @@ class FrontedRun(NamedTuple):
     """A run under way that agents drive, with its fronts' processes and the agents' one."""
 
     streamed: StreamedRun
-    agents: ChatterProcess
+    agents: Child
     fronts: Sequence[psutil.Process]
 
     def use(self) -> "FrontedUse":
@@ -181,22 +180,21 @@ async def fronted_run(
         config = fronted_config(write_checkpoint(Path(checkpoint) / "tiny"), workers, trajectories)
         plan = resolve(config, (), "front.py")
 
-        def agents(kept: RunDirectory) -> AgentsWiring | None:
+        def wired(kept: RunDirectory) -> AgentsWiring | None:
             (kept.path / "logs").mkdir()
             (kept.path / CONFIG).write_text(config.model_dump_json())
             return agents_wiring(plan, kept.path, {}, served.set_result)
 
         fleet = StandInFleet(1, STREAMS_PER_WORKER, pace=pace)
-        chatters = ChatterProcess()
-        ending.callback(chatters.close)
-        async with live_run(config, workers, fleet, agents=agents) as run:
+        agents = ending.enter_context(Child(chatters))
+        async with live_run(config, workers, fleet, agents=wired) as run:
             url = await asyncio.wait_for(served, START_S)
             at = Address.parse(url.removeprefix("http://").removesuffix("/v1"))
             key = RunSecrets.of(run.kept.path).driver_key("main")
-            await chatters.ask(BeginChats(at.host, at.port, key, trajectories, GROUP_SIZE, route))
+            await agents.ask(BeginChats(at.host, at.port, key, trajectories, GROUP_SIZE, route))
             known = run.scheduler.fleet.workers
-            await until("workers", lambda: sum(worker.connected for worker in known.values()) == workers, START_S)
-            yield FrontedRun(run, chatters, [psutil.Process(pid) for pid in _front_pids(run.kept.path)])
+            await awaited("workers", lambda: sum(worker.connected for worker in known.values()) == workers, START_S)
+            yield FrontedRun(run, agents, [psutil.Process(pid) for pid in _front_pids(run.kept.path)])
 
 
 def _front_pids(run_dir: Path) -> list[int]:
@@ -211,8 +209,7 @@ async def measure_load(load: ChatLoad, seconds: float) -> Figures:
     streams = load.streams + load.talkers
     async with fronted_run(streams, pace, streams) as run:
         await run.agents.ask(StreamChats(load.streams, LONG_TOKENS, PROBE_EVERY))
-        if not await comes_true(lambda: run.streamed.streaming() == load.streams, START_S):
-            raise TimeoutError(f"of {load.streams} streams {run.streamed.streaming()} have begun")
+        await awaited("all streams", lambda: run.streamed.streaming() == load.streams, START_S)
         await asyncio.sleep(SETTLE_S)
         settled_s = time.monotonic()
         long, lasted = await _window(run, seconds)
@@ -248,8 +245,7 @@ async def measure_route(route: str, load: ChatLoad, seconds: float) -> Figures:
     pace = StandInPace(load.tokens_per_s, own_lengths=False, ids=WORDS)
     async with fronted_run(load.streams, pace, load.streams, route) as run:
         await run.agents.ask(StreamChats(load.streams, LONG_TOKENS, load.streams + 1))
-        if not await comes_true(lambda: run.streamed.streaming() == load.streams, START_S):
-            raise TimeoutError(f"{route}: of {load.streams} streams {run.streamed.streaming()} have begun")
+        await awaited(f"all streams by {route}", lambda: run.streamed.streaming() == load.streams, START_S)
         await asyncio.sleep(SETTLE_S)
         used, heard = await _window(run, seconds)
     return {
@@ -335,8 +331,7 @@ async def _settled_bytes(run: FrontedRun) -> int:
 
 async def measure_litellm(load: ChatLoad, seconds: float, looks: int = RIVAL_LOOKS) -> Figures:
     """At what it carries of the load, at the latest after so many looks."""
-    agents = ChatterProcess()
-    try:
+    with Child(chatters) as agents:
         async with litellm(load.tokens_per_s) as relay:
             await agents.ask(BeginChats("127.0.0.1", relay.port, relay.key, load.streams))
             await agents.ask(StreamChats(load.streams, LONG_TOKENS, load.streams + 1))
@@ -347,8 +342,6 @@ async def measure_litellm(load: ChatLoad, seconds: float, looks: int = RIVAL_LOO
             before, began_s = await agents.ask(LookAtChats()), relay.cpu_s()
             await asyncio.sleep(seconds)
             took_s, after = relay.cpu_s() - began_s, await agents.ask(LookAtChats())
-    finally:
-        agents.close()
     tokens = after.events - before.events
     return {
         "us_per_token": took_s / tokens * 1e6 if tokens else None,
@@ -387,18 +380,8 @@ def in_process(results: Any, load: ChatLoad | None, amount: float, route: str) -
 
 
 def measured(load: ChatLoad | None, amount: float, route: str = "") -> Figures:
-    near, far = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=in_process, args=(far, load, amount, route))
-    process.start()
-    far.close()
-    try:
-        said = near.recv()
-    finally:
-        process.join(START_S)
-        process.kill()
-    if isinstance(said, Exception):
-        raise said
-    return said
+    with Child(in_process, load, amount, route, daemon=False, ends_within_s=START_S) as run:
+        return run.hear(FILL_S)
 
 
 def middle(rounds: Sequence[Figures]) -> Figures:

@@ -53,6 +53,7 @@ from benchmarks._pools import LivePool, Moment, example, left_over, live_pool, m
 from benchmarks._proof import same_episode, trajectories
 from benchmarks._runs import elastic, sets
 from benchmarks._shapes import write_policy
+from benchmarks._waiting import until
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import PhaseKind
@@ -104,12 +105,7 @@ class Session:
         self._count = 0
 
     def until(self, done: Callable[[dict[str, Any]], object], what: str, every_s: float = 0.2) -> dict[str, Any]:
-        until_s = time.monotonic() + WITHIN_S
-        while not done(status := self.pool.status()):
-            if time.monotonic() > until_s:
-                raise TimeoutError(f"{what}: not within {WITHIN_S:g} s; {_in_short(status)}")
-            time.sleep(every_s)
-        return status
+        return self.pool.until(what, done, WITHIN_S, every_s)
 
     def steps(self, more: Mapping[str, int], what: str) -> None:
         """Wait until jobs have done so many steps more than now."""
@@ -154,19 +150,10 @@ class Session:
     def _resident(self, phase: str) -> Callable[[], int]:
         what = "a rollout resident" if phase == "rollout" else "a trainer"
 
-        def pid() -> int:
-            until_s = time.monotonic() + WITHIN_S
-            while True:
-                pids = [
-                    process.pid for process in example.victims(what, self.pool.directory, [_job(self.pool.status())])
-                ]
-                if pids:
-                    return pids[0]
-                if time.monotonic() > until_s:
-                    raise TimeoutError(f"the victim has no {phase} resident")
-                time.sleep(0.1)
+        def residents() -> list[psutil.Process]:
+            return example.victims(what, self.pool.directory, [_job(self.pool.status())])
 
-        return pid
+        return lambda: until(f"{what} of the victim", residents, WITHIN_S, 0.1)[0].pid
 
     def _node_agent(self, phase: str) -> int:
         status = self.pool.status()
@@ -201,11 +188,7 @@ class Session:
 
     def _gone(self, pid: int) -> float:
         """When the process has ended, by the pool's time."""
-        until_s = time.monotonic() + WITHIN_S
-        while _lives(pid):
-            if time.monotonic() > until_s:
-                raise TimeoutError("a process that hangs is not killed")
-            time.sleep(0.005)
+        until("the end of a process that hangs", lambda: not _lives(pid), WITHIN_S, 0.005)
         return time.monotonic() - self._clock
 
 
@@ -222,10 +205,6 @@ def _job(status: Mapping[str, Any]) -> dict[str, Any]:
 
 def _steps(status: Mapping[str, Any]) -> dict[str, int]:
     return {job["name"]: job["steps_done"] for job in status["jobs"]}
-
-
-def _in_short(status: Mapping[str, Any]) -> str:
-    return "; ".join(f"{job['name']} {job['state']} ({job['reason']}) {job['steps_done']}" for job in status["jobs"])
 
 
 def submitted(pool: LivePool, directory: Path, policy: Path, name: str, *settings: str) -> Path:

@@ -170,9 +170,14 @@ def carried_out(pool: LivePool, runs: Path, jobs: Jobs, kills: int = 0) -> Calla
     return lambda: seen(pool, submitted, wall_s, killed)
 
 
+def begun(pool: LivePool) -> None:
+    """Wait until all jobs have begun."""
+    pool.until("all jobs", lambda now: all(j["state"] == "running" or j["over"] for j in now["jobs"]), ARM_WITHIN_S)
+
+
 def disturbed(pool: LivePool, rng: random.Random, kills: int) -> int:
     """So many of the pool's processes are killed in turn once all jobs have begun; how many were there to be killed."""
-    pool.wait(lambda jobs: all(job["state"] == "running" or job["over"] for job in jobs), ARM_WITHIN_S)
+    begun(pool)
     killed = 0
     while killed < kills and not all(job["over"] for job in pool.jobs()):
         # When a kill comes is drawn: nothing is waited for.
@@ -201,7 +206,7 @@ def on_machines(directory: Path, jobs: Jobs, strokes: int) -> ArmSeen:
 def struck_on(pool: LivePool, machines: Machines, rng: random.Random, strokes: int) -> list[set[str]]:
     """So many strokes in turn of each kind, once all jobs have begun, as far as there is time; returns of each whose
     rollouts were on the nodes that it struck."""
-    pool.wait(lambda jobs: all(job["state"] == "running" or job["over"] for job in jobs), ARM_WITHIN_S)
+    begun(pool)
     found: list[set[str]] = []
     while len(found) < strokes and not all(job["over"] for job in pool.jobs()):
         # When a stroke comes is drawn: nothing is waited for.

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from benchmarks import ROOT
 from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._crashes import CrashingRun
 from benchmarks._runs import elastic, prepare
+from benchmarks._waiting import comes
 from elastic.report.texts import Reading, with_texts
 from elastic.report.tracking import LOGGERS, SampleBounds, StepSource, TrackedRow, TrackedRun, logger_named
 from elastic.runtime.journal import RunDirectory
@@ -100,7 +101,7 @@ def crash(directory: Path, loggers: Sequence[str], kills: int, steps: int, after
         for number in range(kills):
             run.until("a token, or the end", lambda: run.has_gone_on() or run.ended())
             pause_s = rng.uniform(*WAIT_S)
-            run.until("the next kill", after(pause_s, run))
+            comes(run.ended, pause_s)
             if run.ended():
                 break
             run.kill_either(KINDS[number % len(KINDS)])
@@ -127,11 +128,6 @@ def crash(directory: Path, loggers: Sequence[str], kills: int, steps: int, after
         "leftovers": len(leftovers),
         **times(run.run_dir, loggers, directory),
     }
-
-
-def after(pause_s: float, run: TrackedCrashes) -> Callable[[], bool]:
-    ends_s = time.monotonic() + pause_s
-    return lambda: time.monotonic() > ends_s or run.ended()
 
 
 def begun_and_killed(run_dir: Path, loggers: Sequence[str], pause_s: float) -> bool:

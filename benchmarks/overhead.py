@@ -34,7 +34,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 from pydantic import BaseModel
@@ -45,6 +45,7 @@ from benchmarks._episodes import EpisodePlayer, PlayedEpisode, episode
 from benchmarks._live import live_run
 from benchmarks._paced import FixedTask, TaskSettings
 from benchmarks._shapes import write_policy
+from benchmarks._waiting import Child
 from elastic.config import Config
 from elastic.core.types import WeightMode
 from elastic.environments.base import Environment, StepResult
@@ -255,12 +256,8 @@ async def compare(directory: Path, case: OverheadCase, steps: int, *, paced: boo
     directory.mkdir()  # noqa: ASYNC240 - nothing else runs yet
     policy, run_dir = directory / "policy", directory / "run"
     config = played_for(policy, case, steps + 1, paced=paced)
-    near, far = multiprocessing.Pipe()
-    other = multiprocessing.Process(target=play_in_process, args=(far, config, case), daemon=True)
-    other.start()
-    far.close()
-    try:
-        await answer(near)
+    with Child(play_in_process, config, case) as other:
+        await asyncio.to_thread(other.hear, STEP_TIMEOUT_S)
         gate = StepGate(steps + 1)
         task = gated(case.task, gate)
         played: list[StepPair] = []
@@ -270,24 +267,13 @@ async def compare(directory: Path, case: OverheadCase, steps: int, *, paced: boo
             gate.process_ids = [os.getpid(), run.process_id(trainer)]
             for step in range(steps):
                 orchestrator, worker = await gate.play(step)
-                near.send(step)
-                in_process, episodes = await answer(near)
+                in_process, episodes = await other.ask(step, STEP_TIMEOUT_S)
                 said |= episodes
                 played.append(StepPair(orchestrator, worker, in_process))
-    finally:
-        other.kill()
-        other.join()
     journaled, tokens_per_turn = read_journal(run_dir)
     if said != journaled:
         raise RuntimeError("the two sides did not say the same")
     return played[WARM_UP_STEPS:], tokens_per_turn
-
-
-async def answer(pipe: multiprocessing.connection.Connection) -> Any:
-    """The other process's next word, while this one's loop goes on."""
-    if not await asyncio.to_thread(pipe.poll, STEP_TIMEOUT_S):
-        raise TimeoutError(f"the in-process side said nothing for {STEP_TIMEOUT_S:g} s")
-    return pipe.recv()
 
 
 def read_journal(run_dir: Path) -> tuple[TokenIds, float]:

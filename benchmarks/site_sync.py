@@ -20,8 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -30,6 +29,7 @@ import torch
 
 from benchmarks._common import PRINTED, Arguments, Figures, benchmark
 from benchmarks._throttle import LinkedPort
+from benchmarks._waiting import Child
 from elastic.pool.messages import SiteRelay, SiteServed
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.client import WeightsClient
@@ -68,10 +68,10 @@ def main(arguments: Arguments) -> Figures:
     warm_up()
     workers = WORKERS_QUICK if arguments.quick else WORKERS
     # Before there are threads: everybody has what is imported and compiled here.
-    pullers = [_PullingProcess() for _ in range(max(NODES.values()) * workers)]
+    pullers = [Child(_pull, context=multiprocessing.get_context("fork")) for _ in range(max(NODES.values()) * workers)]
     with ExitStack() as stack:
         for puller in pullers:
-            stack.callback(puller.close)
+            stack.enter_context(puller)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         far = stack.enter_context(_relay(place / "far"))
         size_bytes = _publish(far)
@@ -81,23 +81,6 @@ def main(arguments: Arguments) -> Figures:
             figures[name] = _measured(pullers[: nodes * workers], workers, far, place / name, size_bytes, across)
     figures["version"] = {"bytes": size_bytes, "buckets": BUCKETS, "workers_a_node": workers}
     return {**figures, "computed": computed()}
-
-
-@dataclass
-class _PullingProcess:
-    """A worker's process, which pulls what it is told and says how long that took."""
-
-    def __post_init__(self) -> None:
-        context = multiprocessing.get_context("fork")
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_pull, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def close(self) -> None:
-        self.pipe.close()
-        self._process.terminate()
-        self._process.join()
 
 
 def _pull(pipe: Connection) -> None:
@@ -146,7 +129,7 @@ def _publish(far: SiteServed) -> int:
 
 
 def _measured(
-    pullers: list[_PullingProcess], workers: int, far: SiteServed, place: Path, size_bytes: int, across: float
+    pullers: list[Child], workers: int, far: SiteServed, place: Path, size_bytes: int, across: float
 ) -> Figures:
     within = across * WITHIN_GBPS / ACROSS_GBPS
     assert far.far is not None
@@ -172,7 +155,7 @@ def _measured(
 
 
 def _all_pull(
-    pullers: list[_PullingProcess], far: SiteRelay, across: float, near: Sequence[SiteRelay | None]
+    pullers: list[Child], far: SiteRelay, across: float, near: Sequence[SiteRelay | None]
 ) -> tuple[float, int]:
     """Have all pull at once over one link; returns the seconds until the last has it, and the bytes over the link."""
     link = LinkedPort(_port(far), across)
@@ -194,9 +177,7 @@ def _all_pull(
             )
         )
     for puller in pullers:
-        if not wait([puller.pipe], TIMEOUT_S):
-            raise TimeoutError("a worker has no version")
-        puller.pipe.recv()
+        puller.hear(TIMEOUT_S)
     took_s = time.monotonic() - begun_s
     link.close()
     return took_s, link.carried_bytes

@@ -30,12 +30,11 @@ them, three times, take more than ten minutes.
 """
 
 import asyncio
-import contextlib
 import multiprocessing
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection as Pipe
 from statistics import median
 from typing import Any, NamedTuple
@@ -49,7 +48,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from benchmarks._common import Arguments, Figures, benchmark, multiple_of, option
-from benchmarks._stand_ins import PATIENCE_S, TOKENS_PER_S, Look, Rest, Tell
+from benchmarks._stand_ins import TOKENS_PER_S, Look, Rest, Tell
 from benchmarks._streaming import (
     STREAMS_PER_WORKER,
     Acceptances,
@@ -60,6 +59,7 @@ from benchmarks._streaming import (
     streaming_config,
     used,
 )
+from benchmarks._waiting import Child
 from elastic.compose.processes import run_loop
 
 SIZES_QUICK, SIZES = (64, 1_000), (64, 1_000, 4_000, 16_384)
@@ -204,7 +204,7 @@ def upstream(ports: Pipe) -> None:
     _serve(Starlette(routes=[Route("/", complete)]), ports)
 
 
-def relay(ports: Pipe, results: Pipe, port: int, streams: int, seconds: float) -> None:
+def relay(told: Pipe, port: int, streams: int, seconds: float) -> None:
     """The middle: relays each event as it comes, and measures its own CPU time once all streams are open."""
     relayed = opened = 0
     measuring: asyncio.Task[None] | None = None
@@ -230,9 +230,9 @@ def relay(ports: Pipe, results: Pipe, port: int, streams: int, seconds: float) -
         await asyncio.sleep(WARM_UP_S)
         cpu_s, tokens = time.process_time(), relayed
         await asyncio.sleep(seconds)
-        results.send((time.process_time() - cpu_s, relayed - tokens))
+        told.send((time.process_time() - cpu_s, relayed - tokens))
 
-    _serve(Starlette(routes=[Route("/", complete)]), ports)
+    _serve(Starlette(routes=[Route("/", complete)]), told)
 
 
 def _session() -> aiohttp.ClientSession:
@@ -247,7 +247,7 @@ def _serve(app: Starlette, ports: Pipe) -> None:
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def consume(port: int, streams: int) -> None:
+def consume(_: Pipe, port: int, streams: int) -> None:
     """The clients, which read on for ever."""
 
     async def read(session: aiohttp.ClientSession) -> None:
@@ -265,43 +265,22 @@ def consume(port: int, streams: int) -> None:
 
 def measure_frames(workers: int, streams: int, seconds: float, *, encrypted: bool = False) -> Frames:
     """The orchestrator's figures, with the streams spread over so many workers."""
-    results, answer = multiprocessing.Pipe(duplex=False)
+    given = workers, streams, seconds, encrypted
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
-        _running(orchestrate, answer, directory, workers, streams, seconds, encrypted, ends_within_s=END_S),
+        Child(orchestrate, directory, *given, daemon=False, ends_within_s=END_S) as run,
     ):
-        answer.close()  # So that its death is heard.
-        return _heard(results, ORCHESTRATED_S)
+        return run.hear(ORCHESTRATED_S)
 
 
 def measure_sse(streams: int, seconds: float) -> tuple[float, int]:
     """(CPU seconds, tokens) of the relay."""
-    results, answer = multiprocessing.Pipe()
-    ports, tell = multiprocessing.Pipe()
-    with contextlib.ExitStack() as processes:
-        processes.enter_context(_running(upstream, tell))
-        processes.enter_context(_running(relay, tell, answer, _heard(ports), streams, seconds))
-        processes.enter_context(_running(consume, _heard(ports), streams))
-        return _heard(results)
-
-
-@contextlib.contextmanager
-def _running(work: Callable[..., None], *arguments: object, ends_within_s: float = 0.0) -> Iterator[None]:
-    """In a process of its own, which has so long to end by itself."""
-    process = multiprocessing.Process(target=work, args=arguments)
-    process.start()
-    try:
-        yield
-        process.join(ends_within_s)
-    finally:
-        process.kill()
-        process.join()
-
-
-def _heard(pipe: Pipe, patience_s: float = PATIENCE_S) -> Any:
-    if not pipe.poll(patience_s):
-        raise TimeoutError(f"a process said nothing for {patience_s:g} s")
-    return pipe.recv()
+    with (
+        Child(upstream) as source,
+        Child(relay, source.hear(), streams, seconds) as middle,
+        Child(consume, middle.hear(), streams),
+    ):
+        return middle.hear()
 
 
 def compare(streams: int, seconds: float, sse_us_per_token: float, *, encrypted: bool, alone: bool) -> Figures:

@@ -28,7 +28,9 @@ from typing import Any, ClassVar
 
 from benchmarks._common import Arguments, Figures, benchmark, option, skipped_without_vllm
 from benchmarks._configurations import KINDS, configuration
+from benchmarks._hosted import answers
 from benchmarks._shapes import write_policy
+from benchmarks._waiting import until
 
 STREAMS, PROMPT_TOKENS, TURN_TOKENS, PAIRS = 16, 64, 256, 5
 ENGINE = KINDS["vllm"]["engine"]
@@ -378,14 +380,9 @@ def _server(policy: Path) -> Iterator[str]:
 
 
 def _await_port(port: int, server: "subprocess.Popen[bytes]") -> None:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        if server.poll() is not None:
-            raise RuntimeError("vLLM's own server did not start; its messages are above")
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-            return
-        time.sleep(0.5)
-    raise TimeoutError("vLLM's own server did not start in time")
+    until("vLLM's own server", lambda: server.poll() is not None or answers(port), START_TIMEOUT_S, 0.5)
+    if server.poll() is not None:
+        raise RuntimeError("vLLM's own server did not start; its messages are above")
 
 
 def _bench(
