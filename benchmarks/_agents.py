@@ -10,7 +10,6 @@ import msgspec
 
 from benchmarks._configurations import written
 from benchmarks._crashes import FrontedRun
-from benchmarks._proof import trajectories
 from benchmarks._runs import sets
 from benchmarks._shapes import write_chat_policy
 from elastic.core import events as e
@@ -19,6 +18,7 @@ from elastic.core.types import TrajectoryId, TurnId
 from elastic.protocol.sampled import TOKEN_BYTES, Sampled, SampledBranch, ids_of
 from elastic.runtime.agents import notes
 from elastic.runtime.journal import JournalError, RunDirectory, TrajectoryRow
+from tests.proof import trajectories
 
 MODEL = "tiny"
 ELSEWHERE = '[environment]\nname = "outside"\n'

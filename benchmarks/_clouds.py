@@ -5,7 +5,6 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks._common import Figures
-from benchmarks._proof import check_tokens
 from elastic.compose.incarnations import replay
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -13,6 +12,7 @@ from elastic.core.types import NS_PER_S
 from elastic.protocol import wire
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
+from tests.proof import check_tokens
 
 PARTS = ("request", "boot", "join", "pull", "warm")
 """Of the time to a worker's first token: from asking to the grant, to its process's start, to its session with an

@@ -16,7 +16,6 @@ from typing import Any
 from benchmarks._clouds import PARTS, starts_of
 from benchmarks._common import Figures
 from benchmarks._crashes import CrashingRun
-from benchmarks._proof import check_tokens
 from benchmarks._runs import EXAMPLE
 from benchmarks._shapes import write_policy
 from benchmarks._waiting import until
@@ -25,6 +24,7 @@ from elastic.core.ids import lease_of
 from elastic.core.types import NS_PER_S
 from elastic.report import summarise
 from elastic.runtime.journal import JournalError, RunDirectory
+from tests.proof import check_tokens
 
 SEED = 7
 WORKERS = 2

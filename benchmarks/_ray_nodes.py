@@ -17,7 +17,6 @@ from benchmarks._common import Figures
 from benchmarks._configurations import endless
 from benchmarks._live import Capacity, LiveRun, live_run, reserved
 from benchmarks._paced import LimitedSettings, LimitedTask
-from benchmarks._proof import check_tokens
 from benchmarks._runs import processes_of
 from benchmarks._shapes import write_policy
 from benchmarks._waiting import comes
@@ -26,6 +25,7 @@ from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
 from providers.base import Provider
 from providers.ray import RayProvider, RaySettings
+from tests.proof import check_tokens
 
 NODES, WORKERS = 3, 2
 STORE_BYTES = 80 << 20

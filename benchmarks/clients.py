@@ -29,7 +29,6 @@ from benchmarks import HERE
 from benchmarks._agents import AgentsRun, Sampling, played, trained
 from benchmarks._client_environments import CLIENTS, ReleasedClient, install, python_of, why_missing
 from benchmarks._common import Arguments, Figures, benchmark, option
-from benchmarks._proof import trajectories
 from benchmarks._scripted_policy import write_scripted_policy
 from elastic.core.ids import lease_of, parse_agent_id, parse_turn
 from elastic.core.types import TrajectoryId, TurnId
@@ -37,6 +36,7 @@ from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.protocol.http_clients import sync_client
 from elastic.runtime.journal import JournalError, MoveRow, RunDirectory
 from elastic.system.processes import inherited
+from tests.proof import trajectories
 
 MODEL, GROUP = "scripted", "clients"
 RUN = (

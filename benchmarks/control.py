@@ -37,7 +37,6 @@ import sqlalchemy as sa
 from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._hosted import CONFIG, HOST, HostedSite
 from benchmarks._http_load import EventStream, ReadPool, ServerHungUp, request
-from benchmarks._postgres import cluster, skipped_without_postgresql
 from benchmarks._waiting import until
 from elastic.compose.processes import run_loop
 from elastic.config import Config, JournalConfig, validate
@@ -52,6 +51,7 @@ from elastic.server.serving import open_store
 from elastic.server.store import people, runs
 from elastic.server.store.tables import runs as table
 from elastic.testing.rows import run_status, step_record, trajectory_row
+from tests.server.postgres import cluster, skipped_without_postgresql
 
 RUNS = 10_000
 SSE_CLIENTS = 200

@@ -3,9 +3,9 @@
 The example runs with small settings on serving and spot capacity, with real processes. At seeded moments, some of them
 while the run is being taken up, the orchestrator, the trainer, or both at once are killed, and `elastic run --resume`
 goes on. Where the trainer has several ranks, one of the further ones is killed at times, and so is a worker. What the
-journals of all incarnations prove is counted (`_proof.py`), and the end is compared with that of a run with the same
-seed that nobody has disturbed: `identical_share` of its trajectories are the same, with their log-probabilities, and
-`trained_twice` counts a last checkpoint that is not the same bit for bit, too.
+journals of all incarnations prove is counted (`tests/proof.py`), and the end is compared with that of a run with the
+same seed that nobody has disturbed: `identical_share` of its trajectories are the same, with their log-probabilities,
+and `trained_twice` counts a last checkpoint that is not the same bit for bit, too.
 
 `resumed_s` runs from the start of the process that takes the run up to the first token that it accepts. Where the
 trainer was killed with it there may be nothing to generate until another trainer has booted.
@@ -30,14 +30,14 @@ import msgspec
 
 from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._crashes import CrashingRun, Victim
-from benchmarks._proof import check_run, same_episode, same_weights, trajectories
-from benchmarks._retold import retell
 from benchmarks._runs import EXAMPLE, prepare
 from elastic.compose.incarnations import past_incarnations, previous_incarnation
 from elastic.compose.plan import resolve
 from elastic.config import load_config
 from elastic.runtime.journal import RunDirectory
 from elastic.simulation import run as simulation
+from tests.proof import check_run, same_episode, same_weights, trajectories
+from tests.retold import retell
 
 SEED = 7
 VICTIMS: Mapping[Victim, int] = {"orchestrator": 66, "trainer": 17, "both": 17}

@@ -22,8 +22,6 @@ from contextlib import closing
 from pathlib import Path
 
 from benchmarks._common import Arguments, Figures, benchmark
-from benchmarks._diagnoses import measured
-from benchmarks._proof import same_weights
 from benchmarks._runs import EXAMPLE, CommandRun, prepare
 from elastic.compose.plan import resolve
 from elastic.config import load_config
@@ -32,6 +30,8 @@ from elastic.core.types import NS_PER_S
 from elastic.report.history import History, history_of
 from elastic.runtime.journal import EvaluatedRow, EvaluationRow, JournalReader, RunDirectory, StepRow, TrajectoryRow
 from elastic.simulation import run as simulation
+from tests.proof import same_weights
+from tests.report.planted import measured
 
 SEED = 7
 STEPS, TASKS, SAMPLES = 2, 12, 4

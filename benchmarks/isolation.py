@@ -50,7 +50,6 @@ from benchmarks import HERE
 from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._configurations import written
 from benchmarks._pools import LivePool, Moment, example, left_over, live_pool, moments
-from benchmarks._proof import same_episode, trajectories
 from benchmarks._runs import elastic, sets
 from benchmarks._shapes import write_policy
 from benchmarks._waiting import until
@@ -58,6 +57,7 @@ from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import PhaseKind
 from elastic.runtime.journal import RunDirectory, TrajectoryRow
+from tests.proof import same_episode, trajectories
 
 VICTIM, OTHER, THIRD = "victim", "other", "third"
 SEEDS = {VICTIM: 1, OTHER: 2, THIRD: 3}

@@ -41,11 +41,11 @@ from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._machines import KINDS as STROKES
 from benchmarks._machines import REACHED, Machines, lacking, machines_pool
 from benchmarks._pools import JOBS, LivePool, at_once, live_pool, residual_nano_usd
-from benchmarks._proof import check_run, same_episode, same_weights, trajectories
 from benchmarks._runs import elastic, sets
 from benchmarks._shapes import write_policy
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory, SampleRow, TrajectoryRow
+from tests.proof import check_run, same_episode, same_weights, trajectories
 
 FULL_NAMES, QUICK_NAMES = ("one", "two", "three"), ("one", "two")
 ROLLOUT_NODES, TRAIN_NODES = 2, 1

@@ -27,7 +27,6 @@ from benchmarks._common import Arguments, Figures, Measured, benchmark
 from benchmarks._configurations import endless
 from benchmarks._live import Capacity, LiveRun, live_run, replay, reserved
 from benchmarks._paced import LimitedSettings, LimitedTask
-from benchmarks._proof import check_tokens
 from benchmarks._shapes import write_policy
 from elastic.config import Config
 from elastic.core import commands as c
@@ -38,6 +37,7 @@ from elastic.runtime.journal import RunDirectory
 from elastic.testing.faults.bad_link import BadLink, LinkQuality
 from providers.base import ProviderContext, ProviderSettings
 from providers.reserved import ReservedProvider
+from tests.proof import check_tokens
 
 FAR_WORKERS, NEAR_WORKERS = 2, 1
 READY_TIMEOUT_S, RECOVERY_TIMEOUT_S = 240.0, 60.0

@@ -22,9 +22,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import uvloop
 
-from benchmarks._byzantine import RunBeside, play, play_beside, wrong_rows
 from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._live import log_faults_only
+from tests.runtime.byzantine import RunBeside, play, play_beside, wrong_rows
 
 FRAMES_QUICK, FRAMES = 2_520, 24_000
 STEPS_QUICK, STEPS = 18, 100

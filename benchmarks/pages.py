@@ -51,7 +51,6 @@ import sqlalchemy as sa
 from benchmarks import ROOT
 from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._hosted import CONFIG, HOST, HostedSite
-from benchmarks._hosted_runs import WrittenRun
 from benchmarks._http_load import EventStream, ReadPool, ServerHungUp, request
 from elastic.config import Config, validate
 from elastic.protocol.api import RunFigures, RunPhase
@@ -59,6 +58,7 @@ from elastic.protocol.http_clients import sync_client
 from elastic.server.serving import open_store
 from elastic.server.store import Store, people, runs
 from elastic.server.store.tables import runs as table
+from tests.server.written_runs import WrittenRun
 
 PYTHON = ROOT / ".cache" / "dashboard" / "bin" / "python"
 JOBS = 50

@@ -31,9 +31,9 @@ from benchmarks import HERE, ROOT
 from benchmarks._agents import MODEL, AgentsRun, Sampling, played, trained, wrongly_trained
 from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._harness import HarnessSettings, MadeCall
-from benchmarks._proof import trajectories
 from elastic.core.ids import parse_turn
 from elastic.runtime.journal import RunDirectory
+from tests.proof import trajectories
 
 SEED = 7
 CLIENTS = ("openai2", "openai3")

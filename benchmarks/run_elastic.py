@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._episodes import EpisodePlayer, episode
-from benchmarks._proof import Verdict, check_run, trajectories
 from benchmarks._runs import prepare, run
 from elastic.compose.plan import read_model_config, resolve
 from elastic.compose.runs import load_run_config
@@ -30,6 +29,7 @@ from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust
 from elastic.weights.source import TensorSource
 from elastic.weights.versions import published_versions
+from tests.proof import Verdict, check_run, trajectories
 
 SEEDS = (7, 8, 9)
 HELD_OUT_MAPS = 256

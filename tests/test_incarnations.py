@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks import _retold
 from elastic.compose import incarnations
 from elastic.compose.execution import execute
 from elastic.compose.incarnations import (
@@ -81,7 +80,7 @@ def retold(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Callable
     def retell(share: float) -> RunDirectory:
         run = RunDirectory(tmp_path_factory.mktemp("died") / "run")
         run.path.mkdir()
-        _retold.retell(config, PROVIDERS, simulated, run, round(share * events(simulated.path / "journal.sqlite")))
+        retell(config, PROVIDERS, simulated, run, round(share * events(simulated.path / "journal.sqlite")))
         return run
 
     return retell

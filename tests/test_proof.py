@@ -5,7 +5,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks import _proof
 from elastic.config import JournalConfig
 from elastic.core.commands import AcceptTokens
 from elastic.core.events import TokensReceived, TrajectoryFinished
@@ -20,6 +19,7 @@ from elastic.runtime.journal import (
     event_row,
     frame_row,
 )
+from tests import proof
 
 DONE, OPEN = "0/0/0", "0/0/1"
 """A trajectory that has finished, and one that has not."""
@@ -85,11 +85,11 @@ WHOLE = [frame(T, 0, 1, 2), frame(T, 2, 3), ended(DONE), finished(DONE, 1, 2, 3)
 def test_tokens_of_a_run_that_ended_at_any_moment(
     tmp_path: Path, journals: list[list[JournalRecord]], expected: tuple[int, int]
 ) -> None:
-    assert _proof.check_tokens(run_of(tmp_path, *journals, status="failed: interrupted")) == expected
+    assert proof.check_tokens(run_of(tmp_path, *journals, status="failed: interrupted")) == expected
 
 
 def test_only_a_run_that_has_finished_is_judged_as_whole(tmp_path: Path) -> None:
     """The tokens of what was interrupted would count as lost, of which none is."""
     run = run_of(tmp_path, WHOLE, [frame(U, 0, 4, 5)], status="failed: interrupted")
     with pytest.raises(RuntimeError, match="'failed: interrupted'"):
-        _proof.check_run(run)
+        proof.check_run(run)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _crashes, _proof, _runs
+from benchmarks import _crashes, _runs
 from elastic.runtime.journal import RunDirectory
+from tests import proof
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.alone, pytest.mark.nightly]
 
@@ -40,16 +41,16 @@ def as_if_undisturbed(begin: Callable[..., Any]) -> Callable[[Any], None]:
     """The run has come to what it would have come to, nothing of it was lost or done twice, and nothing is left."""
 
     def check(run: Any) -> None:
-        verdict = _proof.check_run(RunDirectory(run.run_dir))
+        verdict = proof.check_run(RunDirectory(run.run_dir))
         assert verdict.tokens_lost == verdict.tokens_duplicated == 0
         assert verdict.groups_twice == verdict.turns_repeated == verdict.ledger_imbalance_ns == 0
         assert run.leftovers() == []
         calm = begin(providers="")
         calm.wait()
-        expected, found = (_proof.trajectories(RunDirectory(one.run_dir)) for one in (calm, run))
+        expected, found = (proof.trajectories(RunDirectory(one.run_dir)) for one in (calm, run))
         assert expected.keys() == found.keys()
-        assert [name for name in expected if not _proof.same_episode(expected[name], found[name])] == []
-        assert _proof.same_weights(calm.run_dir, run.run_dir)
+        assert [name for name in expected if not proof.same_episode(expected[name], found[name])] == []
+        assert proof.same_weights(calm.run_dir, run.run_dir)
 
     return check
 

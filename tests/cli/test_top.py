@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._hosted_runs import write_run
 from elastic.cli.top import bars
 from tests.pool.stand_in import POOL, StandIn
+from tests.server.written_runs import write_run
 
 
 def test_a_run_on_disk_is_watched_by_its_journal(elastic, tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks._hosted_runs import write_run
 from elastic.protocol.api import AccessRole, ProviderFigures, RunPhase
 from elastic.server.store.tables import runs, sessions
 from tests.dashboard.conftest import Served
 from tests.dashboard.test_page import seen, sign_in, submitted
 from tests.dashboard.test_views import PARTS, places, run, settled
 from tests.server.conftest import Submission
+from tests.server.written_runs import write_run
 
 __all__ = ["run"]
 pytestmark = pytest.mark.dashboard

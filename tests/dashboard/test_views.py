@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks._hosted_runs import status_at, write_run
 from elastic.protocol.api import AccessRole, RunFigures, RunPhase
 from elastic.server.api.routes.page import HEADERS
 from tests.dashboard.conftest import Served, violations
 from tests.dashboard.test_page import seen, sign_in, submitted
 from tests.server.conftest import Submission
+from tests.server.written_runs import status_at, write_run
 
 pytestmark = pytest.mark.dashboard
 PAGE = Path(__file__).parents[2] / "elastic/server/api/page"

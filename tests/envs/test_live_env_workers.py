@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _proof
 from elastic.core import events as e
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.agents import notes
 from elastic.runtime.journal import RunDirectory
+from tests import proof
 from tests.front.live import agents_run
 
 pytestmark = pytest.mark.environments
@@ -70,7 +70,7 @@ def test_every_trajectory_is_scored_once_whatever_is_killed(run: Any) -> None:
     assert run.leftovers() == []
     assert run.kills["env worker"] > 0
     kept = RunDirectory(run.run_dir)
-    rows = _proof.trajectories(kept)
+    rows = proof.trajectories(kept)
     again: dict[str, int] = {}
     with kept.journals() as journals:
         for journal in journals:

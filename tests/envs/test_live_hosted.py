@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _crashes, _proof
+from benchmarks import _crashes
 from benchmarks._shapes import write_chat_policy
 from elastic.runtime.journal import RunDirectory
+from tests import proof
 from tests.envs.installed_environment import install_environment
 
 pytestmark = pytest.mark.environments
@@ -111,8 +112,8 @@ def test_a_run_comes_to_the_same_whatever_is_killed(begin: Any) -> None:
     run.kill_in_turn(random.Random(7), [worker, worker, "orchestrator", worker, worker])
     assert run.leftovers() == []
     assert run.kills["env worker"] > 0
-    rows, wanted = (_proof.trajectories(RunDirectory(one.run_dir)) for one in (run, undisturbed))
-    verdict = _proof.check_run(RunDirectory(run.run_dir))
+    rows, wanted = (proof.trajectories(RunDirectory(one.run_dir)) for one in (run, undisturbed))
+    verdict = proof.check_run(RunDirectory(run.run_dir))
     assert len(rows) == STEPS * GROUPS * SIZE
     came = {name: (row.token_ids, row.reward, row.cause, row.turns) for name, row in rows.items()}
     assert came == {name: (row.token_ids, row.reward, row.cause, row.turns) for name, row in wanted.items()}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _proof
 from elastic.runtime.journal import GroupRow, RunDirectory, StepRow
+from tests import proof
 from tests.envs.test_live_env_workers import FUNCTION
 from tests.front.live import agents_run
 
@@ -53,7 +53,7 @@ def test_each_environment_has_its_share_and_each_row_comes_once_a_pass(run: Any)
     run.kill_in_turn(random.Random(7), ["rows_*.json", "orchestrator", "tasks_*.json"])
     assert run.leftovers() == []
     kept = RunDirectory(run.run_dir)
-    trajectories = _proof.trajectories(kept)
+    trajectories = proof.trajectories(kept)
     groups: dict[str, GroupRow] = {}
     steps: dict[int, StepRow] = {}
     with kept.journals() as journals:

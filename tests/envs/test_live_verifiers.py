@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks import _proof
 from elastic.protocol.sampled import Sampled, SampledBranch, ids_of
 from elastic.runtime.journal import RunDirectory
+from tests import proof
 from tests.envs.test_kinds import python_of
 from tests.front.live import agents_run
 
@@ -81,7 +81,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_trained_tokens_are_those_of_verifiers_own_branches(run: Any, tmp_path: Path) -> None:
     run.wait()
-    rows = _proof.trajectories(RunDirectory(run.run_dir))
+    rows = proof.trajectories(RunDirectory(run.run_dir))
     assert len(rows) == GROUPS * SIZE
     assert [row.cause for row in rows.values() if row.reward is None] == []
     traces = [json.loads(path.read_text()) for path in (tmp_path / "traces").iterdir()]

@@ -15,8 +15,9 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks import _agents, _proof
+from benchmarks import _agents
 from elastic.runtime.journal import RunDirectory
+from tests import proof
 from tests.front.live import Agent, Answer, agents_run
 
 pytestmark = pytest.mark.slow
@@ -78,7 +79,7 @@ def proven(run: Any, answers: list[Answer], turns: int) -> None:
         assert answer.ids == list(found.answers[answer.turn].ids)
         assert answer.logprobs == pytest.approx(found.answers[answer.turn].logprobs)
     assert _agents.wrongly_trained(kept, found.answers) == 0
-    verdict = _proof.check_run(kept)
+    verdict = proof.check_run(kept)
     assert verdict.tokens_lost == verdict.tokens_duplicated == verdict.groups_twice == 0
     assert verdict.turns_repeated == verdict.ledger_imbalance_ns == 0
 

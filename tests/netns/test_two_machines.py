@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._proof import check_tokens
 from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.testing.faults.bad_link import BadLink, LinkQuality
 from tests.cli.conftest import CONFIG
+from tests.proof import check_tokens
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(900)]
 

@@ -11,13 +11,14 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import _crashes, _proof, _runs
+from benchmarks import _crashes, _runs
 from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseEnded, LeaseGranted, TokensReceived
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.weights.errors import RelayError
 from elastic.weights.relay import open_relay
 from providers.ray_connection import ray
+from tests import proof
 from tests.cli.conftest import CONFIG
 from tests.ray.conftest import STORE_BYTES, ray_cluster
 
@@ -95,7 +96,7 @@ class OnRay:
 
     def nothing_was_lost(self) -> None:
         run = RunDirectory(self.run.run_dir)
-        assert _proof.check_tokens(run) == (0, 0)
+        assert proof.check_tokens(run) == (0, 0)
         assert replay(run).ledger.imbalance_ns() == 0
 
 

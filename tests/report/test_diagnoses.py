@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from benchmarks._diagnoses import GOOD, PLANTED, Script, named, simulated, written
 from elastic.report import as_json, as_markdown, closing_table, summarise
 from elastic.report.batches import Parted
 from elastic.report.diagnoses import Course, DiagnosisKind, diagnoses_of
@@ -14,6 +13,7 @@ from elastic.report.html import as_html
 from elastic.report.learning import StepLearning
 from elastic.report.usage import Usage
 from elastic.runtime.journal import NOT_SCORED
+from tests.report.planted import GOOD, PLANTED, Script, named, simulated, written
 
 COURSE = Course(
     learning=[],

@@ -20,8 +20,6 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks._postgres import PostgresCluster
-from benchmarks._postgres import cluster as postgresql_cluster
 from elastic import server as server_package
 from elastic.protocol.api import AccessRole
 from elastic.protocol.http_server import serving
@@ -31,6 +29,8 @@ from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, people
 from elastic.server.store.database import migrate, sqlite_path
 from elastic.system import tenant_files
+from tests.server.postgres import PostgresCluster
+from tests.server.postgres import cluster as postgresql_cluster
 
 Submission = Callable[..., dict[str, Any]]
 """The fixture `submission`."""

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks._hosted_runs import WrittenRun
 from elastic.config import JournalConfig
 from elastic.core import events as e
 from elastic.core.types import EndCause, Offer, WorkerRole
@@ -33,6 +32,7 @@ from elastic.server.history.kept_events import KeepingReader
 from elastic.server.history.trajectories import trajectories_of
 from elastic.testing.rows import run_status, step_record
 from tests.seeds import examples
+from tests.server.written_runs import WrittenRun
 
 REWARDS = st.one_of(st.none(), st.sampled_from([0.0, -1.0, 0.5, 1.0]))
 TRAJECTORIES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), REWARDS), max_size=12)

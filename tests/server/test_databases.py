@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from benchmarks._postgres import PostgresCluster, cluster
 from elastic.server.runner import RunnerBusy, RunnerLoop, loop
 from elastic.server.store import Store, StoreError, StoreUnavailable, migrate
 from elastic.server.store.migrations import versions
 from tests.server import kept_tables
 from tests.server.conftest import Site, Submission, make_site
+from tests.server.postgres import PostgresCluster, cluster
 
 LATER = """
 import sqlalchemy as sa

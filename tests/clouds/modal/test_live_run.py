@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _crashes, _proof, _runs
+from benchmarks import _crashes, _runs
 from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseEnded, LeaseGranted, RewardScored, TokensReceived, WeightsApplied
 from elastic.core.ids import lease_of, tagged
@@ -21,6 +21,7 @@ from elastic.protocol.run_secrets import RunSecrets
 from elastic.report import summarise
 from elastic.runtime.journal import JournalError, RunDirectory
 from providers.modal import CALL
+from tests import proof
 from tests.cli.conftest import CONFIG
 from tests.clouds.modal_server import Bench
 
@@ -149,7 +150,7 @@ class OnModal:
 
     def nothing_was_lost(self) -> None:
         run = RunDirectory(self.run.run_dir)
-        assert _proof.check_tokens(run) == (0, 0)
+        assert proof.check_tokens(run) == (0, 0)
         assert replay(run).ledger.imbalance_ns() == 0
 
     def bills(self) -> tuple[float, float]:

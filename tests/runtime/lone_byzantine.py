@@ -1,6 +1,6 @@
 """One Byzantine worker with a valid session: a process of its own, which says nothing but what the protocol allows.
 
-python -m benchmarks._lone_byzantine ARM TICKET     (the ticket as JSON)
+python -m tests.runtime.lone_byzantine ARM TICKET     (the ticket as JSON)
 """
 
 import asyncio

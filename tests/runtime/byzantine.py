@@ -300,7 +300,7 @@ async def play_beside(arm: str, steps: int, token_s: float) -> RunBeside:
 
 
 async def _lone_byzantine(arm: str, ticket: Ticket) -> None:
-    command = (sys.executable, "-m", "benchmarks._lone_byzantine", arm, msgspec.json.encode(ticket).decode())
+    command = (sys.executable, "-m", "tests.runtime.lone_byzantine", arm, msgspec.json.encode(ticket).decode())
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
     try:
         await process.wait()

@@ -28,7 +28,7 @@ from elastic.testing.rows import run_status, step_record, trajectory_row
 Trend = tuple[float, float]
 """What a figure is in the first and in the last step; from step to step it changes by one factor."""
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STEP_S = 30.0
 
 
