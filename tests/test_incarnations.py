@@ -77,13 +77,13 @@ def retold(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Callable
     simulated = RunDirectory(tmp_path_factory.mktemp("simulated"))
     simulation.simulate(resolve(config, PROVIDERS, "test"), simulated.path, simulation.Experiment())
 
-    def retell(share: float) -> RunDirectory:
+    def made(share: float) -> RunDirectory:
         run = RunDirectory(tmp_path_factory.mktemp("died") / "run")
         run.path.mkdir()
         retell(config, PROVIDERS, simulated, run, round(share * events(simulated.path / "journal.sqlite")))
         return run
 
-    return retell
+    return made
 
 
 @pytest.fixture(scope="session")
