@@ -58,6 +58,7 @@ from elastic.runtime.run import Run
 from elastic.runtime.trainer import kept_steps
 from elastic.simulation import run as simulation
 from elastic.system.host import Host, on
+from tests.retold import retell
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "frozenlake.toml"
 PROVIDERS = ("serving", "spot")
