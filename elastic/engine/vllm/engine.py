@@ -110,6 +110,8 @@ class VllmEngine:
         self._waiting: list[m.Submit] = []
         """Requests that came while no vLLM process was there."""
         self._asleep = False
+        self._resting: Account | None = None
+        """Where its time goes while it gives its device to other jobs and until it has it back; None otherwise."""
         self._closed = False
         self._broken = ""
         """Why the engine is of no further use."""
@@ -233,7 +235,7 @@ class VllmEngine:
                 raise RuntimeError(self._broken)
             now = self._queue
             unarmed = self._restarts > 0 and self._version is None
-            usable = self._line is not None and not (self._asleep or self._closed or unarmed)
+            usable = self._line is not None and not (self._asleep or self._resting or self._closed or unarmed)
             return EngineStatistics(
                 pending=max(now.pending, len(self._alive) - now.executing),
                 executing=now.executing,
@@ -403,6 +405,11 @@ class VllmEngine:
 
     def _start_again(self) -> bool:
         settings, why = self._settings, ""
+        with self._changed:
+            if self._resting is not None:
+                self._broken = "vLLM's process has ended while another job had its device"
+                self._changed.notify_all()
+                return False
         if time.monotonic() - self._up_since_s >= settings.restart_reset_s:
             self._restarts = 0
         while not self._closed:
@@ -527,7 +534,9 @@ class VllmEngine:
         """From now on: what the process says it does, sleep, decoding (corrected when it is known), or idleness."""
         if self._line is None and not self._closed:
             return
-        if self._spends is not None:
+        if self._resting is not None:
+            account = self._resting
+        elif self._spends is not None:
             account = self._spends
         elif self._asleep:
             account = Account.ASLEEP

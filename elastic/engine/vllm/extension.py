@@ -96,6 +96,11 @@ class RankWeights:
         if self._written is not None:
             self._write(*self._written)
 
+    def state_bytes(self) -> int:
+        """Return the bytes of the live parameters."""
+        parameters = self._worker.model_runner.get_model().parameters()
+        return sum(one.numel() * one.element_size() for one in parameters)
+
     def read_back(self, path: str) -> None:
         """Writes the live parameters to a file of this rank's own, by vLLM's names, with further tensors where the
         device keeps them packed.

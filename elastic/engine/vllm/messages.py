@@ -137,6 +137,8 @@ class Reply(_PipeMessage, frozen=True):
     report: PullReport | None = None
     sound: bool = True
     proof: list[float] = []
+    state_bytes: int = 0
+    """The weights that all ranks have, in an answer to `SleepNow` and `WakeUp`."""
 
 
 FromVllm: TypeAlias = Up | Failed | Iterated | Spends | PrefetchProgress | Reply

@@ -110,8 +110,8 @@ class VllmProcess:
             m.Prefetch: lambda message: self._begin(message.call, "prefetch", message.source, message.timeout_s),
             m.Audit: lambda message: self._begin(message.call, "audit"),
             m.LoadVersion: self._order,
-            m.SleepNow: lambda message: self._answer(message.call, self._fall_asleep),
-            m.WakeUp: lambda message: self._answer(message.call, self._awake),
+            m.SleepNow: lambda message: self._answer(message.call, self._fall_asleep, self._state_bytes),
+            m.WakeUp: lambda message: self._answer(message.call, self._awake, self._state_bytes),
             m.ReadBack: lambda message: self._answer(message.call, lambda: self._ranks("read_back", message.path)),
         }
 
@@ -177,13 +177,16 @@ class VllmProcess:
             self._received_bytes = received_bytes
             self._line.send(m.PrefetchProgress(received_bytes))
 
-    def _answer(self, call: int, work: Callable[[], object]) -> None:
+    def _answer(self, call: int, work: Callable[[], object], state_bytes: Callable[[], int] = lambda: 0) -> None:
         try:
             work()
+            reply = m.Reply(call, state_bytes=state_bytes())
         except Exception as error:
-            self._line.send(_failure(call, error))
-        else:
-            self._line.send(m.Reply(call))
+            reply = _failure(call, error)
+        self._line.send(reply)
+
+    def _state_bytes(self) -> int:
+        return sum(self._ranks("state_bytes"))
 
     def _ranks(self, what: str, *arguments: Any) -> list[Any]:
         """What `elastic.engine.vllm.extension.RankWeights` returns on each rank."""
