@@ -275,8 +275,9 @@ class HostedRun(_Resource):
 
 class HostedRunDetail(HostedRun):
     """A run with its whole configuration, which names files as submissions do. `differences` are the values that are
-    not the defaults, by their keys, such as `run.steps`."""
+    not the defaults, by their keys, such as `run.steps`; `created_by_name` is the person's or the key's name."""
 
+    created_by_name: str = Field(default="", examples=["ada@example.com"])
     config: ShownConfig
     differences: dict[str, Any] = {}
 
@@ -293,6 +294,14 @@ class Submission(_RequestBody):
     budget_usd: Budget | None = None
     caps: Caps = Field(default={}, description="most GPUs at once, by provider")
     labels: Labels = {}
+
+
+class SubmissionExample(_Resource):
+    """A submission that this server takes as it is; null where it has no base policy, and `says` how to make one."""
+
+    object: Literal["submission_example"] = "submission_example"
+    submission: Submission | None
+    says: str = Field(examples=["frozenlake-base is a base policy of this server"])
 
 
 class WouldAcquire(_Resource):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -334,3 +335,24 @@ async def test_a_download_ends_with_what_its_caller_may(site: Site, submission: 
                             await asyncio.sleep(1.0)  # As docs/server.md promises.
                         got += len(chunk)
     assert (got < length) is revoked
+
+
+def test_of_a_journal_that_is_cut_the_events_before_are_told_and_then_why_no_more(site: Site, ended_run: str) -> None:
+    path = site.settings.run_dir(ended_run) / "journal.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as journal:
+        many = [(10 + number,) for number in range(3_000)]
+        body = event_row(e.StopRequested(reason="many"), 1).body.hex()
+        journal.executemany(
+            f"INSERT INTO events (seq, t_ns, kind, body) VALUES (?, 3, 'StopRequested', x'{body}')", many
+        )
+        journal.commit()
+        journal.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    os.truncate(path, path.stat().st_size * 2 // 3)
+    for asked in ({"tail": "200", "routine": "false"}, dict[str, str]()):
+        answer = site.client().get(f"/v1/runs/{ended_run}/events", params={"follow": "false", **asked})
+        *told, last = sse(answer.text)
+        assert len([one for one in told if one["event"] == "stop.requested"]) > 300
+        assert last["event"] == "error"
+        problem = json.loads(last["data"])
+        assert problem["detail"].startswith("the run's journal cannot be read now: journal.sqlite: database disk image")
+        assert str(site.settings.home) not in answer.text

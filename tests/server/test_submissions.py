@@ -62,6 +62,21 @@ def test_a_configuration_may_come_as_the_text_of_its_file(shared_site: Site, sub
         assert words in answer.text
 
 
+def test_the_example_is_taken_as_it_is_or_says_how_to_make_a_base_policy(site: Site) -> None:
+    policy = site.settings.models[0] / "policy"
+    (policy / "config.json").touch()
+    told = site.client().get("/v1/runs/example").json()
+    made = site.client().post("/v1/runs", json=told["submission"])
+    assert made.status_code == 201, made.text
+    assert site.client().get(f"/v1/runs/{made.json()['id']}").json()["created_by_name"] == "first-admin"
+    ours = site.member(AccessRole.RUNNER).post("/v1/runs", json=told["submission"]).json()["id"]
+    assert site.client().get(f"/v1/runs/{ours}").json()["created_by_name"] == "ours-runner"
+    (policy / "config.json").unlink()
+    bare = site.client().get("/v1/runs/example").json()
+    assert bare["submission"] is None
+    assert "elastic prepare" in bare["says"]
+
+
 def test_unknown_components(shared_site: Site, submission: Submission) -> None:
     assert "installed:" in pointers(shared_site, submission(providers=["moon"]))["#/providers"]
     dotted = submission()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import msgspec
 
@@ -47,6 +47,13 @@ _EVENTS = TABLES[EventRow]
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode
 
 
+def _event(body: bytes | None) -> e.Event:
+    """Decode an event; of a journal that was cut some have no body."""
+    if body is None:
+        raise sqlite3.DatabaseError("database disk image is malformed")
+    return _decode_event(body)
+
+
 def why_unreadable(error: Exception) -> str:
     """Why a journal that a run needs could not be read, and what to do before the run is resumed; empty for an error
     of another kind than `JournalReader` raises."""
@@ -61,8 +68,8 @@ def why_unreadable(error: Exception) -> str:
     return f"the journal could not be read: {error}" if isinstance(error, JournalError) else ""
 
 
-def open_journal(path: Path, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
-    """Open a journal as a database. Raises `sqlite3.Error`.
+def open_journal(path: Path, mode: Literal["ro", "rw"], *, cut: bool = False) -> sqlite3.Connection:
+    """Open a journal as a database, even a `cut` one, of which what is missing cannot be read. Raises `sqlite3.Error`.
 
     It has nothing but a journal's own tables and indexes: a view, a trigger or a column that is computed would have its
     reader run what somebody else wrote. Its files are regular ones: a pipe would be waited for.
@@ -73,6 +80,8 @@ def open_journal(path: Path, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"{beside.name} is no file")
     made = open_sqlite(path, mode)
     try:
+        if cut:
+            made.execute("PRAGMA writable_schema=ON")  # SQLite refuses no more a file that ends too early.
         found = made.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL").fetchall()
         own = {statement for table in TABLES.values() for statement in table.schema}
         if any(sql not in own for (sql,) in found):
@@ -90,12 +99,15 @@ class JournalReader:
     descriptors, it is an `OSError`, for the journal is sound. One of another schema version is refused by its number.
     """
 
+    CUT: ClassVar[bool] = False
+    """Whether a journal is opened of which a part is missing."""
+
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise JournalError(f"{path}: no such journal")
         self.path = path
         with self._reading():
-            self._connection = open_journal(path, "ro")
+            self._connection = open_journal(path, "ro", cut=self.CUT)
         try:
             self._check_version()
             with self._reading():
@@ -307,7 +319,7 @@ class JournalReader:
         query = f"SELECT seq, t_ns, body FROM {where} AND seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
         with self._reading():
             for seq, t_ns, body in self._connection.execute(query, (*values, behind, end, limit)):
-                yield seq, t_ns, _decode_event(body)
+                yield seq, t_ns, _event(body)
 
     def _besides(self, unread: Collection[str]) -> tuple[str, tuple[str, ...]]:
         """The events that are neither token frames nor of `unread` kinds, for a query: with its values."""
@@ -331,7 +343,7 @@ class JournalReader:
         query = f"SELECT t_ns, body FROM {events} AND kind IN ({marks}) AND seq > ? AND seq <= ? ORDER BY seq"
         with self._reading():
             for t_ns, body in self._connection.execute(query, (*kinds, behind, end)):
-                yield t_ns, _decode_event(body)
+                yield t_ns, _event(body)
 
     def close(self) -> None:
         self._connection.close()

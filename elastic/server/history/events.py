@@ -8,14 +8,15 @@ import re
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S
 from elastic.protocol.api import RunEvent
-from elastic.runtime.journal import JournalReader, RunDirectory
+from elastic.runtime.journal import JournalError, JournalReader, RunDirectory
+from elastic.runtime.journal.reader import EVENT_NUMBER_MAX
 from elastic.server.history.apart import apart
 from elastic.system.tenant_files import as_owner
 
@@ -41,6 +42,12 @@ ROUTINE = (
 )
 """Kinds that happen all the time, which a reader may leave out."""
 SCANNED_AT_ONCE = 2_000
+
+
+class ShownJournal(JournalReader):
+    """A journal that is only shown: of one that was cut, as far as it goes."""
+
+    CUT: ClassVar[bool] = True
 
 
 class Position(NamedTuple):
@@ -141,20 +148,20 @@ def _named_journals(run_dir: Path) -> list[tuple[str, Path]]:
     found: list[tuple[str, Path]] = []
     with as_owner(run_dir):
         for path in RunDirectory(run_dir).journal_paths():
-            with JournalReader(path) as journal:
+            with ShownJournal(path) as journal:
                 found.append((_name(journal), path))
     return found
 
 
 @apart()
 def _last_event(run_dir: Path, name: str, path: Path) -> int:
-    with as_owner(run_dir), JournalReader(path) as journal:
+    with as_owner(run_dir), ShownJournal(path) as journal:
         return journal.last_event() if _name(journal) == name else 0
 
 
 @apart()
 def _behind_last(run_dir: Path, name: str, path: Path, most: int, unread: Collection[str], end: int) -> int:
-    with as_owner(run_dir), JournalReader(path) as journal:
+    with as_owner(run_dir), ShownJournal(path) as journal:
         return journal.behind_last(most, unread, end) if _name(journal) == name else 0
 
 
@@ -165,15 +172,29 @@ def _scanned(
     """Return events behind a number, up to where they were read, and whether that is the end."""
     with as_owner(run_dir):
         if path.exists():
-            with JournalReader(path) as journal:
+            with ShownJournal(path) as journal:
                 if _name(journal) == name:
-                    last = max(number, journal.last_event() if end is None else end)
+                    last = max(number, _last_known(journal) if end is None else end)
                     # Where routine is left out, those that are read are few, and indexed.
                     until = last if ROUTINE[0] in unread else min(last, number + SCANNED_AT_ONCE)
-                    found = list(journal.scan(number, until, SCANNED_AT_ONCE, unread))
+                    found: list[tuple[int, int, e.Event]] = []
+                    try:
+                        found.extend(journal.scan(number, until, SCANNED_AT_ONCE, unread))
+                    except JournalError:
+                        if not found:
+                            raise
+                        return found, found[-1][0], False  # What follows says why it cannot be read.
                     reached = found[-1][0] if len(found) == SCANNED_AT_ONCE else until
                     return found, reached, reached == last
     return [], number, True
+
+
+def _last_known(journal: JournalReader) -> int:
+    """Return the number of the last event, or one behind all where the end of the journal cannot be read."""
+    try:
+        return journal.last_event()
+    except JournalError:
+        return EVENT_NUMBER_MAX
 
 
 def _unread(routine: bool) -> tuple[str, ...]:

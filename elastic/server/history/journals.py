@@ -51,6 +51,7 @@ from elastic.runtime.journal import (
 from elastic.runtime.status import RunStatus
 from elastic.server.clock import rfc3339
 from elastic.server.history.apart import apart
+from elastic.server.history.events import ShownJournal
 from elastic.server.history.kept_events import KeepingReader
 from elastic.system.tenant_files import NotAFile, as_owner, files, opened
 
@@ -117,7 +118,7 @@ def _figures_of(run_dir: Path, former: int) -> RunFigures | None:
     follows = ""
     continued = False
     for number in reversed(range(len(paths))):
-        with contextlib.suppress(JournalError, OSError), JournalReader(paths[number]) as journal:
+        with contextlib.suppress(JournalError, OSError), ShownJournal(paths[number]) as journal:
             if newest is None and number < former:
                 return None
             if follows != paths[number].name:  # What came behind it began again at a checkpoint.
@@ -379,7 +380,7 @@ def agents_of(run_dir: Path, driver: str) -> tuple[str, str, str] | None:
 
 
 @contextlib.contextmanager
-def history_in(run_dir: Path, reader: type[JournalReader] = JournalReader) -> Iterator[History]:
+def history_in(run_dir: Path, reader: type[JournalReader] = ShownJournal) -> Iterator[History]:
     """Return the run's history, its journals read so; empty before it has one. Raises `JournalError`."""
     directory = RunDirectory(run_dir)
     with as_owner(run_dir):

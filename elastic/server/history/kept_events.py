@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from elastic.core import events as e
 from elastic.core.types import Nanoseconds
-from elastic.runtime.journal import JournalReader
-from elastic.server.history.events import INCARNATION
+from elastic.server.history.events import INCARNATION, ShownJournal
 
 LISTS_MAX = 8
 """Lists of events, of one journal and some kinds each, that are kept; those that were read last."""
@@ -30,7 +29,7 @@ class _KeptList:
 _kept: OrderedDict[tuple[str, str, int, tuple[str, ...]], _KeptList] = OrderedDict()
 
 
-class KeepingReader(JournalReader):
+class KeepingReader(ShownJournal):
     """A journal whose events, where they were read before, are not read once more."""
 
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:

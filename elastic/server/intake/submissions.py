@@ -12,7 +12,7 @@ import traces
 from elastic.compose.plan import RunPlan, acquisitions, check_live, resolve, reward_calls, unpriced
 from elastic.compose.scheduling import short_limits
 from elastic.config import Config, ConfigError, ConfigProblem, RunConfig, validate
-from elastic.protocol.api import UPLOAD_SCHEME, DryRun, ProblemError, Submission, WouldAcquire
+from elastic.protocol.api import UPLOAD_SCHEME, DryRun, ProblemError, Submission, SubmissionExample, WouldAcquire
 from elastic.server.intake.path_keys import names_code, names_file
 from elastic.server.intake.prices import LowPrice, settle_prices
 from elastic.server.intake.upload_files import named
@@ -35,6 +35,10 @@ _RUNNERS_OWN = ("budget_usd", "caps", "host", "advertise")
 """Keys of the section `run` that the runner sets as it starts a process."""
 _REFUSED_KEYS = frozenset({"address", "arguments", "endpoint_url", "urls"})
 """Keys of providers and engines that are refused: hosts to dial, or arbitrary engine arguments."""
+NO_MODELS = (
+    "this server has no base policy: `elastic prepare examples/frozenlake.toml` makes one in .cache, where the server "
+    "looks unless `elastic serve --models DIRECTORY` names others; or send one by `elastic uploads put DIRECTORY`"
+)
 NAMES_TOLD = 20
 _PATH_LIKE = re.compile(r"[/\\\0]|^~|^\.\.?$")
 _LISTENING = "elastic serve --runs-listen HOST, and --runs-advertise HOST"
@@ -186,6 +190,21 @@ def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -
             if is_checkpoint:
                 where += f" or the server's models ({', '.join(_names_of(settings.models)) or 'it has none'})"
             yield ConfigProblem(f"{what} {value!r} in {where}", path)
+
+
+def example(settings: ServerSettings) -> SubmissionExample:
+    """Return a submission that any project may make here."""
+    names = _names_of(settings.models)
+    if not names:
+        return SubmissionExample(submission=None, says=NO_MODELS)
+    name = min(names, key=lambda one: (one != "frozenlake-base", one))
+    config = {
+        "run": {"name": "frozenlake", "steps": 100},
+        "model": {"checkpoint": name},
+        "providers": {"spot": {"trace": "rlboost-a", "max_workers": 2}},
+    }
+    submission = Submission.model_validate({"config": config, "providers": ["spot"]})
+    return SubmissionExample(submission=submission, says=f"base policies of this server: {', '.join(names)}")
 
 
 def _names_of(models: Sequence[Path]) -> list[str]:

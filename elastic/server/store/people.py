@@ -85,6 +85,16 @@ def key_of_hash(connection: sa.Connection, digest: bytes) -> sa.RowMapping | Non
     return first(connection, _KEY_OF_HASH, digest=digest)
 
 
+def name_of(connection: sa.Connection, actor: str) -> str:
+    """Return the name of who did something: of the member or the key's person, else of the key; empty if unknown."""
+    found = key(connection, actor)
+    person = sa.select(users).join(members, members.c.user == users.c.id)
+    row = first(connection, person.where(members.c.id == (actor if found is None else found["member"])))
+    if row is not None:
+        return row["email"] or row["name"]
+    return "" if found is None else found["name"]
+
+
 def role_of(row: sa.RowMapping) -> AccessRole:
     """Return the role of a member or a key. A person's key is limited to the person's present role."""
     role = AccessRole(row["role"])

@@ -295,8 +295,10 @@ def as_run(record: HostedRunRow) -> HostedRun:
     return told(HostedRun, vars(record))
 
 
-def as_run_detail(record: HostedRunRow, config: dict[str, Any], differences: dict[str, Any]) -> HostedRunDetail:
-    return told(HostedRunDetail, vars(record), config=config, differences=differences)
+def as_run_detail(
+    record: HostedRunRow, config: dict[str, Any], differences: dict[str, Any], created_by_name: str
+) -> HostedRunDetail:
+    return told(HostedRunDetail, vars(record), config=config, differences=differences, created_by_name=created_by_name)
 
 
 def as_listed_run(row: sa.RowMapping) -> HostedRun:

@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -18,6 +19,7 @@ from elastic.server.api.routes.common import RunDep, StateDep, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.routes.runs import RunId
 from elastic.server.api.state import ServerState
+from elastic.server.history.apart import CannotBeRead
 from elastic.server.history.events import EventBatch, EventLog, EventsGone, Position, as_sent
 from elastic.server.history.readers import ReadFiles
 from elastic.server.permissions import Action
@@ -138,10 +140,15 @@ def _first(log: EventLog, event: str, *, few: bool) -> EventBatch:
 
 
 def _newest(log: EventLog, wanted: _Newest) -> _EventsRead:
-    """Return the newest events. Raises `ApiProblem`."""
+    """Return the newest events; of a journal whose end cannot be read the first ones. Raises `ApiProblem`."""
     with _as_problems(wanted.until):
-        end = log.until(wanted.until)
-        begin = log.behind_last(wanted.most, end, routine=not wanted.few)
+        end = begin = Position(0, 0)
+        try:
+            end = log.until(wanted.until)
+            begin = log.behind_last(wanted.most, end, routine=not wanted.few)
+        except JournalError:
+            if wanted.until:
+                raise
         batch = log.read(begin, routine=not wanted.few, end=end if wanted.until else None)
     older = b"true" if begin != Position(0, 0) else b"false"
     head = b'id: %s\nevent: begin\ndata: {"older":%s}\n\n' % (log.id_at(begin).encode(), older)
@@ -159,7 +166,13 @@ def _as_problems(event: str) -> Iterator[None]:
 
 
 def unreadable(error: JournalError | OSError) -> ApiProblem:
-    return ApiProblem("unavailable", f"the run's journal cannot be read now: {type(error).__name__}")
+    """Return the problem of a journal that cannot be read: which file, and why, without its place on the server."""
+    if isinstance(error, JournalError):
+        path, _, cause = str(error).partition(": ")
+        why = f"{Path(path).name}: {cause}; what stands before that is shown, and what needs no journal"
+    else:
+        why = str(error) if isinstance(error, CannotBeRead) else error.strerror or type(error).__name__
+    return ApiProblem("unavailable", f"the run's journal cannot be read now: {why}")
 
 
 async def _reading(log: EventLog, read: _EventsRead, read_files: ReadFiles) -> AsyncIterator[bytes]:

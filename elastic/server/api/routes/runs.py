@@ -19,6 +19,7 @@ from elastic.protocol.api import (
     RunPhase,
     StopRequest,
     Submission,
+    SubmissionExample,
 )
 from elastic.server import ids
 from elastic.server.api.routes.common import (
@@ -48,12 +49,13 @@ from elastic.server.problems import ApiProblem
 from elastic.server.quotas import budgets
 from elastic.server.retention.rules import UNRESUMABLE
 from elastic.server.runner import conditions
-from elastic.server.store import quotas, runs
+from elastic.server.store import people, quotas, runs
 from elastic.server.store.database import now_us
 from elastic.server.store.pages import Order
 from elastic.server.store.tables import runs as runs_table
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=ModelRoute)
+NAMES_FRESH_S = 60.0
 LABEL = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}(=.{0,200})?$"
 RunId = Annotated[str, Path(max_length=64)]
 
@@ -135,12 +137,24 @@ def list_runs(
         return listing(request, connection, runs_table, where, cursor, runs.as_listed_run, runs.LISTED, wanted)
 
 
+@router.get("/example", **rules(Action.RUNS_READ))
+def show_example(caller: CallerDep, state: StateDep) -> SubmissionExample:
+    """Show a submission that this server takes as it is, or how to make the base policy that one needs."""
+    return submissions.example(state.settings)
+
+
 @router.get("/{run}", **rules(Action.RUNS_READ, "not-found"))
 async def show(run: RunId, found: RunDep, state: StateDep, response: Response) -> HostedRunDetail:
     """Show a run: its phase, conditions, figures and configuration."""
     response.headers["etag"] = etag_of(found.generation)
     config = state.settings.shown_config(json.loads(found.config), found.project)
-    return runs.as_run_detail(found, config, differences(config))
+
+    def name() -> str:
+        with state.store.reading() as connection:
+            return people.name_of(connection, found.created_by)
+
+    by = await state.looks.at(("name", found.created_by), name, fresh_s=NAMES_FRESH_S)
+    return runs.as_run_detail(found, config, differences(config), by)
 
 
 @router.patch(
