@@ -52,7 +52,7 @@ BREAKING = [
 
 
 def test_what_breaks_a_reader_breaks_no_other(processes: ReadingProcesses, tmp_path: Path) -> None:
-    """Readers really run out of memory, time and stack, one process each."""
+    """Readers really die: of a signal, their time limit, their memory limit, and by an answer that cannot be sent."""
     for number, (script, limit_s) in enumerate(BREAKING):
         odd = tmp_path / f"odd{number}.py"
         odd.write_text(script)
@@ -62,7 +62,7 @@ def test_what_breaks_a_reader_breaks_no_other(processes: ReadingProcesses, tmp_p
 
 
 def test_errors_of_a_read_are_told(processes: ReadingProcesses, tmp_path: Path) -> None:
-    """An error crosses from a real process of another user."""
+    """An error crosses from the process that reads."""
     with pytest.raises(FileNotFoundError):
         processes.read(LIMIT_S, os.listdir, tmp_path / "missing")
 
