@@ -1,4 +1,4 @@
-"""Spare credit: places that rollouts leave free now, lent to turns that are not trained.
+"""Spare credit: places that rollouts leave free now, given to turns that are not trained.
 
 Pure, and beside the scheduler, which knows nothing of these turns: it routes rollouts as if there were none. This looks
 at the same fleet, and guarantees:
@@ -99,7 +99,7 @@ class SpareCredit:
         told: list[c.Command] = []
         for name, held in list(self._held.items()):
             worker = self.scheduler.fleet.workers.get(name)
-            if worker is None or not _lends(worker):
+            if worker is None or not _has_spare_credit(worker):
                 told += self.leave(name, now_ns)
                 continue
             told += self._take_back([turn for turn in held.values() if turn.epoch != worker.epoch], now_ns)
@@ -173,7 +173,7 @@ class SpareCredit:
         if self.scheduler.turns.queue or self.scheduler.phase is not Phase.RUNNING:
             return None
         for worker in self.scheduler.fleet.workers.values():
-            if _lends(worker) and worker.places:
+            if _has_spare_credit(worker) and worker.places:
                 share = (len(worker.turns) + self.holds(worker.id)) / worker.places
                 if share < least:
                     best, least = worker, share
@@ -230,7 +230,7 @@ class SpareCredit:
         turn.worker, turn.slot = None, -1
 
 
-def _lends(worker: Worker) -> bool:
+def _has_spare_credit(worker: Worker) -> bool:
     """Whether the worker may have a turn on spare credit beside those of rollouts, if it has a place."""
     return (
         worker.state is WorkerState.READY

@@ -100,7 +100,7 @@ class StepController:
         if not run.active:
             return
         if run.between_steps:
-            self._lend_device(mode)
+            self._offer_device_between_steps(mode)
             return
         if step is None:
             return
@@ -260,7 +260,7 @@ class StepController:
             self._forget_reseeding()
             self._open_step()
 
-    def _lend_device(self, mode: TrainerMode) -> None:
+    def _offer_device_between_steps(self, mode: TrainerMode) -> None:
         """Between two steps the trainer's device generates for the evaluation, where it does for steps or has to."""
         seeds = self.seeding_plan.window_ns > 0 and not self._permit.needed
         if mode is TrainerMode.AWAKE:

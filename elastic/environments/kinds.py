@@ -33,7 +33,7 @@ class KindSettings(DemonstratedSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class KindMeans:
-    """What an env worker lends a kind.
+    """What an env worker gives to a kind.
 
     `http` makes calls; `seed` is the run's; `checkpoint` has the policy's tokenizer. `key` is the driver's, with which
     a call is of the trajectory that its session is bound to; `bind` binds one. `lasting` ends what lasts as long as the

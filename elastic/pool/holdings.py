@@ -25,7 +25,7 @@ HOLDING = (JobState.PLACED, JobState.RUNNING)
 class Resident(msgspec.Struct, kw_only=True):
     """A job's process on a node, as the node agent was told to start it or reports it.
 
-    `worker` is the worker that it was lent as, or for a trainer, started as.
+    `worker` is the worker as which it computes, or for a trainer, was started.
     """
 
     placement: int

@@ -35,10 +35,10 @@ from elastic.runtime.agents import (
     AgentService,
     AgentsWiring,
     Chats,
+    ChattingWorkers,
     ChatTotals,
     Doorkeeper,
     HostProcesses,
-    LendingWorkers,
     RequestRollouts,
     RunMetrics,
 )
@@ -314,7 +314,7 @@ class Orchestrator:
         return Ports(
             clock=self._clock,
             journal=self._recorder,
-            workers=self._workers if self._chats is None else LendingWorkers(self._workers, self._chats),
+            workers=self._workers if self._chats is None else ChattingWorkers(self._workers, self._chats),
             leases=self._leases,
             trajectories=self._rollouts,
             rewards=self._rewards,

@@ -73,7 +73,7 @@ class DevicePermit:
                         switch = await device.run(timeout_s, self._parked, state, accounts)
                         link.send(Parked(permit, switch.seconds, switch.state_bytes, switch.rest_bytes))
                     case WorkAs() | Leave() as message:
-                        log.warning("a trainer is lent to nobody", asked=type(message).__name__)
+                        log.warning("a trainer takes no order of this kind", asked=type(message).__name__)
         finally:
             link.abort()
 

@@ -53,7 +53,7 @@ SWITCH_TIMEOUT_S = 600.0
 """The node agent's own limits are shorter."""
 
 
-class LentEngine:
+class SliceEngine:
     """A resident's engine as one worker sees it: as an engine of its own.
 
     Its counters begin at zero. It has no weights before the first `load_version`, which says whose weights they must
@@ -137,11 +137,11 @@ class KeptEngine:
         """Held while the engine is built, parked or resumed."""
         self.engine: RolloutEngine | None = None
         self._asked: tuple[Any, ...] = ()
-        self._lent: LentEngine | None = None
+        self._sliced: SliceEngine | None = None
         self.source: RelaySource | None = None
         """The version that was ordered last, and whose signature counted."""
 
-    def lend(self, welcome: wire.Welcome) -> RolloutEngine:
+    def engine_for(self, welcome: wire.Welcome) -> RolloutEngine:
         """Return the engine that the orchestrator asks for: the kept one if it fits, else a new one. Blocks."""
         with self._changing:
             asked = welcome.model, welcome.engine
@@ -150,13 +150,13 @@ class KeptEngine:
                 engine = self._make(welcome)
                 engine.start(self._hear)
                 self.engine, self._asked = engine, asked
-            self._lent = LentEngine(self.engine, self._order)
-            return self._lent
+            self._sliced = SliceEngine(self.engine, self._order)
+            return self._sliced
 
     def park(self) -> Switch:
         """Park the engine. An engine that cannot park is closed; the next slice begins with a new one."""
         with self._changing:
-            self._lent = None
+            self._sliced = None
             if self.engine is None:
                 return Switch(0.0, 0)
             if isinstance(self.engine, Parkable):
@@ -203,9 +203,9 @@ class KeptEngine:
         self.source = source
 
     def _hear(self, chunks: Sequence[TokenChunk]) -> None:
-        lent = self._lent
-        if lent is not None:
-            lent.hear(chunks)
+        sliced = self._sliced
+        if sliced is not None:
+            sliced.hear(chunks)
 
 
 class _ResidentSlice:
@@ -308,7 +308,7 @@ class RolloutResident:
         )
         try:
             end = await run_agent(
-                ticket, self.kept.lend, accounts=accounts, leave=work.leave, intervals=self._intervals
+                ticket, self.kept.engine_for, accounts=accounts, leave=work.leave, intervals=self._intervals
             )
         except ValueError as error:
             end = AgentExit(1, str(error))

@@ -247,7 +247,7 @@ class Chats:
         self._slots.setdefault(session, set()).add(start.slot)
 
 
-class LendingWorkers:
+class ChattingWorkers:
     """The workers of a run that has chats: these make room before an order of the run's leaves."""
 
     def __init__(self, workers: Workers, chats: Chats) -> None:

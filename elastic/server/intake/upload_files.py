@@ -82,7 +82,7 @@ class UploadStorage:
         if {one.sha256 for one in files} - self.received(upload):
             return False
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.parent.chmod(0o711)  # Whatever the umask: the project's user passes through to what is lent to it.
+        place.parent.chmod(0o711)  # Whatever the umask: the project's user passes through to what it may read.
         assembled = incoming / f"assembled.{secrets.token_hex(4)}"
         for one in files:
             target = assembled / one.path

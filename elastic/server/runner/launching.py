@@ -101,7 +101,7 @@ def begin(
         account = pwd.getpwnam(user)
         environment |= {"HOME": account.pw_dir, "USER": user, "LOGNAME": user}
         uid, gid = account.pw_uid, account.pw_gid
-        _lend(settings.uploads(run.project), gid)
+        _share_uploads(settings.uploads(run.project), gid)
     with tenant_files.appended(path, str(LOG)) as log:
         child = start_detached(
             command,
@@ -165,7 +165,7 @@ def _ending(run_dir: Path, journals: int, its_world: str, status: int | None) ->
         return Ending(how=DIED, cause=f"how its process ended cannot be read: {error.filename} is {error.strerror}")
 
 
-def _lend(uploads: Path, gid: int) -> None:
+def _share_uploads(uploads: Path, gid: int) -> None:
     """Let the project's user read its uploads, and not change them."""
     for upload in uploads.iterdir() if uploads.is_dir() else ():
         if upload.stat().st_gid != gid:

@@ -17,7 +17,7 @@ from elastic.protocol import wire
 from elastic.protocol.connection import Connection, over_socket
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import ids_of, pack_ids
-from elastic.runtime.agents import AgentRollouts, ChatLimits, Chats, Doorkeeper, LendingWorkers
+from elastic.runtime.agents import AgentRollouts, ChatLimits, Chats, ChattingWorkers, Doorkeeper
 from elastic.runtime.agents.streams import FrontStreams
 from elastic.runtime.episodes import OpenTurn
 from tests.core.conftest import CoreHarness
@@ -141,7 +141,7 @@ async def test_a_rollout_is_sent_behind_the_chat_that_makes_room() -> None:
         (start,) = run.told.orders
         run.core.request("0/0/0")
         order = run.core.one(c.StartTurn)
-        LendingWorkers(run.told, run.chats).start_turn(order, OpenTurn(order.turn, 1))
+        ChattingWorkers(run.told, run.chats).start_turn(order, OpenTurn(order.turn, 1))
         kinds = [(type(told), told.turn) for told in run.told.orders[1:]]
         assert kinds == [(c.AbortTurn, start.turn), (c.StartTurn, "0/0/0#0")]
         assert run.said((Chunk(start.slot, 0, 1, 0, FinishReason.ABORTED), [5])) is None
