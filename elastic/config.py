@@ -854,7 +854,8 @@ class TrainerConfig(LossConfig):
 
 
 class PolicyConfig(_Section):
-    """Who makes a decision: a policy, by the name under which it is installed (`elastic.policies`, `DECISION.NAME`)."""
+    """The policy that makes a decision, by the name under which it is installed (`elastic.policies`,
+    `DECISION.NAME`)."""
 
     policy: str = Field(
         "auto", description="a policy that is installed; auto: as the configuration's other keys say; none: nobody"

@@ -1,4 +1,4 @@
-"""Who pays for a group's time."""
+"""How the cost of a group's time is divided among its jobs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

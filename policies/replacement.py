@@ -6,7 +6,7 @@ from elastic.core.types import NS_PER_S, Nanoseconds, Offer
 
 
 class EarlyReplacement(msgspec.Struct, frozen=True):
-    """So early that the replacement is ready when the turns must move, which they then do without a gap.
+    """Asks for a replacement so early that it is ready when the turns must move, so that they move without a gap.
 
     `margin` times what booting and loading have taken with this provider; what it declares, before that is known.
     """

@@ -32,7 +32,7 @@ HEAD = "node:__internal_head__"
 
 ANSWER_TIMEOUT_S = 60.0
 EMPTY_S, UNUSED_S = 10.0, 6 * 3600.0
-"""So long an index waits without a blob, and with blobs that nobody asks for: a run's trainer asks at each version."""
+"""How long an index waits without a blob, and with blobs that nobody asks for: a run's trainer asks at each version."""
 ATTEMPTS, RETRY_S = 5, 0.2
 """How often a call to the index is tried: an empty index may end meanwhile, and two may be made at once."""
 

@@ -101,7 +101,7 @@ def _is_text(said: str) -> bool:
 
 
 def _answerer(name: str, overrides: list[str], *, remote: bool, directory: Path) -> tuple[str, Answerer]:
-    """Who answers for the run, and the run's name."""
+    """Return what answers for the run, and the run's name."""
     if remote or is_hosted(name):
         if overrides:
             bad_input("--set is for runs on disk that are over: their engine starts here")

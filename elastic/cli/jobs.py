@@ -49,7 +49,7 @@ POLL_S = 0.25
 NAMED_MOST = 5
 """Jobs that a message names."""
 AWAY_S = 60.0
-"""So long a pool's process may be away while a job is waited for: its supervisor starts it again."""
+"""How long a pool's process may be away while a job is waited for: its supervisor starts it again."""
 
 
 jobs = group(

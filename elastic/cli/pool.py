@@ -466,7 +466,7 @@ def _show(reply: PoolStatusReply, path: Path, *, as_json: bool) -> None:
 
 
 def pool_tables(reply: PoolStatusReply, path: Path) -> Group:
-    """Who computes where, and who waits for what."""
+    """Return tables of a pool: which job computes where, and what each job waits for."""
     status = reply.status
     head = Text(
         f"pool {reply.pool} in {path}, up {duration(status.now_s)}: ${status.usd:.4f} so far, "

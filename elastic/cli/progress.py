@@ -244,7 +244,7 @@ def _load(running: int, capacity: int) -> str:
 
 
 def _deaths(status: RunStatus) -> list[str]:
-    """Who died, and whether another came in its place; nothing where nobody has."""
+    """Say which process died, and whether another came in its place; nothing where none has died."""
     died = {name: p for name, p in status.providers.items() if p.deaths}
     words = " ".join(
         f"{name}:{p.deaths} ({'replaced' if p.replaced == p.deaths else f'{p.replaced} replaced'})"

@@ -166,7 +166,7 @@ def _check_doors(doors: Mapping[str, Any]) -> None:
 
 
 def _access(settings: Config) -> list[str]:
-    """Who may ask without a key, and who cannot ask at all."""
+    """Say which peers may ask without a key, and which cannot ask at all."""
     doors, front = settings.doors, settings.front
     assert doors is not None
     assert front is not None

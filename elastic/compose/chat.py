@@ -1,4 +1,4 @@
-"""Who answers `elastic chat`: a run's spare credit by its fronts, or an engine here with the run's last checkpoint."""
+"""What answers `elastic chat`: a run's spare credit by its fronts, or an engine here with the run's last checkpoint."""
 
 import itertools
 import json

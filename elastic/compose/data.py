@@ -64,7 +64,7 @@ def _counted(config: Config, number: int, where: str) -> EnvironmentConfig:
 
 
 def curricula(config: Config, where: str) -> Mapping[str, Curriculum]:
-    """Who orders the rows of an environment, by its name, where that does not follow from its groups' places. Raises
+    """Return the curriculum of each environment, by its name, whose rows do not follow from its groups' places. Raises
     `ConfigError`."""
     return {
         one.name: OrderedPasses(

@@ -231,7 +231,7 @@ class WorkerManager:
         run.out.append(c.BarLease(lease=worker.lease, provider=worker.provider))
 
     def _resume_due(self, worker_id: WorkerId) -> None:
-        """Who did not come back may be dead; who had come back before, and brought nothing, is of no use."""
+        """A worker that did not come back may be dead; one that came back before and brought nothing is of no use."""
         worker = self._run.fleet.workers[worker_id]
         if worker.strikes > 1 and self._run.turns.finished - worker.others_finished > 1:
             self._run.struck_out[worker_id] = None

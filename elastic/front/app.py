@@ -140,7 +140,8 @@ class AgentFront:
         return find_caller(self.secrets, request.headers, named or named_in_path(request.scope))
 
     async def asked(self, route: str, request: Request) -> tuple[AgentCaller, Asked | CountCall | UpstreamCall]:
-        """Who asks for what. A caller without a key is told so before anything of the body is read."""
+        """Return the caller and what it asks for. A caller without a key is told so before anything of the body is
+        read."""
         caller = self.caller(request)
         asked = await read_body(reader_of(route), self.model, request, self.renders)
         if isinstance(asked, UpstreamCall):

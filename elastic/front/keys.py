@@ -1,4 +1,4 @@
-"""Who asks: the credentials of a request, and the trajectory or session that it names.
+"""Callers of fronts: the credentials of a request, and the trajectory or session that it names.
 
 A key is shown as a bearer token, as `x-api-key`, as a part of a URL's userinfo, or in the path (`/t/KEY/…`). A
 trajectory's key names the trajectory, whatever else a request says. A driver's key names none: the path does

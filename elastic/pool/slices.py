@@ -1,5 +1,5 @@
-"""Who has the devices. A device is given under a permit's number, and taken back before the cluster hears that the
-permit was yielded.
+"""The jobs that have the devices. A device is given under a permit's number, and taken back before the cluster hears
+that the permit was yielded.
 
 A job has at most one permit. Its requests go to the cluster one phase at a time, training first.
 """

@@ -1222,7 +1222,7 @@ class WebhookDelivery(_Resource):
 
 
 class AuditEntry(_Resource):
-    """Who did what, and whether it was let."""
+    """An entry of the audit log: the requester, the action, and whether it was allowed."""
 
     id: str = Field(examples=[f"aud_{_ULID}"])
     object: Literal["audit_entry"] = "audit_entry"
@@ -1249,7 +1249,7 @@ class SessionChange(_RequestBody):
 
 
 class Me(_Resource):
-    """Who a request comes from: a key, a person's key, or a person who has signed in."""
+    """The requester: a key, a person's key, or a person who has signed in."""
 
     object: Literal["me"] = "me"
     key: KeyId | None

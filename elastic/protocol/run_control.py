@@ -133,7 +133,8 @@ def new_command_id() -> str:
 
 
 class ExpectedPeer(NamedTuple):
-    """Who must listen at a socket in a directory that others can change. What is None does not matter."""
+    """The process that must listen at a socket in a directory that others can change. A field that is None does not
+    matter."""
 
     uid: int | None
     pid: int | None

@@ -41,7 +41,7 @@ def logprobs_of(packed: Packed) -> list[float]:
 
 @dataclass(slots=True)
 class SampledRun:
-    """So many tokens that follow each other were sampled by one worker with one version of the weights."""
+    """A stretch of tokens that one worker has sampled with one version of the weights."""
 
     version: int
     worker: str

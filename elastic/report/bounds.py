@@ -31,7 +31,7 @@ def bounded(messages: Sequence[HostedMessage], most_bytes: int) -> list[HostedMe
 
 
 class _Share:
-    """So many bytes for so many texts: what one does not need is for those that follow."""
+    """A number of bytes for a number of texts: what one text does not need is for those that follow."""
 
     def __init__(self, most_bytes: int, texts: int) -> None:
         self.left = most_bytes

@@ -56,7 +56,7 @@ class Blame(Enum):
 
 
 class Floor:
-    """Who may compute in an env worker: any number of episodes together, or one alone, in the order in which they
+    """Which episodes may compute in an env worker: any number together, or one alone, in the order in which they
     ask."""
 
     def __init__(self) -> None:

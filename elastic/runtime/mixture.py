@@ -24,7 +24,8 @@ class MixedRollouts:
         """By group, of those that are neither trained nor dropped."""
 
     def _of(self, trajectory: TrajectoryId) -> Played:
-        """Who plays it. What is over and gone is in the journal alone, which anyone can ask."""
+        """Return the rollouts that play it. What is over and gone is in the journal alone, which all of them can
+        ask."""
         environment = self._environments.get(group_of(trajectory))
         return self.players[0] if environment is None else self._parts[environment]
 
@@ -122,6 +123,6 @@ class MixedRollouts:
 
 
 def played_by(parts: Mapping[str, Played]) -> "Played | MixedRollouts":
-    """Who plays a run's trajectories, of whom `parts` says who plays those of an environment."""
+    """The rollouts that play a run's trajectories; `parts` has those of each environment."""
     players = list(dict.fromkeys(parts.values()))
     return players[0] if len(players) == 1 else MixedRollouts(parts)

@@ -1,4 +1,4 @@
-"""Who holds which part of which tensor, and the cells that all layouts have in common. Pure.
+"""Which rank holds which part of which tensor, and the cells that all layouts have in common. Pure.
 
 A *box* is a part of a full tensor. A rank's own tensors are made of boxes; fused ones of several, stacked along
 their first dimension. *Cells* are the common refinement of all boxes of trainers and workers: no rank holds a part

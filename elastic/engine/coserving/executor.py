@@ -80,7 +80,7 @@ class CoServing:
         self._swapping = swapping
         self._try_after_ns = try_after_ns
         self.changed = threading.Condition()
-        """Who holds it keeps the executor between two steps: what one asks meanwhile is of one moment."""
+        """Its holder keeps the executor between two steps, so that all answers meanwhile are of one moment."""
         self.rollout_failures = 0
         self._usage = UsageMeter(time.monotonic_ns())
         self._activating_ns = 0

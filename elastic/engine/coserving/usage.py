@@ -1,4 +1,4 @@
-"""Who had a shared device for how long, in all and while it was lent. Pure: the caller brings the time."""
+"""How long serving and rollouts had a shared device, in all and while it was lent. Pure: the caller brings the time."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Who may use which doors: by one of the run's keys, or by the network that a peer comes from.
+"""Access to doors: by one of the run's keys, or by the network that a peer comes from.
 
 A trainer's control key opens all of them, and a requests key those for requests. Peers of a `plain` network need none,
 since some trainers send no key and speak no TLS.

@@ -77,7 +77,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionRun(msgspec.Struct, frozen=True, kw_only=True):
-    """So many tokens of an answer, one after the other, were sampled from this version of the weights. `label` is what
+    """A stretch of an answer's tokens that was sampled from one version of the weights. `label` is what
     its trainer calls that, empty for the base policy and where it has said nothing."""
 
     version: int

@@ -1,4 +1,4 @@
-"""Who has which trajectory: groups that drivers have named, sessions, and what is over. Pure."""
+"""The holders of trajectories: groups that drivers have named, sessions, and what is over. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -29,7 +29,7 @@ class AgentGroup:
     """In the whole run."""
     environment: str = ""
     place: int = 0
-    """So many groups of its environment came before it."""
+    """How many groups of its environment came before it."""
     row: int | None = None
     """The row of its environment's data, where a curriculum has chosen one."""
     driver: str = ""

@@ -34,7 +34,7 @@ SPEAKS = RefusedFrame(f"the run speaks version {m.FRONT_VERSION} with its fronts
 
 
 class Counterpart(Protocol):
-    """Who serves those that have been let in."""
+    """Serves the fronts and drivers that have been let in."""
 
     @property
     def connections(self) -> int:

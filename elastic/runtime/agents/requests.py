@@ -40,9 +40,10 @@ from elastic.runtime.ports import Feed
 KEPT_S = 600.0
 """How long a request with a key is kept once it was delivered."""
 LEFT_S = 1.5
-"""So long after its client has left a request without a key is generated on: who has lost its connection asks again."""
+"""How long a request without a key is generated on after its client has left: a client that lost its connection asks
+again."""
 AGAIN_S = 10.0
-"""So soon after the end of a front its clients ask another one again."""
+"""How soon after the end of a front its clients ask another one."""
 PREFIX_LEAST = 32
 """Tokens of a beginning that is worth computing once."""
 MARK_BYTES = 8

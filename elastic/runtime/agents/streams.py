@@ -80,13 +80,13 @@ class FrontStreams(Watcher):
         self._durable = durable
         self._fronts: set[_Front] = set()
         self._waiting: dict[TurnId, list[tuple[_Front, int]]] = {}
-        """Who waits for a turn, and under which stream."""
+        """The fronts that wait for a turn, and the stream of each."""
         self._leaves: deque[tuple[_Front, m.AskUpstream]] = deque()
-        """Who waits for leave to call a model elsewhere, the first to have leave first."""
+        """The calls that wait for leave to call a model elsewhere, the next one first."""
         self._offers: dict[str, list[tuple[_Front, m.OfferWeights]]] = {}
-        """Who waits for an offer's answer, by its look."""
+        """The requests that wait for an offer's answer, by the offer's look."""
         self._ends: list[tuple[_Front, m.HoldTurns]] = []
-        """Who waits for the ends of running turns."""
+        """The requests that wait for the ends of running turns."""
         rollouts.watcher = self
         if isinstance(rollouts, RequestRollouts):
             rollouts.answers = self._offer_answered
@@ -417,7 +417,7 @@ class FrontStreams(Watcher):
         return turn
 
     def _asked(self, caller: m.AgentCaller) -> AgentRollouts | Chats:
-        """Who opens the caller's turns. Raises `CallRefused`."""
+        """Return what opens the caller's turns. Raises `CallRefused`."""
         if not caller.viewer:
             return self._rollouts
         if self._chats is None:
@@ -425,7 +425,7 @@ class FrontStreams(Watcher):
         return self._chats
 
     def _opener(self, turn: AgentTurn) -> AgentRollouts | Chats:
-        """Who has opened the turn."""
+        """Return what has opened the turn."""
         if self._chats is not None and parse_turn(turn.id)[0] == CHATS:
             return self._chats
         return self._rollouts

@@ -252,7 +252,7 @@ def head(runs: list[SampledRun], tokens: int) -> list[SampledRun]:
 
 
 def behind(runs: list[SampledRun], kept: int) -> tuple[tuple[str, int], ...]:
-    """Who has sampled the tokens behind the first `kept`, and how many."""
+    """Return the workers that have sampled the tokens behind the first `kept`, and how many each."""
     at, found = 0, dict[str, int]()
     for run in runs:
         lost = min(run.tokens, at + run.tokens - kept)

@@ -1,4 +1,4 @@
-"""Who did what: one entry for each request that changes something, and for each that was not let."""
+"""The audit log: one entry for each request that changes something, and for each that was refused."""
 
 import sqlalchemy as sa
 

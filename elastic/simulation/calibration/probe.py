@@ -32,7 +32,7 @@ Observe = Callable[[int, int, str], None]
 
 
 class ProbeLoad(NamedTuple):
-    """So many prompts of so many tokens at once; `decodes` tells whether it is their decoding that is timed."""
+    """A number of prompts at once, of a number of tokens each; `decodes` says whether their decoding is timed."""
 
     batch: int
     prompt_tokens: int

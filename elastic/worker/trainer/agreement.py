@@ -38,7 +38,7 @@ class StepAgreement:
         self._sums: dict[str, _Sum] = {}
         self._untold: dict[str, _Sum] = {}
         self._disagree: frozenset[str] | None = None
-        """Who does over the whole first mini-batch, once that is complete."""
+        """The workers that disagree over the whole first mini-batch, once that is complete."""
 
     def updates(self) -> None:
         """Note that the trainer is about to change its weights: nothing in this step can be compared any more."""

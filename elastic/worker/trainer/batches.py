@@ -108,7 +108,7 @@ def advantages_of(trajectories: Sequence[TrajectoryData], settings: LossConfig) 
 
 
 def workers_of(trajectories: Sequence[TrajectoryData]) -> list[str]:
-    """Who sampled the policy's tokens in them."""
+    """Return the workers that sampled the policy's tokens in them."""
     return sorted({worker for trajectory in trajectories for worker, _ in trajectory.sampled.origins})
 
 

@@ -1,4 +1,4 @@
-"""Who asks, and a person's own keys: of one project each, never for more than their role in it."""
+"""The requester, and a person's own keys: of one project each, never for more than their role in it."""
 
 from typing import Annotated
 

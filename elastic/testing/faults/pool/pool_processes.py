@@ -362,7 +362,8 @@ class ModelJob:
         self.world.within(shell.settle)
 
     def _see_permits(self, shell: PoolShell, welcome: w.JobWelcome) -> None:
-        """Who works by a permit is let in with it, unless the pool has just taken it back from residents that died."""
+        """A job that works by a permit is let in with it, unless the pool has just taken it back from residents that
+        died."""
         told = {found.permit for found in welcome.permits}
         lost = self.granted in shell.cluster.permits and self.granted not in told
         if lost and not self.shape.script and self.world.loop.now_ns - self.bereft_ns > _ENDED_NS:

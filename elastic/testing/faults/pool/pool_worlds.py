@@ -439,7 +439,7 @@ class PoolWorld:
         raise WorldFailed("pool-shell", self.plan.seed, found)
 
     def see_alone(self, job: JobId, nodes: tuple[NodeId, ...]) -> None:
-        """Who begins to compute is alone on these nodes."""
+        """Check that a job that begins to compute is alone on these nodes."""
         for node in nodes:
             node_agent = self.node_agents[node]
             there = [

@@ -29,7 +29,7 @@ ADDRESS, PORT = "127.0.0.1", 39_998
 LOOK_S = 0.1
 START_S = 0.1, 1.0
 DEATHS_MAX = 1_000_000
-"""So many are no reason to give a run up: faults may come at any rate."""
+"""More deaths than any world has: their number ends no run, since faults may come at any rate."""
 
 
 class WorldHosts:

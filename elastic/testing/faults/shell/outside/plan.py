@@ -36,7 +36,7 @@ SPAN_S = 30.0
 
 
 class OutsidePlan(WorldPlan, frozen=True, kw_only=True):
-    """So many clients ask for turns at once, while so many directories are `offered`. With `lasting` each has a name of
+    """How many clients ask for turns at once, and how many directories are `offered`. With `lasting` each has a name of
     its own and is removed once it was answered; else they are written over each other. The journal forgets after
     `forget_mb`, and leases go back after `lull_s` without a request."""
 
