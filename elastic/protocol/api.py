@@ -300,7 +300,7 @@ class SubmissionExample(_Resource):
     """A submission that this server takes as it is; null where it has no base policy, and `says` how to make one."""
 
     object: Literal["submission_example"] = "submission_example"
-    submission: Submission | None
+    submission: dict[str, Any] | None = Field(examples=[{"config": _CONFIG, "providers": ["serving", "spot"]}])
     says: str = Field(examples=["frozenlake-base is a base policy of this server"])
 
 

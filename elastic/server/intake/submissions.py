@@ -203,7 +203,7 @@ def example(settings: ServerSettings) -> SubmissionExample:
         "model": {"checkpoint": name},
         "providers": {"spot": {"trace": "rlboost-a", "max_workers": 2}},
     }
-    submission = Submission.model_validate({"config": config, "providers": ["spot"]})
+    submission = {"config": config, "providers": ["spot"]}
     return SubmissionExample(submission=submission, says=f"base policies of this server: {', '.join(names)}")
 
 
