@@ -61,12 +61,13 @@ def run_worker(
         _log_pace()
     if trainer_run_dir is None:
         leave_process(run_loop(run_agent(ticket)))
+    _check_devices(counted=False)
     _load(lambda: import_module("elastic.worker.trainer_host"))
     from elastic.compose.runs import load_run_config
     from elastic.worker.device_permit import DevicePermit, node_agent_socket
     from elastic.worker.trainer_host import run_trainer_host
 
-    _check_devices()
+    _check_devices(counted=True)
     config, permit = load_run_config(trainer_run_dir), DevicePermit(node_agent_socket())
     leave_process(run_loop(run_trainer_host(ticket, config, trainer_run_dir, resume, permit)))
 
@@ -116,8 +117,9 @@ def run_pool_resident() -> NoReturn:
             f"elastic pool-resident: {NODE_AGENT_VARIABLE} not set, which a pool's node agent hands to residents"
         )
     _log_pace()
+    _check_devices(counted=False)
     _load(_load_resident)
-    _check_devices()
+    _check_devices(counted=True)
     from elastic.worker.agent import leave_process, on_termination
     from elastic.worker.rollout_resident import RolloutResident
 
@@ -261,14 +263,19 @@ def _load(work: Callable[[], object]) -> None:
     quietly(work)
 
 
-def _check_devices() -> None:
-    """End a resident that sees other devices than its node has. Nothing is taken of a device yet."""
-    if named_devices():
+def _check_devices(*, counted: bool) -> None:
+    """End a process that sees other devices than its node has: as its environment says, which is known before anything
+    heavy is imported, or also counted. Nothing is taken of a device yet."""
+    if not named_devices():
+        return
+    gpus = None
+    if counted:
         import torch
 
-        if differs := mismatch(os.environ, torch.cuda.device_count()):
-            log.error("the process sees other devices than its node has", what=differs)
-            raise SystemExit(UNFIT_STATUS)
+        gpus = torch.cuda.device_count()
+    if differs := mismatch(os.environ, gpus):
+        log.error("the process sees other devices than its node has", what=differs)
+        raise SystemExit(UNFIT_STATUS)
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:

@@ -550,7 +550,7 @@ def _believe_everybody(run: RunState, worker: str, epoch: int) -> object:
 
 
 BREAKAGES: list[tuple[type[Any], str, object]] = [
-    (RunState, "hear", _believe_everybody),
+    (RunState, "heard_from", _believe_everybody),
     (TurnManager, "_fits", lambda manager, turn, chunk: True),
     (TurnManager, "take_away", _nothing),
     (TurnManager, "_expect_handover", _nothing),
@@ -578,7 +578,7 @@ BREAKAGES: list[tuple[type[Any], str, object]] = [
 NEVER_END = ("rest", "take_outcomes")
 """Broken so, a world shows it only by going on for hours of its time."""
 FIRST_SEEDS = {
-    "hear": 4,
+    "heard_from": 4,
     "_token_due": 22,
     "_score_due": 15,
     "take_away": 4,
