@@ -225,6 +225,11 @@ class PoolSection(_PoolPart):
         found = sorted({one.ray.address for one in self.rollout if one.ray is not None})
         if len(found) > 1:
             raise ValueError(f"pool.rollout.ray.address: found {', '.join(found)}; allowed: one Ray cluster for a pool")
+        if found and self.devices in ("auto", "all"):
+            raise ValueError(
+                f"pool.devices: found '{self.devices}'; allowed with kind 'ray', which is asked for them: 'cuda', "
+                "'rocm', 'cpu'"
+            )
         return self
 
     @model_validator(mode="after")

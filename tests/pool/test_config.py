@@ -105,3 +105,5 @@ def test_kinds_of_one_pool_are_of_one_ray_cluster() -> None:
     section = {"rollout": [kind("one", "ray://a:1"), kind("two", "ray://b:1")], "train": NODES}
     with pytest.raises(ConfigError, match=r"found ray://a:1, ray://b:1; allowed: one Ray cluster for a pool"):
         validate(PoolConfig, {"pool": section}, "pool.toml")
+    with pytest.raises(ConfigError, match=r"pool.devices: found 'auto'; allowed with kind 'ray', .*: 'cuda', 'rocm'"):
+        validate(PoolConfig, {"pool": {"rollout": kind("one", "ray://a:1"), "train": NODES}}, "pool.toml")

@@ -48,6 +48,7 @@ class Pool:
         spot: Path | None = None,
         kind: str = "local",
         ray: Mapping[str, Any] | None = None,
+        devices: str = "cpu",
         **limits: float,
     ) -> None:
         nodes = {"usd_per_gpu_hour": 1.0, "memory_gb": 8}
@@ -59,7 +60,7 @@ class Pool:
                     "directory": str(tmp_path),
                     "host": host,
                     "advertise": "127.0.0.1",
-                    "devices": "cpu",
+                    "devices": devices,
                     "rollout": {**nodes, "nodes": 2, **market},
                     "train": {**nodes, "nodes": 1},
                 },
@@ -147,9 +148,10 @@ async def running(
     spot: Path | None = None,
     kind: str = "local",
     ray: Mapping[str, Any] | None = None,
+    devices: str = "cpu",
     **limits: float,
 ) -> AsyncIterator[Pool]:
-    pool = Pool(tmp_path, host, spot, kind, ray, **limits)
+    pool = Pool(tmp_path, host, spot, kind, ray, devices, **limits)
     pool.start()
     try:
         await pool.until(

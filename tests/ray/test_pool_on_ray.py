@@ -4,6 +4,9 @@ Its process is killed, a machine is lost and comes back, a node is drained and a
 of it is left at Ray.
 """
 
+import asyncio
+import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -15,6 +18,7 @@ import psutil
 import pytest
 
 from providers.ray_connection import ray
+from tests.pool.test_devices import NVIDIA, stand_in
 from tests.pool.test_joined_nodes import goes_on, up
 from tests.pool.test_pool_process import Pool, running
 from tests.ray.conftest import STORE_BYTES, ray_cluster
@@ -59,13 +63,30 @@ def waits(status: Mapping[str, Any]) -> list[str]:
     return [words for words in status["asked_for"].values() if "it waits for room in the Ray cluster" in words]
 
 
+def shipped(directory: Path) -> int:
+    """How many node agents find the package that the pool has Ray ship, elsewhere than where the pool has it."""
+    found = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            command = process.cmdline()
+            if "join" in command and any(str(directory / "nodes") in word for word in command):
+                places = process.environ()["PYTHONPATH"].split(":")
+                found += any((Path(place) / "shipped").is_dir() for place in places if place != str(directory))
+    return found
+
+
 async def until_up(pool: Pool, *nodes: str) -> None:
     await pool.until(up(*nodes), f"{nodes} are not up", PATIENCE_S)
 
 
 async def test_nodes_come_from_the_cluster_and_go_back_to_it(tmp_path: Path, cluster: Any) -> None:
-    async with running(tmp_path, silence_s=30.0, **asked_of(cluster, tmp_path / "nodes")) as pool:
+    (tmp_path / "shipped").mkdir()
+    (tmp_path / "shipped" / "__init__.py").touch()
+    asked = asked_of(cluster, tmp_path / "nodes")
+    asked["ray"]["runtime_env"] = {"py_modules": [str(tmp_path / "shipped")]}
+    async with running(tmp_path, silence_s=30.0, **asked) as pool:
         await until_up(pool, *NODES)
+        assert shipped(tmp_path) == len(NODES)
         (first,) = [node for node in (await pool.status())["nodes"] if node["name"] == "rollout-1"]
         assert first["devices"] == ["cpu:0@rollout-1"]
         assert first["machine"]["label"] == f"the Ray cluster at {cluster.client_address}"
@@ -105,6 +126,26 @@ async def test_what_a_cluster_has_not_is_said(tmp_path: Path, cluster: Any) -> N
     async with running(tmp_path / "lacking", **asked) as pool:
         await pool.until(lambda status: len(waits(status)) == 2, "they do not wait", PATIENCE_S)
         assert "unobtainium 3, and none of its nodes has as much: they have" in waits(await pool.status())[0]
+
+
+async def test_what_a_node_lacks_that_ray_has_promised_is_said(
+    tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=STORE_BYTES)
+    asked = asked_of(cluster, tmp_path / "nodes")
+    del asked["ray"]["resources"]
+    stand_in(tmp_path, "nvidia-smi", NVIDIA)
+    (tmp_path / "lacking").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")  # For the pool's process alone.
+    pool = Pool(tmp_path / "lacking", devices="cuda", **asked)
+    pool.start()
+    lacks = "a node of pool lab has 1 devices (cuda); found 0 here: none"
+    try:
+        await pool.until(lambda status: lacks in str(status["asked_for"]), "it is not said", PATIENCE_S)
+    finally:
+        await pool.control.stop(now=True)
+        assert pool.process is not None
+        await asyncio.to_thread(pool.process.wait, PATIENCE_S)
 
 
 def test_a_pool_does_not_begin_without_its_cluster(tmp_path: Path) -> None:
