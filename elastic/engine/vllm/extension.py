@@ -203,6 +203,9 @@ class Extension:
     def elastic_prepare(self) -> None:
         from elastic.engine.vllm.sampling import install
 
+        if self.device.type == "cpu" and torch.cpu._is_amx_tile_supported():
+            # Linux allows AMX's tiles to processes that ask for them. vLLM's attention does not, and dies by SIGILL.
+            torch.cpu._init_amx()
         self.elastic_weights = RankWeights(self)
         install(self.model_runner.sampler)
 
