@@ -9,7 +9,6 @@ mean over steps and runs; `ordering_holds` says whether each is no slower than t
 error. `--quick` has the first and the last arm only.
 """
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -78,8 +77,7 @@ async def rollout_s(directory: Path, arm: str, seed: int, scale: BalancingScale)
 
 async def measure(arguments: Arguments) -> Figures:
     scale = QUICK if arguments.quick else FULL
-    with tempfile.TemporaryDirectory() as name:
-        measured = await in_turn(scale.arms, scale.seeds, lambda arm, seed: rollout_s(Path(name), arm, seed, scale))
+    measured = await in_turn(scale.arms, scale.seeds, lambda arm, seed: rollout_s(arguments.scratch, arm, seed, scale))
     found = {arm: [time_s for run in runs for time_s in run] for arm, runs in measured.items()}
     return {
         "rollout_s": {arm: mean(found[arm]) if arm in found else None for arm in ARMS},

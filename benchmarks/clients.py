@@ -17,7 +17,6 @@ import math
 import os
 import re
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -303,8 +302,7 @@ def main(arguments: Arguments) -> Figures:
     there = [name for name in chosen if name not in missing]
     found: Figures = {}
     if there:
-        with tempfile.TemporaryDirectory() as directory:
-            found = measure(there, QUICK if arguments.quick else FULL, Path(directory))
+        found = measure(there, QUICK if arguments.quick else FULL, arguments.scratch)
     skipped = {name: {"calls": None, "passed": None, "skipped_because": why} for name, why in missing.items()}
     return {name: {**found, **skipped}[name] for name in chosen}
 

@@ -19,7 +19,6 @@ token ids in its frames and the state saved beside its last checkpoint, as a liv
 import gc
 import itertools
 import random
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -143,11 +142,10 @@ def main(arguments: Arguments) -> Figures:
     if arguments.quick:
         steps = QUICK_STEPS
         victims = ["orchestrator", "both", "orchestrator"] if arguments.gpus == 1 else ["rank"]
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        figures = crash(directory, steps, deque(victims[: arguments.kills]), rng, trainer)
-        if not arguments.quick:
-            long_s = long_resume_s(directory, LONG_STEPS, LONG_EVENTS)
+    directory = arguments.scratch
+    figures = crash(directory, steps, deque(victims[: arguments.kills]), rng, trainer)
+    if not arguments.quick:
+        long_s = long_resume_s(directory, LONG_STEPS, LONG_EVENTS)
     return {**figures, "long_resume_s": long_s}
 
 

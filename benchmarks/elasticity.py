@@ -8,7 +8,6 @@ without providers, same seed, and compares the time of a step.
 """
 
 import statistics
-import tempfile
 from pathlib import Path
 
 from benchmarks._common import Arguments, Figures, benchmark
@@ -65,16 +64,15 @@ def against_reserved(directory: Path, steps: int) -> Figures:
 def main(arguments: Arguments) -> Figures:
     prepare()
     steps, groups = (2, 8) if arguments.quick else (6, 24)
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        measured = WORKERS[::2] if arguments.quick else WORKERS
-        by_workers = {n: rollout(directory, n, steps, groups) for n in measured}
-        nothing = {"tokens_per_s": None, "cpu_use": None}
-        return {
-            "rollout_tokens_per_s": {str(n): by_workers.get(n, nothing)["tokens_per_s"] for n in WORKERS},
-            "cpu_use": {str(n): by_workers.get(n, nothing)["cpu_use"] for n in WORKERS},
-            "against_reserved": None if arguments.quick else against_reserved(directory, 20),
-        }
+    directory = arguments.scratch
+    measured = WORKERS[::2] if arguments.quick else WORKERS
+    by_workers = {n: rollout(directory, n, steps, groups) for n in measured}
+    nothing = {"tokens_per_s": None, "cpu_use": None}
+    return {
+        "rollout_tokens_per_s": {str(n): by_workers.get(n, nothing)["tokens_per_s"] for n in WORKERS},
+        "cpu_use": {str(n): by_workers.get(n, nothing)["cpu_use"] for n in WORKERS},
+        "against_reserved": None if arguments.quick else against_reserved(directory, 20),
+    }
 
 
 if __name__ == "__main__":

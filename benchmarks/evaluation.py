@@ -16,7 +16,6 @@ one is killed with `kill -9` in the middle of an evaluation and taken up.
   it says that anything went wrong.
 """
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -145,21 +144,20 @@ def _trained_tokens_per_s(history: History) -> float:
 
 def main(arguments: Arguments) -> Figures:
     prepare()
-    with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch)
-        alone = ended(begin(place / "alone"))
-        calm = ended(begin(place / "calm", *EVALUATED))
-        others, found = [calm], rewards(calm)
-        if not arguments.quick:
-            others.append(killed(place / "killed"))
-        return {
-            "disturbance": sum(not same_weights(alone, other) for other in others),
-            "seconds_per_1000_samples": seconds_per_1000_samples(calm),
-            "capacity_share": capacity_share(place / "simulated"),
-            "paired_interval": paired_interval(found),
-            "resumed_equal": None if arguments.quick else rewards(others[-1]) == found,
-            **measured(map(RunDirectory, [alone, *others])),
-        }
+    place = arguments.scratch
+    alone = ended(begin(place / "alone"))
+    calm = ended(begin(place / "calm", *EVALUATED))
+    others, found = [calm], rewards(calm)
+    if not arguments.quick:
+        others.append(killed(place / "killed"))
+    return {
+        "disturbance": sum(not same_weights(alone, other) for other in others),
+        "seconds_per_1000_samples": seconds_per_1000_samples(calm),
+        "capacity_share": capacity_share(place / "simulated"),
+        "paired_interval": paired_interval(found),
+        "resumed_equal": None if arguments.quick else rewards(others[-1]) == found,
+        **measured(map(RunDirectory, [alone, *others])),
+    }
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ overhead; and for tokens by provider the sum of the differences over all tokens.
 """
 
 import statistics
-import tempfile
 from pathlib import Path
 
 from benchmarks._common import Arguments, Figures, benchmark
@@ -79,25 +78,24 @@ def main(arguments: Arguments) -> Figures:
     prepare()
     steps = QUICK_STEPS if arguments.quick else STEPS
     seeds = SEEDS[:1] if arguments.quick else SEEDS
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        profile = directory / "machine.toml"
-        calibration, _ = run(directory, PROVIDERS, [f"run.steps={steps}", *SLOWED], CALIBRATION_SEED)
-        profile_run(calibration, profile)
-        rows: list[Figures] = []
-        for seed in seeds:
-            live_dir, live = run(directory, PROVIDERS, [f"run.steps={steps}", *SLOWED], seed)
-            model = simulated(directory, live_dir, seed, steps, profile)
-            rows.append(
-                {
-                    "seed": seed,
-                    **compare(live, model),
-                    "live": _shown(live),
-                    "simulated": _shown(model),
-                    "cpu_saturated_share": live["cpu_saturated_share"],
-                }
-            )
-        boot_s = load_profile(str(profile)).boot_s
+    directory = arguments.scratch
+    profile = directory / "machine.toml"
+    calibration, _ = run(directory, PROVIDERS, [f"run.steps={steps}", *SLOWED], CALIBRATION_SEED)
+    profile_run(calibration, profile)
+    rows: list[Figures] = []
+    for seed in seeds:
+        live_dir, live = run(directory, PROVIDERS, [f"run.steps={steps}", *SLOWED], seed)
+        model = simulated(directory, live_dir, seed, steps, profile)
+        rows.append(
+            {
+                "seed": seed,
+                **compare(live, model),
+                "live": _shown(live),
+                "simulated": _shown(model),
+                "cpu_saturated_share": live["cpu_saturated_share"],
+            }
+        )
+    boot_s = load_profile(str(profile)).boot_s
     worst = {key: max(row[key] for row in rows) for key in KEYS}
     return worst | {"steps": steps, "boot_s": boot_s, "seeds": rows}
 

@@ -11,7 +11,6 @@ the answer), trajectories and sessions that are not there (404), that are over o
 """
 
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -74,8 +73,7 @@ def _shows(key: str) -> dict[str, str]:
 def main(arguments: Arguments) -> Figures:
     if not FUZZER.exists():
         return {"skipped_because": WITHOUT}
-    with tempfile.TemporaryDirectory() as name:
-        return play(Path(name), arguments.seed, quick=arguments.quick)
+    return play(arguments.scratch, arguments.seed, quick=arguments.quick)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ fixed length, so that steps are alike. `--quick` tries midway only.
 """
 
 import asyncio
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -87,8 +86,7 @@ async def rounds(directory: Path, arm: str, seed: int, scale: MigrationScale) ->
 
 async def measure(arguments: Arguments) -> Figures:
     scale = QUICK if arguments.quick else FULL
-    with tempfile.TemporaryDirectory() as name:
-        found = await in_turn(ARMS, scale.seeds, lambda arm, seed: rounds(Path(name), arm, seed, scale))
+    found = await in_turn(ARMS, scale.seeds, lambda arm, seed: rounds(arguments.scratch, arm, seed, scale))
     played = {moment: {arm: [run[moment] for run in runs] for arm, runs in found.items()} for moment in scale.moments}
     costs_s = {
         moment: {arm: [run.disturbed_s - run.calm_s for run in runs] for arm, runs in arms.items()}

@@ -17,7 +17,6 @@ import json
 import random
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -253,8 +252,7 @@ def checked(run: RunDirectory, calls: Sequence[MadeCall]) -> dict[str, int]:
 
 
 def main(arguments: Arguments) -> Figures:
-    with tempfile.TemporaryDirectory() as name:
-        return play(Path(name), QUICK if arguments.quick else FULL)
+    return play(arguments.scratch, QUICK if arguments.quick else FULL)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ run whose workers are killed every few seconds with that of an undisturbed run o
 
 import math
 import statistics
-import tempfile
 import time
 from functools import partial
 from operator import add
@@ -106,30 +105,29 @@ def held_out(run_dir: Path) -> tuple[HeldOut, HeldOut]:
 def main(arguments: Arguments) -> Figures:
     began_s = time.monotonic()
     prepare()
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        share, verdict, summary = identical_share(directory, SEEDS[0])
-        verdicts, summaries, wall_s = [verdict], [summary], [summary["wall_s"]]
-        evaluations: list[tuple[HeldOut, HeldOut]] = []
-        by_seed: list[Figures] = []
-        if not arguments.quick:
-            wall_s = []
-            for seed in SEEDS:
-                run_dir, summary = run(directory, "serving,spot", [], seed)
-                verdicts.append(verdict := check_run(RunDirectory(run_dir)))
-                summaries.append(summary)
-                evaluations.append(scores := held_out(run_dir))
-                wall_s.append(summary["wall_s"])
-                by_seed.append(
-                    {
-                        "seed": seed,
-                        "preemptions": verdict.kills_under_turns,
-                        "success_before": scores[0].success,
-                        "success_after": scores[1].success,
-                        "wall_s": summary["wall_s"],
-                        "usd": summary["total"]["usd"],
-                    }
-                )
+    directory = arguments.scratch
+    share, verdict, summary = identical_share(directory, SEEDS[0])
+    verdicts, summaries, wall_s = [verdict], [summary], [summary["wall_s"]]
+    evaluations: list[tuple[HeldOut, HeldOut]] = []
+    by_seed: list[Figures] = []
+    if not arguments.quick:
+        wall_s = []
+        for seed in SEEDS:
+            run_dir, summary = run(directory, "serving,spot", [], seed)
+            verdicts.append(verdict := check_run(RunDirectory(run_dir)))
+            summaries.append(summary)
+            evaluations.append(scores := held_out(run_dir))
+            wall_s.append(summary["wall_s"])
+            by_seed.append(
+                {
+                    "seed": seed,
+                    "preemptions": verdict.kills_under_turns,
+                    "success_before": scores[0].success,
+                    "success_after": scores[1].success,
+                    "wall_s": summary["wall_s"],
+                    "usd": summary["total"]["usd"],
+                }
+            )
     full = verdicts[1:] or verdicts
     before = [one.success for one, _ in evaluations]
     after = [other.success for _, other in evaluations]

@@ -7,7 +7,6 @@ first loss on; all see the same turns. `ordering_holds` says whether adaptive â‰
 error. `--quick` has three workers, one loss, and leaves `no_memory` out: memory tells only when a capacity returns.
 """
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -78,8 +77,9 @@ async def tokens_per_s(directory: Path, arm: str, seed: int, scale: SeedingScale
 
 async def measure(arguments: Arguments) -> Figures:
     scale = QUICK if arguments.quick else FULL
-    with tempfile.TemporaryDirectory() as name:
-        measured = await in_turn(scale.arms, scale.seeds, lambda arm, seed: tokens_per_s(Path(name), arm, seed, scale))
+    measured = await in_turn(
+        scale.arms, scale.seeds, lambda arm, seed: tokens_per_s(arguments.scratch, arm, seed, scale)
+    )
     found = {arm: [throughput for throughput, _ in runs] for arm, runs in measured.items()}
     return {
         "throughput": {arm: mean(found[arm]) if arm in found else None for arm in ARMS},

@@ -26,7 +26,6 @@ import resource
 import secrets
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -301,8 +300,7 @@ def crowd_rounds(names: Iterable[str], quick: bool) -> list[list[str]]:
 
 def main(arguments: Arguments) -> Figures:
     raise_descriptor_limit()
-    with tempfile.TemporaryDirectory() as directory:
-        figures = asyncio.run(measure(arguments.quick, Path(directory)))
+    figures = asyncio.run(measure(arguments.quick, arguments.scratch))
     return figures | {"tls_evictions": tls_evictions(QUICK_S if arguments.quick else 10.0)}
 
 
