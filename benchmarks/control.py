@@ -1,11 +1,11 @@
 """The control API under load: reads at a rate that does not wait for answers, streams, and many runs in the store.
 
-For each database a server of its own, and its runner. `RUNS` runs are in the store, one of them with a long history;
-`SSE_CLIENTS` streams over one shared client follow the events of the jobs that go on, and `PAGES` browsers have the
-server's pages open, each with its stream of changes. Reads come at `READS_PER_S`: mostly single runs and pages of them,
-some of what is in journals (trajectories, workers, metrics, a report) and of what those browsers ask for. The load
-comes from a process of its own, and each read counts from the moment at which it was due: what a slow answer holds up
-counts as slow, too.
+For each database a server of its own, and its runner. `RUNS` runs (a tenth with `--quick`) are in the store, one of
+them with a long history; `SSE_CLIENTS` streams over one shared client follow the events of the jobs that go on, and
+`PAGES` browsers have the server's pages open, each with its stream of changes. Reads come at `READS_PER_S`: mostly
+single runs and pages of them, some of what is in journals (trajectories, workers, metrics, a report) and of what those
+browsers ask for. The load comes from a process of its own, and each read counts from the moment at which it was due:
+what a slow answer holds up counts as slow, too.
 
 - `p50_ms`, `p99_ms`: until a read is answered whole; `late_ms_p99` of that is the load's own, from due to sent.
 - `event_delay_ms_p99`: from the moment at which a job made an event until a client has read it.
@@ -53,7 +53,7 @@ from elastic.server.store.tables import runs as table
 from elastic.testing.rows import run_status, step_record, trajectory_row
 from tests.server.postgres import cluster, skipped_without_postgresql
 
-RUNS = 10_000
+RUNS, RUNS_QUICK = 10_000, 1_000
 SSE_CLIENTS = 200
 PAGES = 50
 JOBS = 10
@@ -106,22 +106,22 @@ decode = msgspec.json.Decoder(ToldEvent).decode
 
 
 def main(arguments: Arguments) -> Figures:
-    load_s = LOAD_QUICK_S if arguments.quick else LOAD_S
-    figures: Figures = {"sqlite": measure("", load_s)}
+    load_s, count = (LOAD_QUICK_S, RUNS_QUICK) if arguments.quick else (LOAD_S, RUNS)
+    figures: Figures = {"sqlite": measure("", load_s, count)}
     if skipped := skipped_without_postgresql():
         figures["postgresql"] = {"skipped_because": skipped}
     else:
         with cluster() as servers:
-            figures["postgresql"] = measure(servers.new_database(), load_s)
+            figures["postgresql"] = measure(servers.new_database(), load_s, count)
     return figures
 
 
-def measure(database: str, load_s: float) -> Figures:
+def measure(database: str, load_s: float, count: int) -> Figures:
     outlasts_s = 4 * UP_S + 2 * load_s
     with HostedSite.up(outlasts_s, outlasts_s, EVERY_S, database) as site:
-        long_run = fill(site)
+        long_run = fill(site, count)
         with sync_client(site.url, by_proxy=False, base_url=site.url, headers=_headers(site), timeout=UP_S) as client:
-            jobs = [_begun(client) for _ in range(JOBS)]
+            jobs = _begun(client)
             new_key = {"name": "viewer", "role": "viewer", "server_wide": True}
             viewer = client.post("/v1/keys", json=new_key).raise_for_status().json()["secret"]
             measured = run_loop(load(site, jobs, long_run, load_s, viewer))
@@ -149,14 +149,14 @@ def measure(database: str, load_s: float) -> Figures:
     }
 
 
-def fill(site: HostedSite) -> str:
-    """Put runs that are over into the store, one of them with a long history: its id."""
+def fill(site: HostedSite, count: int) -> str:
+    """Put so many runs that are over into the store, one of them with a long history: its id."""
     store, config = open_store(site.settings), validate(Config, CONFIG, "a job")
     long_run = ""
     with store.writing() as tx:
         project = people.project(tx, people.DEFAULT_PROJECT)
         assert project is not None
-        for number in range(RUNS):
+        for number in range(count):
             labels = {"n": str(number)}
             old = runs.NewRun(project=project["id"], name="old", config=config, providers=["spot"], labels=labels)
             long_run = runs.insert(tx, old, "nobody", []).id
@@ -231,11 +231,17 @@ def _headers(site: HostedSite) -> dict[str, str]:
     return {"authorization": f"Bearer {site.secret}"}
 
 
-def _begun(client: httpx.Client) -> str:
-    """A job that goes on."""
-    run = client.post("/v1/runs", json={"config": CONFIG, "providers": ["spot"]}).raise_for_status().json()["id"]
-    until("a job under way", lambda: client.get(f"/v1/runs/{run}").json()["phase"] != RunPhase.PENDING, UP_S)
-    return run
+def _begun(client: httpx.Client) -> list[str]:
+    """Jobs that go on."""
+    submission = {"config": CONFIG, "providers": ["spot"]}
+    jobs = [client.post("/v1/runs", json=submission).raise_for_status().json()["id"] for _ in range(JOBS)]
+    for job in jobs:
+        until("a job under way", partial(_is_under_way, client, job), UP_S)
+    return jobs
+
+
+def _is_under_way(client: httpx.Client, job: str) -> bool:
+    return client.get(f"/v1/runs/{job}").json()["phase"] != RunPhase.PENDING
 
 
 def _listed(client: httpx.Client) -> Iterator[dict[str, Any]]:
