@@ -12,6 +12,7 @@ again. Needs the environment of `make test-ray`.
 
 import random
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
@@ -19,7 +20,6 @@ from typing import Any
 
 from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._pools import JOBS, LivePool, left_over, live_pool, started_pool, write_pool
-from benchmarks._proof import check_run, same_episode, same_weights
 from benchmarks._ray_nodes import RayNodes, ray_nodes, why_not
 from benchmarks._runs import elastic
 from benchmarks._shapes import write_policy
@@ -36,6 +36,7 @@ from benchmarks.jobs_live import (
     seen,
 )
 from elastic.runtime.journal import RunDirectory
+from tests.proof import check_run, same_episode, same_weights
 
 SEED = 1
 FULL_ROUNDS, QUICK_ROUNDS = 3, 1
@@ -62,7 +63,7 @@ def on_ray(directory: Path, jobs: Jobs, rounds: int, nodes: RayNodes) -> tuple[A
         up = await_nodes(pool, frozenset())
         began_s = time.monotonic()
         submitted = jobs.submit(pool, jobs.names, directory / "runs")
-        pool.wait(lambda found: all(job["state"] == "running" or job["over"] for job in found), ARM_WITHIN_S)
+        pool.until("all jobs", lambda now: all(j["state"] == "running" or j["over"] for j in now["jobs"]), ARM_WITHIN_S)
         while len(replaced_s) < rounds and not all(job["over"] for job in pool.jobs()):
             nodes.restart_head()
             nodes.kill(rng.choice(nodes.with_words(files)))
@@ -83,20 +84,13 @@ def each_alone(directory: Path, jobs: Jobs) -> ArmSeen:
 
 def await_nodes(pool: LivePool, before: frozenset[int]) -> frozenset[int]:
     """Wait until the pool has all its rollout nodes, and others than `before`; returns their node agents' processes."""
-    until_s = time.monotonic() + NODES_WITHIN_S
-    while True:
-        status = pool.status()
-        found = frozenset(_up(status))
-        if len(found) == ROLLOUT_NODES and found != before:
-            return found
-        if time.monotonic() > until_s:
-            raise TimeoutError(f"after {NODES_WITHIN_S:g} s: {status['asked_for']}")
-        time.sleep(0.2)
+    complete: Callable[[dict[str, Any]], bool] = lambda now: len(_up(now)) == ROLLOUT_NODES and _up(now) != before  # noqa: E731
+    return _up(pool.until("all rollout nodes", complete, NODES_WITHIN_S))
 
 
-def _up(status: dict[str, Any]) -> list[int]:
+def _up(status: dict[str, Any]) -> frozenset[int]:
     agents = [node["node_agent"] for node in status["nodes"] if node["phase"] == "rollout"]
-    return [agent["pid"] for agent in agents if agent["up"]]
+    return frozenset(agent["pid"] for agent in agents if agent["up"])
 
 
 def main(arguments: Arguments) -> Figures:
