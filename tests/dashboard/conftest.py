@@ -17,6 +17,8 @@ from tests.server.conftest import Site, make_site, submission
 __all__ = ["submission"]
 sync_api = pytest.importorskip("playwright.sync_api", reason="`make test-dashboard` brings Playwright")
 CHROMIUM = shutil.which("chromium")
+HANGS_S = 120.0
+"""After so long something waits for what will not come, however slow the machine is."""
 
 
 class Served:
@@ -43,14 +45,14 @@ class Served:
 
         thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
         thread.start()
-        assert up.wait(30)
+        assert up.wait(HANGS_S)
         self._over = loop, over, thread
 
     def down(self) -> None:
         if self._over is not None:
             loop, over, thread = self._over
             loop.call_soon_threadsafe(over.set)
-            thread.join(30)
+            thread.join(HANGS_S)
             loop.close()
             self._over = None
 
@@ -75,13 +77,20 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
+def opened(browser: Any, **settings: Any) -> Any:
+    """A fresh profile, whose pages wait as long as it takes."""
+    context = browser.new_context(viewport={"width": 1200, "height": 900}, **settings)
+    context.set_default_timeout(1e3 * HANGS_S)
+    return context
+
+
 AXE = Path(__file__).parents[2] / ".cache/dashboard/axe.min.js"
 
 
 @pytest.fixture(params=["light", "dark"])
 def audited(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A tab into which axe-core may come; its `violations` are what is found of the page as it is."""
-    context = browser.new_context(viewport={"width": 1200, "height": 900}, bypass_csp=True, color_scheme=request.param)
+    context = opened(browser, bypass_csp=True, color_scheme=request.param)
     page = context.new_page()
     yield page
     context.close()
@@ -103,7 +112,7 @@ def faults() -> list[str]:
 @pytest.fixture
 def tab(browser: Any, faults: list[str]) -> Iterator[Any]:
     """A tab of a fresh profile, whose faults fail the test."""
-    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    context = opened(browser)
     page = context.new_page()
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda message: faults.append(message.text) if "Content Security" in message.text else None)

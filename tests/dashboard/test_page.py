@@ -52,6 +52,19 @@ def stop(tab: Any) -> None:
     tab.wait_for_selector("dialog", state="detached")
 
 
+@pytest.fixture
+def chat(served: Served, submission: Submission) -> str:
+    """A run of conversations, with what was said in them."""
+    body = submission()
+    body["config"]["front"] = {"tool_parser": "hermes"}
+    made = submitted(served, body)
+    chats = ChatRun(served.site.settings.run_dir(made), served.site.settings.models[0] / "policy")
+    chats.small()
+    chats.close()
+    seen(served, made, RunPhase.RUNNING, step=3)
+    return made
+
+
 def sign_in(tab: Any, served: Served, role: AccessRole = AccessRole.RUNNER, at: str = "/") -> None:
     tab.goto(served.url + at)
     tab.fill("#key", served.site.key("ours", role))
@@ -196,15 +209,8 @@ def test_evaluations_are_drawn_by_version(tab: Any, served: Served, submission: 
     tab.screenshot(path=str(tmp_path / "evaluations.png"), full_page=True)
 
 
-def test_trajectories_are_found_and_read(tab: Any, served: Served, submission: Submission, tmp_path: Path) -> None:
-    body = submission()
-    body["config"]["front"] = {"tool_parser": "hermes"}
-    run = submitted(served, body)
-    chats = ChatRun(served.site.settings.run_dir(run), served.site.settings.models[0] / "policy")
-    chats.small()
-    chats.close()
-    seen(served, run, RunPhase.RUNNING, step=3)
-    sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{run}/trajectories")
+def test_trajectories_are_found_and_read(tab: Any, served: Served, chat: str, tmp_path: Path) -> None:
+    sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{chat}/trajectories")
     rows = tab.locator("#trajectories tbody tr")
     rows.nth(15).wait_for()
     tab.check("#failed")
@@ -240,7 +246,7 @@ def test_trajectories_are_found_and_read(tab: Any, served: Served, submission: S
     assert "log-probability" in token.get_attribute("title")
     tab.screenshot(path=str(tmp_path / "trajectory.png"), full_page=True)
     for name in ("2/1/1", "2/1/2", "2/1/3"):
-        tab.goto(f"{served.url}/#/runs/{run}/trajectories/{name}")
+        tab.goto(f"{served.url}/#/runs/{chat}/trajectories/{name}")
         tab.wait_for_selector(f"text=Trajectory {name}")
         tab.wait_for_selector(".message.policy")
         for button in tab.locator(".message button").all():

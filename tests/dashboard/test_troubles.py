@@ -6,19 +6,22 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from elastic.protocol.api import AccessRole, ProviderFigures, RunPhase
 from elastic.server.store.tables import runs, sessions
 from tests.dashboard.conftest import Served
-from tests.dashboard.test_page import seen, sign_in, submitted
+from tests.dashboard.test_page import chat, seen, sign_in, submitted
+from tests.dashboard.test_teams import PLACES, job
 from tests.dashboard.test_views import PARTS, places, run, settled
 from tests.server.conftest import Submission
 from tests.server.written_runs import write_run
 
-__all__ = ["run"]
+__all__ = ["chat", "job", "run"]
 pytestmark = pytest.mark.dashboard
+NAMED = ("labels", "differences", "providers", "caps", "rewards", "metrics", "trainer", "config", "gpus")
+"""Fields whose own fields are called as somebody likes."""
 MEANS_SOMETHING = ("object", "actions", "csrf_token", "version", "role", "type", "url")
 """Fields whose values the page goes by: those of its own server."""
 HOSTILE = (
@@ -146,7 +149,8 @@ def test_a_provider_of_a_plug_in_and_a_reward_below_zero(tab: Any, served: Serve
 def mutated(value: Any, texts: list[str], field: str = "") -> Any:
     """An answer with each of its texts in the place of another."""
     if isinstance(value, dict):
-        return {key: mutated(inner, texts, key) for key, inner in value.items()}
+        named = (lambda key: texts[len(key) % len(texts)] + key) if field in NAMED else str
+        return {named(key): mutated(inner, texts, key) for key, inner in value.items()}
     if isinstance(value, list):
         return [mutated(inner, texts, field) for inner in value]
     if isinstance(value, str) and field not in MEANS_SOMETHING:
@@ -154,50 +158,91 @@ def mutated(value: Any, texts: list[str], field: str = "") -> Any:
     return value
 
 
-def test_texts_of_answers_never_become_markup(tab: Any, served: Served, run: str, faults: list[str]) -> None:
+def told_otherwise(content_type: str, body: str, texts: list[str]) -> str:
+    """An answer, or the events of a stream up to now, with other texts."""
+    if "json" in content_type:
+        return json.dumps(mutated(json.loads(body), texts))
+    lines = body.split("\n")
+    data = "data: "
+    return "\n".join(
+        data + json.dumps(mutated(json.loads(line[len(data) :]), texts)) if line.startswith(data) else line
+        for line in lines
+    )
+
+
+@pytest.mark.timeout(900)
+def test_texts_of_answers_never_become_markup(
+    tab: Any, served: Served, run: str, chat: str, job: str, faults: list[str]
+) -> None:
     """Whatever the server's answers say: every view shows it as text, and runs nothing of it."""
     texts: list[str] = ["x"]
 
     def answer(route: Any) -> None:
         found = route.fetch()
-        if "json" in found.headers.get("content-type", "") and found.ok:
-            route.fulfill(response=found, body=json.dumps(mutated(found.json(), texts)))
+        told = found.headers.get("content-type", "")
+        if found.status == 200 and ("json" in told or "event-stream" in told):
+            route.fulfill(response=found, body=told_otherwise(told, found.text(), texts))
         else:
             route.fulfill(response=found)
+
+    def holds(place: str) -> None:
+        assert tab.locator("img, body script, iframe, [onerror], main [style*=url]").count() == 0, place
+        assert tab.locator("a[href^=javascript]").count() == 0, place
+        assert not set(tab.locator("body").inner_text()) & set("\x1b\x00\x07\x9b\u202e\u2066"), place
+        assert tab.evaluate("document.title") != "ran", place
+        assert faults == [], place
 
     sign_in(tab, served, AccessRole.ADMIN)
     for place in (
         "/v1/runs*",
         "/v1/runs/**",
         "/v1/pools*",
+        "/v1/pools/**",
         "/v1/providers*",
+        "/v1/projects*",
         "/v1/projects/**",
         "/v1/keys*",
         "/v1/audit*",
     ):
         tab.route(f"**{place}", answer)
-    everywhere = [*places(run), "/#/pools", "/#/providers", "/#/projects"]
+    spoken = f"/#/runs/{chat}"
+    everywhere = [
+        *places(run),
+        *PLACES,
+        f"/#/submit/{run}",
+        f"{spoken}/trajectories",
+        f"{spoken}/trajectories/2/1/0",
+        f"{spoken}/beside/2/1/1,2/1/2",
+    ]
 
     @settings(
-        max_examples=40,
+        max_examples=1,
         deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
         database=None,
     )
-    @given(
-        st.lists(st.one_of(st.sampled_from(HOSTILE), st.text(max_size=30)), min_size=1, max_size=5),
-        st.sampled_from(everywhere),
-    )
-    def hold(said: list[str], place: str) -> None:
+    @given(st.lists(st.one_of(st.sampled_from(HOSTILE), st.text(max_size=30)), min_size=1, max_size=5))
+    @example(list(HOSTILE))
+    def hold(said: list[str]) -> None:
         texts[:] = said
         tab.goto(served.url + "/#/login/" + 64 * "0" + "/here")
-        tab.goto(served.url + place)
+        for place in everywhere:
+            tab.goto(served.url + place)
+            settled(tab)
+            holds(place)
+        tab.goto(f"{served.url}{spoken}/trajectories")
+        tab.fill("#said", "It is")
+        tab.press("#said", "Enter")
+        tab.wait_for_selector("#found mark", state="attached")
+        holds("what was found")
+        tab.goto(f"{served.url}/#/runs/{run}")
         settled(tab)
-        assert tab.locator("main img, main script, main iframe, main [onerror], main [style*=url]").count() == 0
-        assert tab.locator("main a[href^=javascript]").count() == 0
-        assert not set(tab.locator("main").inner_text()) & set("\x1b\x00\x07\x9b\u202e\u2066")
-        assert tab.evaluate("document.title") != "ran"
-        assert faults == []
+        for button in tab.locator("[aria-label=Actions] button:not(:text('another'))").all():
+            button.click()
+            tab.wait_for_selector("dialog")
+            holds(button.inner_text())
+            tab.keyboard.press("Escape")
+            tab.wait_for_selector("dialog", state="detached")
 
     hold()
 

@@ -11,13 +11,20 @@ import pytest
 from elastic.protocol.api import AccessRole, RunFigures, RunPhase
 from elastic.server.api.routes.page import HEADERS
 from tests.dashboard.conftest import Served, violations
-from tests.dashboard.test_page import seen, sign_in, submitted
+from tests.dashboard.test_page import chat, seen, sign_in, submitted
 from tests.server.conftest import Submission
 from tests.server.written_runs import status_at, write_run
 
+__all__ = ["chat"]
 pytestmark = pytest.mark.dashboard
 PAGE = Path(__file__).parents[2] / "elastic/server/api/page"
 MARKUP = "<img src=x onerror=document.title='run'>\u202e\x1b[2J"
+CONTROLS = "a[href], button, input, select, textarea, summary, [role=img][tabindex], [role=region][tabindex]"
+VISIBLE = "(one) => one.checkVisibility({ visibilityProperty: true }) && !one.disabled && one.tabIndex >= 0"
+OUTLINED = (
+    "document.activeElement === document.body || getComputedStyle(document.activeElement).outlineStyle !== 'none'"
+)
+"""What can be used, is there to be used, and is marked while one is there."""
 PARTS = ("", "/workers", "/trajectories", "/events", "/logs", "/configuration")
 
 
@@ -91,15 +98,21 @@ def test_every_view_is_narrow_too_and_says_what_it_lacks(tab: Any, served: Serve
     tab.wait_for_selector("text=There is no such run")
 
 
-def test_every_view_is_for_all_who_read_it(audited: Any, served: Served, run: str) -> None:
+def test_every_view_is_for_all_who_read_it(audited: Any, served: Served, run: str, chat: str) -> None:
     audited.goto(served.url)
     audited.wait_for_selector("#key")
     assert violations(audited) == []
     sign_in(audited, served)
-    for place in places(run):
+    spoken = f"/#/runs/{chat}"
+    said = (f"{spoken}/trajectories", f"{spoken}/trajectories/2/1/0", f"{spoken}/beside/2/1/0,2/1/1")
+    for place in (*places(run), *said, f"/#/submit/{run}", f"/#/login/{64 * '0'}/here", "/#/nowhere"):
         audited.goto(served.url + place)
         settled(audited)
         assert violations(audited) == [], place
+    for way in ("Tokens", "Versions"):
+        audited.goto(f"{served.url}{said[1]}")
+        audited.click(f"button:text-is('{way}') >> nth=0")
+        assert violations(audited) == [], way
     audited.goto(f"{served.url}/#/runs/{run}")
     audited.click("button:text-is('Stop')")
     audited.wait_for_selector("dialog")
@@ -178,6 +191,51 @@ def test_what_changes_is_seen_by_a_page_that_is_seen(tab: Any, served: Served, r
     for page in (tab, *others):
         page.wait_for_selector("#figures >> text=31/100")
     assert not [url for url in asked if "/figures" in url]
+
+
+def test_pages_that_are_hidden_ask_for_nothing_until_they_are_seen(tab: Any, served: Served, run: str) -> None:
+    sign_in(tab, served)
+    pages = [tab.context.new_page() for _ in range(3)]
+    for page, place in zip(pages, (f"/#/runs/{run}/logs", "/#/pools", f"/#/runs/{run}"), strict=True):
+        page.clock.install()
+        page.goto(served.url + place)
+        settled(page)
+    pages[0].wait_for_selector("#log >> text=step 1")
+    streams = served.site.app.state.server.streams
+    hide = "(hidden) => { Object.defineProperty(document, 'hidden', { configurable: true, value: hidden }); "
+    hide += "document.dispatchEvent(new Event('visibilitychange')); }"
+    asked: list[str] = []
+    for page in (tab, *pages):
+        page.evaluate(hide, True)
+    while sum(len(open_now) for _, open_now in streams._open.values()):
+        tab.wait_for_timeout(50)
+    tab.context.on("request", lambda request: asked.append(request.url))
+    for page in pages:
+        page.clock.run_for(60_000)
+    seen(served, run, RunPhase.RUNNING, step=31)
+    assert asked == []
+    pages[-1].evaluate(hide, False)
+    pages[-1].wait_for_selector("#figures >> text=31/100")
+
+
+def test_everything_is_reached_by_the_tabulator_key_and_is_seen_to_be(
+    tab: Any, served: Served, run: str, chat: str
+) -> None:
+    sign_in(tab, served, AccessRole.ADMIN)
+    spoken = f"/#/runs/{chat}"
+    for place in (*places(run), "/#/pools", "/#/providers", "/#/projects", f"{spoken}/trajectories/2/1/0"):
+        tab.goto(served.url + place)
+        settled(tab)
+        tab.evaluate("document.activeElement.blur()")
+        wanted = tab.evaluate(
+            f"window.left = [...document.querySelectorAll({CONTROLS!r})].filter({VISIBLE}); left.length"
+        )
+        for _ in range(2 * wanted + 10):
+            tab.keyboard.press("Tab")
+            if not tab.evaluate("left = left.filter((one) => one !== document.activeElement), left.length"):
+                break
+            assert tab.evaluate(OUTLINED), (place, tab.evaluate("document.activeElement.outerHTML.slice(0, 200)"))
+        assert tab.evaluate("left.map((one) => one.outerHTML.slice(0, 200))") == [], place
 
 
 def test_a_run_is_submitted_after_a_look_at_what_it_will_do(tab: Any, served: Served, run: str) -> None:
