@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -16,6 +17,8 @@ from elastic.cli.output import console, program
 from elastic.core.types import NS_PER_S
 from elastic.runtime.status import PROVIDER_STOPPED, RunStatus, ServingStatus, tokens_per_s, total_tokens
 
+_NAME_WIDTH = 18
+"""Columns of a name that there is room for beside how far a run is."""
 TRAINER = {
     "absent": "trainer starts",
     "awake": "trainer generates",
@@ -165,7 +168,7 @@ def line(status: RunStatus, rate: float, *, learns: bool = True) -> str:
 def render(status: RunStatus, *, learns: bool = True) -> Group:
     """The live panel: fits 80 columns, and nothing in it moves while figures change."""
     warning = Text(pacing_slips(status), style="yellow")
-    return Group(_head(status), _facts(status, learns=learns), _table(status), warning)
+    return Group(*_head(status), _facts(status, learns=learns), _table(status), warning)
 
 
 def pacing_slips(status: RunStatus) -> str:
@@ -177,25 +180,31 @@ def pacing_slips(status: RunStatus) -> str:
     )
 
 
-def _head(status: RunStatus) -> Table:
+def _head(status: RunStatus) -> list[Text | Table]:
+    """How far it is; a long name has a line of its own."""
+    if len(status.run) > _NAME_WIDTH:
+        name = Text(status.run, style="bold", no_wrap=True, overflow="ellipsis")
+        return [name, *_head(msgspec.structs.replace(status, run=""))]
     head = Table.grid(padding=(0, 2, 0, 0))
-    head.add_column(no_wrap=True, style="bold")
+    if status.run:
+        head.add_column(no_wrap=True, style="bold")
     head.add_column(no_wrap=True)
     head.add_column(width=20)
     head.add_column(no_wrap=True, justify="right", min_width=5)
     head.add_column(no_wrap=True, style="dim")
+    named = [status.run] if status.run else []
     if serving := status.serving:
-        head.add_row(status.run, _version(serving), "", _clock(status.elapsed_s), status.phase)
-        return head
+        head.add_row(*named, _version(serving), "", _clock(status.elapsed_s), status.phase)
+        return [head]
     width = len(str(status.steps))
     head.add_row(
-        status.run,
+        *named,
         f"step {min(status.step + 1, status.steps):>{width}}/{status.steps}",
         ProgressBar(total=status.steps, completed=status.step, width=20),
         _clock(status.elapsed_s),
         TRAINER.get(status.trainer, status.trainer) if status.phase == "running" else status.phase,
     )
-    return head
+    return [head]
 
 
 def _facts(status: RunStatus, *, learns: bool) -> Text:

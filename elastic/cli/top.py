@@ -71,7 +71,7 @@ def top(
     return _watch(lambda: _on_disk(directory), every_s, once=once)
 
 
-class _Screen:
+class Screen:
     """As much as a terminal has lines for; the last one tells how many are not seen."""
 
     def __init__(self, shown: RenderableType) -> None:
@@ -99,10 +99,10 @@ def _watch(look: Callable[[], RenderableType], every_s: float, *, once: bool) ->
         console().print(Group(look()), crop=False)  # A text by itself would be wrapped, whatever it says.
         return 0
     try:
-        with Live(_Screen(look()), console=console(), auto_refresh=False, screen=True) as live:
+        with Live(Screen(look()), console=console(), auto_refresh=False, screen=True) as live:
             while True:
                 time.sleep(every_s)
-                live.update(_Screen(look()), refresh=True)
+                live.update(Screen(look()), refresh=True)
     except KeyboardInterrupt:
         return 0
 

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from elastic.cli.top import bars
+from elastic.cli.tables import FittedListing
+from elastic.cli.top import Screen, bars
 from tests.pool.stand_in import POOL, StandIn
 from tests.server.written_runs import write_run
 
@@ -43,3 +45,23 @@ def test_bars_are_as_high_as_what_they_stand_for() -> None:
     assert bars([0.0, 0.0]) == "▁▁"
     assert bars([0.0, 50.0, 100.0]) == "▁▅█"
     assert len(bars([1.0] * 500)) == 60
+
+
+def shown(what: object, *, width: int, height: int, terminal: bool) -> list[str]:
+    console = Console(width=width, height=height, force_terminal=terminal, color_system=None)
+    with console.capture() as captured:
+        console.print(what, height=height, crop=False)
+    return captured.get().splitlines()
+
+
+def test_a_list_leaves_out_what_a_terminal_has_no_room_for() -> None:
+    rows = [("run_1", "running", "0.500", "$1.00")] * 30
+    listing = FittedListing(("run", "phase", "reward", "cost"), rows, spare=("reward", "cost"), right=("cost",))
+    assert shown(listing, width=80, height=24, terminal=True)[0].split() == ["run", "phase", "reward", "cost"]
+    assert shown(listing, width=26, height=24, terminal=True)[0].split() == ["run", "phase", "cost"]
+    assert shown(listing, width=20, height=24, terminal=True)[0].split() == ["run", "phase"]
+    assert shown(listing, width=40, height=24, terminal=False)[0].split() == ["run", "phase", "reward", "cost"]
+    assert len(shown(listing, width=80, height=24, terminal=True)) == 31
+    screen = shown(Screen(listing), width=80, height=24, terminal=True)
+    assert (len(screen), screen[-1]) == (24, "… 8 more lines: there is no room for them here")
+    assert len(shown(Screen(listing), width=80, height=40, terminal=True)) == 31
