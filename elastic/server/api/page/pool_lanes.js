@@ -4,6 +4,7 @@ import { el, fill, soft } from "./dom.js";
 import { clock } from "./units.js";
 
 const LONGEST_S = 900;
+const shortOf = (job) => (/^job_[0-9A-Z]{26}$/.test(job) ? `…${job.slice(-4)}` : job); // Ids of a day begin alike.
 
 /** The lanes of a pool. `show` draws them at a moment of the pool; turns that are over are read as they come. */
 export function poolLanes(pool, signal) {
@@ -38,7 +39,7 @@ export function poolLanes(pool, signal) {
     const place = (at) => (100 * (Math.max(at, begun) - begun)) / Math.max(1, now - begun);
     const said = ({ from, to, account, job }) => `${account} for ${job}, ${clock(from)} to ${clock(to)}`;
     const partOf = (part) => {
-      const made = el("span", { className: `doing account-${part.account}`, textContent: part.job, title: said(part) });
+      const made = el("span", { className: `doing account-${part.account}`, textContent: shortOf(part.job), title: said(part) });
       made.style.left = `${place(part.from)}%`;
       made.style.width = `${place(part.to) - place(part.from)}%`;
       return made;
