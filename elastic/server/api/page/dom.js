@@ -58,6 +58,9 @@ export function svg(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** A text whose parts between backticks are code. */
+export const withCode = (text) => text.split("`").map((part, n) => (n % 2 ? el("code", { textContent: part }) : part));
+
 export const soft = (...children) => el("p", { className: "soft" }, ...children);
 export const section = (title, ...children) => el("section", { className: "part" }, el("h2", { textContent: title }), ...children);
 

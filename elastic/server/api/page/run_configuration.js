@@ -31,7 +31,7 @@ export function showConfiguration(body, { place, run, signal }) {
   const conditions = table(CONDITIONS, { label: "Conditions", empty: "None yet.", id: "conditions" });
   const differences = table(DIFFERENCES, { label: "Differences from the defaults", empty: "Everything is as the defaults have it.", id: "differences" });
   differences.show(Object.entries(run.differences ?? {}));
-  const about = `Submitted ${moment(run.created_at)} by ${run.created_by}, begun ${moment(run.started_at)}, ended ${moment(run.ended_at)}; restarted ${run.restarts} of ${run.max_restarts} times without a new step.`;
+  const about = `Submitted ${moment(run.created_at)} by ${run.created_by_name || run.created_by}, begun ${moment(run.started_at)}, ended ${moment(run.ended_at)}; restarted ${run.restarts} of ${run.max_restarts} times without a new step.`;
   fill(
     body,
     soft(about),

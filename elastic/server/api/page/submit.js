@@ -1,6 +1,6 @@
 // A run, or a job of a pool, is submitted: checked first, with what it would hold and cost; then for good.
 import { Refused, ask, get, newKey } from "./data.js";
-import { button, el, fill, labelled, section, soft } from "./dom.js";
+import { button, el, fill, labelled, section, soft, withCode } from "./dom.js";
 import { labelsAsText, labelsOf } from "./labels.js";
 import { asText } from "./run_configuration.js";
 import { table } from "./tables.js";
@@ -79,13 +79,13 @@ function jobWould(would) {
 }
 
 export async function showSubmit(main, { signal, parts: [like], query, wrong, go }) {
-  const [former, pools] = await Promise.all([like ? get(`/v1/runs/${like}`, signal) : null, get("/v1/pools", signal)]);
+  const [former, pools, example] = await Promise.all([like ? get(`/v1/runs/${like}`, signal) : null, get("/v1/pools", signal), like ? null : get("/v1/runs/example", signal)]);
   if (signal.aborted) return;
   const pooled = pools.data.find((one) => one.id === query.get("pool"))?.id ?? "";
-  const sections = former ? sectionsOf(former.differences) : EXAMPLE;
+  const sections = former ? sectionsOf(former.differences) : (example.submission?.config ?? EXAMPLE);
   const config = el("textarea", { id: "config", spellcheck: false, value: tomlOf(pooled && !sections.job ? { ...sections, job: JOB } : sections) });
   const where = el("select", { id: "where" }, [["", "as a run of its own"], ...pools.data.map(({ id }) => [id, `as a job of pool ${id}`])].map(([value, text]) => el("option", { value, textContent: text, selected: value === pooled })));
-  const providers = el("input", { id: "providers", value: (former?.providers ?? ["spot"]).join(", ") });
+  const providers = el("input", { id: "providers", value: (former?.providers ?? example.submission?.providers ?? ["spot"]).join(", ") });
   const labels = el("input", { id: "labels", value: labelsAsText(former?.labels ?? {}), placeholder: "team=agents" });
   const budget = el("input", { id: "budget", type: "number", min: 0, step: "any", value: former?.budget_usd ?? "" });
   const ofRuns = [labelled("Labels", labels), labelled("Budget in dollars", budget)];
@@ -135,5 +135,5 @@ export async function showSubmit(main, { signal, parts: [like], query, wrong, go
   }
   changed();
   const form = el("form", { onsubmit: (event) => event.preventDefault(), oninput: changed }, el("label", { className: "above" }, el("span", { textContent: "Configuration: the text of a configuration file (TOML), or its sections as JSON" }), config), el("div", { className: "filters" }, pools.data.length ? labelled("Submit it", where) : null, labelled("Providers", providers), ofRuns));
-  fill(main, el("h1", { textContent: former ? `A run like ${former.name}` : "Submit a run" }), soft("It is checked first: nothing is started or kept before you submit it."), form, el("p", { className: "buttons" }, check, submit), found);
+  fill(main, el("h1", { textContent: former ? `A run like ${former.name}` : "Submit a run" }), soft("It is checked first: nothing is started or kept before you submit it."), example && soft(withCode(example.says)), form, el("p", { className: "buttons" }, check, submit), found);
 }
