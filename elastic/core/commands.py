@@ -1,7 +1,7 @@
 """What the core asks of its shell. A command is carried out once; what comes of it returns as an event."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, dataclass_transform
 
 import msgspec
 
@@ -9,22 +9,23 @@ from elastic.core.evaluation import EvaluationRecord
 from elastic.core.types import InfrastructureCause, LeaseId, TrajectoryId, TurnId, WorkerId
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class _Command(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     pass
 
 
-class AcquireLease(_Command, frozen=True):
+class AcquireLease(_Command):
     lease: LeaseId
     provider: str
 
 
-class ReleaseLease(_Command, frozen=True):
+class ReleaseLease(_Command):
     lease: LeaseId
     provider: str
     reason: str
 
 
-class StartTurn(_Command, frozen=True):
+class StartTurn(_Command):
     """Send the turn to the worker: prompt plus the `start` tokens accepted so far.
 
     `slot` is the worker's number for it in this epoch. Numbers only grow, so one that was taken back is never given
@@ -41,7 +42,7 @@ class StartTurn(_Command, frozen=True):
     recompute: bool = False
 
 
-class AbortTurn(_Command, frozen=True):
+class AbortTurn(_Command):
     """Ask the worker to stop this attempt and flush what it has."""
 
     worker: WorkerId
@@ -50,7 +51,7 @@ class AbortTurn(_Command, frozen=True):
     attempt: int
 
 
-class AcceptTokens(_Command, frozen=True):
+class AcceptTokens(_Command):
     """Accept these chunks (by position) of the frame just handled, each of the turn at its place in `turns`. The other
     chunks are rejected."""
 
@@ -65,34 +66,34 @@ class AcceptTokens(_Command, frozen=True):
         return [known.get(place, "") for place in range(chunks)]
 
 
-class FinishTurn(_Command, frozen=True):
+class FinishTurn(_Command):
     """The turn's tokens are complete. Give them to the turn's requester."""
 
     turn: TurnId
 
 
-class FailTurn(_Command, frozen=True):
+class FailTurn(_Command):
     turn: TurnId
     cause: str
 
 
-class LoadWeights(_Command, frozen=True):
+class LoadWeights(_Command):
     worker: WorkerId
     epoch: int
     version: int
 
 
-class SleepWorker(_Command, frozen=True):
+class SleepWorker(_Command):
     worker: WorkerId
     epoch: int
 
 
-class WakeWorker(_Command, frozen=True):
+class WakeWorker(_Command):
     worker: WorkerId
     epoch: int
 
 
-class DrainWorker(_Command, frozen=True):
+class DrainWorker(_Command):
     """No more turns will come; say goodbye once idle."""
 
     worker: WorkerId
@@ -100,28 +101,28 @@ class DrainWorker(_Command, frozen=True):
     reason: str
 
 
-class FenceWorker(_Command, frozen=True):
+class FenceWorker(_Command):
     """Close the worker's connection and refuse its session: nothing it says counts any more."""
 
     worker: WorkerId
     reason: str
 
 
-class BlameWorker(_Command, frozen=True):
+class BlameWorker(_Command):
     """The worker has failed a turn, for this reason: show it."""
 
     worker: WorkerId
     reason: str
 
 
-class BarLease(_Command, frozen=True):
+class BarLease(_Command):
     """Lease nothing again in this run of what `lease` stands on: a worker of it said what cannot be true."""
 
     lease: LeaseId
     provider: str
 
 
-class StartGroup(_Command, frozen=True):
+class StartGroup(_Command):
     """Start trajectories from one initial state, under ids `trajectories`. The group is the one with this index in its
     step, and with this number in the whole run.
 
@@ -139,7 +140,7 @@ class StartGroup(_Command, frozen=True):
     row: int | None = None
 
 
-class RefillMember(_Command, frozen=True):
+class RefillMember(_Command):
     """Start `trajectory` as a further member of its group, from the group's initial state, in the place of the member
     that it `replaces`. That one has failed for `cause`."""
 
@@ -148,19 +149,19 @@ class RefillMember(_Command, frozen=True):
     cause: InfrastructureCause
 
 
-class CancelTrajectory(_Command, frozen=True):
+class CancelTrajectory(_Command):
     trajectory: TrajectoryId
     cause: str
 
 
-class ScoreTrajectory(_Command, frozen=True):
+class ScoreTrajectory(_Command):
     """Have a function score the trajectory; the answer names the attempt."""
 
     trajectory: TrajectoryId
     attempt: int
 
 
-class RecordReward(_Command, frozen=True):
+class RecordReward(_Command):
     """Record the result of scoring a trajectory: its reward, or the `cause` for having none."""
 
     trajectory: TrajectoryId
@@ -168,7 +169,7 @@ class RecordReward(_Command, frozen=True):
     cause: str = ""
 
 
-class TrainGroup(_Command, frozen=True, omit_defaults=True):
+class TrainGroup(_Command, omit_defaults=True):
     """Train step `step` on these members of the group, as its batch's `slot`.
 
     `bounds` says how far workers' log-probabilities may be from the trainer's, where that is not the run's bound: None
@@ -183,7 +184,7 @@ class TrainGroup(_Command, frozen=True, omit_defaults=True):
     oldest_version: int = 0
 
 
-class DropGroup(_Command, frozen=True):
+class DropGroup(_Command):
     """The group is not trained on. Where `slot` is given, that place in the batch of `step` stays empty."""
 
     group: str
@@ -193,7 +194,7 @@ class DropGroup(_Command, frozen=True):
     reason: str
 
 
-class EndEvaluation(_Command, frozen=True):
+class EndEvaluation(_Command):
     """An evaluation is over: keep what it came to. `best`: its version is the best so far, whose checkpoint is to be
     kept. `ends` is why the run ends with it, before its last step; empty where it goes on."""
 
@@ -202,7 +203,7 @@ class EndEvaluation(_Command, frozen=True):
     ends: str = ""
 
 
-class UpdateWeights(_Command, frozen=True):
+class UpdateWeights(_Command):
     """The step has its batch, but for `empty_slots`: finish it and publish `version`.
 
     Workers are still loading the versions `pulled`. `source` is set where others have trained the version.
@@ -215,7 +216,7 @@ class UpdateWeights(_Command, frozen=True):
     source: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class AnswerOffer(_Command, frozen=True):
+class AnswerOffer(_Command):
     """What was offered with this `look` is served as `version`: every turn that is requested from now on has it, or a
     later one. Where it is `refused`, for that cause, `version` is what goes on being served; `again`: later it may be
     served."""
@@ -226,11 +227,11 @@ class AnswerOffer(_Command, frozen=True):
     again: bool = False
 
 
-class AskPermit(_Command, frozen=True):
+class AskPermit(_Command):
     """Ask for a turn on the trainer's device, which other jobs share; `PermitGranted` begins it."""
 
 
-class YieldPermit(_Command, frozen=True):
+class YieldPermit(_Command):
     """The trainer has left its device. `finished`: it needs no further turn in this step.
 
     Without a `permit` what was asked for is not needed any more.
@@ -240,7 +241,7 @@ class YieldPermit(_Command, frozen=True):
     finished: bool
 
 
-class TellProgress(_Command, frozen=True):
+class TellProgress(_Command):
     """Report that `done` of the step's trajectories need no more turns, to a pool that others share."""
 
     step: int
@@ -248,13 +249,13 @@ class TellProgress(_Command, frozen=True):
     of: int
 
 
-class ExhaustBudget(_Command, frozen=True):
+class ExhaustBudget(_Command):
     """The budget ends here: answer with `BudgetExhausted`, so that the journal says where the run was stopped."""
 
     cause: str
 
 
-class EndRun(_Command, frozen=True):
+class EndRun(_Command):
     """Everything is given back; the shell may exit. `failed` names the cause where there is one."""
 
     failed: str = ""

@@ -1,6 +1,6 @@
 """What happens to the core. Every event is immutable, journaled, and enough to replay the run."""
 
-from typing import TypeAlias
+from typing import TypeAlias, dataclass_transform
 
 import msgspec
 
@@ -20,28 +20,29 @@ from elastic.core.types import (
 )
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class _Event(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     pass
 
 
-class Tick(_Event, frozen=True):
+class Tick(_Event):
     """Time has reached the core's wake-up; nothing else happened."""
 
 
-class Suspended(_Event, frozen=True):
+class Suspended(_Event):
     """The machine was suspended for so long. Nothing could be heard meanwhile, so nobody was silent; leases went
     on, and cost what they cost."""
 
     for_ns: Nanoseconds
 
 
-class OfferChanged(_Event, frozen=True):
+class OfferChanged(_Event):
     """A provider's capacity or price is now this."""
 
     offer: Offer
 
 
-class LeaseGranted(_Event, frozen=True):
+class LeaseGranted(_Event):
     """Billing starts. `workers` are the ids under which the lease's workers will join."""
 
     lease: LeaseId
@@ -49,7 +50,7 @@ class LeaseGranted(_Event, frozen=True):
     expires_at_ns: Nanoseconds | None = None
 
 
-class LeaseRefused(_Event, frozen=True):
+class LeaseRefused(_Event):
     """`withdrawn`: the run had been stopped and took its request back, which says nothing of the provider."""
 
     lease: LeaseId
@@ -57,7 +58,7 @@ class LeaseRefused(_Event, frozen=True):
     withdrawn: bool = False
 
 
-class LeaseNotice(_Event, frozen=True):
+class LeaseNotice(_Event):
     """The lease will be taken away at `deadline_ns`; running turns end or move before that.
 
     Without a deadline it is only likelier than before to be taken: nothing moves yet.
@@ -68,7 +69,7 @@ class LeaseNotice(_Event, frozen=True):
     reason: str
 
 
-class LeaseEnded(_Event, frozen=True):
+class LeaseEnded(_Event):
     """The provider has the GPUs back. Billing stops; nothing of the lease is believed any more.
 
     `billed_ns` is the time of each worker that the provider charges by its own account, where it says so; else what is
@@ -83,7 +84,7 @@ class LeaseEnded(_Event, frozen=True):
     billed_ns: Nanoseconds | msgspec.UnsetType = msgspec.UNSET
 
 
-class LeaseRepriced(_Event, frozen=True):
+class LeaseRepriced(_Event):
     """The provider's own account of a granted lease, where its price is not the offer's for its whole life: each of its
     workers has cost `usd` so far, the provider's minimum aside, and costs `usd_per_gpu_hour` at the most from now
     on."""
@@ -93,7 +94,7 @@ class LeaseRepriced(_Event, frozen=True):
     usd_per_gpu_hour: float
 
 
-class StraysBilled(_Event, frozen=True):
+class StraysBilled(_Event):
     """The provider bills `usd` more for what no lease had, such as an instance whose order was given up; less than 0
     where it bills less than was told before."""
 
@@ -101,7 +102,7 @@ class StraysBilled(_Event, frozen=True):
     usd: float
 
 
-class WorkerJoined(_Event, frozen=True, omit_defaults=True):
+class WorkerJoined(_Event, omit_defaults=True):
     """A worker opened its session, or resumed it under a new epoch. A trainer's `proof` is as in `WeightsPublished`."""
 
     worker: WorkerId
@@ -111,7 +112,7 @@ class WorkerJoined(_Event, frozen=True, omit_defaults=True):
     proof: tuple[float, ...] = ()
 
 
-class WorkerReported(_Event, frozen=True):
+class WorkerReported(_Event):
     """A heartbeat. `accounts_ns` is cumulative since the worker's start and sums to its uptime.
 
     `capacity_turns` is the worker's credit: how many turns it can hold at once right now.
@@ -138,17 +139,17 @@ class WorkerReported(_Event, frozen=True):
     late_iterations: int = 0
 
 
-class WorkerSlept(_Event, frozen=True):
+class WorkerSlept(_Event):
     worker: WorkerId
     epoch: int
 
 
-class WorkerAwoke(_Event, frozen=True):
+class WorkerAwoke(_Event):
     worker: WorkerId
     epoch: int
 
 
-class WorkerDisconnected(_Event, frozen=True):
+class WorkerDisconnected(_Event):
     """The connection of this epoch is gone. `goodbye` when the worker said so itself after draining."""
 
     worker: WorkerId
@@ -156,7 +157,7 @@ class WorkerDisconnected(_Event, frozen=True):
     goodbye: bool = False
 
 
-class WorkerBarred(_Event, frozen=True):
+class WorkerBarred(_Event):
     """The worker has sent something impossible or forbidden in this epoch; `cause` names it. Its connection is cut,
     and all of its later messages are ignored."""
 
@@ -165,7 +166,7 @@ class WorkerBarred(_Event, frozen=True):
     cause: str
 
 
-class WeightsApplied(_Event, frozen=True, omit_defaults=True):
+class WeightsApplied(_Event, omit_defaults=True):
     """The worker serves `version`; `proof` is what it answers to the text by which versions are known."""
 
     worker: WorkerId
@@ -174,14 +175,14 @@ class WeightsApplied(_Event, frozen=True, omit_defaults=True):
     proof: tuple[float, ...] = ()
 
 
-class WeightsFailed(_Event, frozen=True):
+class WeightsFailed(_Event):
     worker: WorkerId
     epoch: int
     version: int
     reason: str
 
 
-class TokensReceived(_Event, frozen=True):
+class TokensReceived(_Event):
     """A frame of token chunks from one worker; most events of a run are these."""
 
     worker: WorkerId
@@ -189,7 +190,7 @@ class TokensReceived(_Event, frozen=True):
     chunks: Chunks
 
 
-class TurnRequested(_Event, frozen=True, omit_defaults=True):
+class TurnRequested(_Event, omit_defaults=True):
     """An environment loop, or an agent, asks for a turn of `prompt_tokens` tokens of context.
 
     Turns with the same `tag` are thought to be alike in what they cost. `note` is what the shell keeps of an agent's
@@ -206,7 +207,7 @@ class TurnRequested(_Event, frozen=True, omit_defaults=True):
     marks: tuple[str, ...] = ()
 
 
-class TurnCut(_Event, frozen=True):
+class TurnCut(_Event):
     """The answer ends behind the turn's first `kept` tokens, for the caller: nothing behind them is trained.
 
     The turn is over, if it was not. `lost` are accepted tokens that are cut off, by the worker that sampled them. It
@@ -219,14 +220,14 @@ class TurnCut(_Event, frozen=True):
     aborted: bool | msgspec.UnsetType = msgspec.UNSET
 
 
-class AgentNoted(_Event, frozen=True):
+class AgentNoted(_Event):
     """The shell keeps this of what agents and their drivers have said, in the order of all that happens; it decides
     nothing here."""
 
     note: bytes
 
 
-class TrajectoryFinished(_Event, frozen=True, omit_defaults=True):
+class TrajectoryFinished(_Event, omit_defaults=True):
     """An episode is over and scored. `tokens` counts the policy's own.
 
     `by_policy` says what each of the policies is trained by that agents name in it, where they may name several.
@@ -238,21 +239,21 @@ class TrajectoryFinished(_Event, frozen=True, omit_defaults=True):
     by_policy: dict[str, float] = {}
 
 
-class TrajectoryFailed(_Event, frozen=True):
+class TrajectoryFailed(_Event):
     """An episode ended for a cause that is not the policy's; it is never scored (invariant 11)."""
 
     trajectory: TrajectoryId
     cause: str
 
 
-class RewardRequested(_Event, frozen=True):
+class RewardRequested(_Event):
     """An episode is over, and a function is to score it. `tokens` counts the policy's own."""
 
     trajectory: TrajectoryId
     tokens: int
 
 
-class RewardScored(_Event, frozen=True):
+class RewardScored(_Event):
     """The function's answer to this attempt."""
 
     trajectory: TrajectoryId
@@ -260,7 +261,7 @@ class RewardScored(_Event, frozen=True):
     reward: float
 
 
-class RewardFailed(_Event, frozen=True):
+class RewardFailed(_Event):
     """This attempt has brought no reward: the function is unavailable, raised, or returned what is no score."""
 
     trajectory: TrajectoryId
@@ -269,7 +270,7 @@ class RewardFailed(_Event, frozen=True):
     retry_helps: bool
 
 
-class GroupTrained(_Event, frozen=True, omit_defaults=True):
+class GroupTrained(_Event, omit_defaults=True):
     """`worker` says that the group's gradients are accumulated; it counts if `worker` is the trainer's.
 
     `checks` are of tokens that were compared meanwhile, in this group and others.
@@ -281,7 +282,7 @@ class GroupTrained(_Event, frozen=True, omit_defaults=True):
     checks: tuple[LogprobCheck, ...] = ()
 
 
-class WeightsPublished(_Event, frozen=True, omit_defaults=True):
+class WeightsPublished(_Event, omit_defaults=True):
     """The trainer has stepped, and workers may pull `version`: a relay holds what they need, or is being given it.
 
     It counts if `worker` is the trainer's. `checks` as in `GroupTrained`. A `proof` is what workers that serve this
@@ -298,7 +299,7 @@ class WeightsPublished(_Event, frozen=True, omit_defaults=True):
     reason: str = ""
 
 
-class VersionOffered(_Event, frozen=True):
+class VersionOffered(_Event):
     """Somebody else has trained the next version: it ends the step of a run without groups.
 
     `source` says where it is, opaque here; two offers of the same `look` are one. `label` is what its trainer calls it.
@@ -309,7 +310,7 @@ class VersionOffered(_Event, frozen=True):
     label: str = ""
 
 
-class VersionRefused(_Event, frozen=True):
+class VersionRefused(_Event):
     """The trainer cannot serve what was offered to be `version`. It counts if `worker` is the trainer's. `again`: the
     same offer may be served later."""
 
@@ -320,13 +321,13 @@ class VersionRefused(_Event, frozen=True):
     again: bool = False
 
 
-class TurnsHeld(_Event, frozen=True):
+class TurnsHeld(_Event):
     """Turns that wait are held in the queue from now on, or (`held` false) are not any more."""
 
     held: bool
 
 
-class TrainerFailed(_Event, frozen=True):
+class TrainerFailed(_Event):
     """The trainer could not carry out an order. It counts if `worker` is the trainer's."""
 
     worker: WorkerId
@@ -334,7 +335,7 @@ class TrainerFailed(_Event, frozen=True):
     error: str
 
 
-class PermitGranted(_Event, frozen=True):
+class PermitGranted(_Event):
     """The trainer may compute on its device, which other jobs share, until `deadline_ns` at the latest.
 
     Permits are numbered upwards: what is said of an older one counts no more.
@@ -344,25 +345,25 @@ class PermitGranted(_Event, frozen=True):
     deadline_ns: Nanoseconds
 
 
-class PermitRecalled(_Event, frozen=True):
+class PermitRecalled(_Event):
     """Give way: what is under way on the trainer's device may end until `until_ns`, nothing new begins."""
 
     permit: int
     until_ns: Nanoseconds
 
 
-class PermitEnded(_Event, frozen=True):
+class PermitEnded(_Event):
     """The permit was taken: others compute on the trainer's device."""
 
     permit: int
     cause: str
 
 
-class StopRequested(_Event, frozen=True):
+class StopRequested(_Event):
     reason: str
 
 
-class StopCommanded(_Event, frozen=True):
+class StopCommanded(_Event):
     """A user has told the run to end as `stopped`. `undone`: the run was resumed since; only the command's id still
     matters."""
 
@@ -375,7 +376,7 @@ class StopCommanded(_Event, frozen=True):
         return f"stop: {self.reason}"
 
 
-class CapSet(_Event, frozen=True):
+class CapSet(_Event):
     """At most `gpus` GPUs of the provider may be held from now on; None for no limit."""
 
     command: str
@@ -387,7 +388,7 @@ class CapSet(_Event, frozen=True):
         return f"cap {self.provider}={'none' if self.gpus is None else self.gpus}"
 
 
-class BudgetSet(_Event, frozen=True):
+class BudgetSet(_Event):
     """The run may cost `usd` in all, from its beginning to its end; None for any amount."""
 
     command: str
@@ -398,27 +399,27 @@ class BudgetSet(_Event, frozen=True):
         return f"budget {'none' if self.usd is None else self.usd}"
 
 
-class BudgetExhausted(_Event, frozen=True):
+class BudgetExhausted(_Event):
     """The budget's end has come: the core has asked to be told so, for what comes of it is to stand in the journal."""
 
     cause: str
 
 
-class CostCarried(_Event, frozen=True):
+class CostCarried(_Event):
     """Incarnations that this one does not go on from have cost so much; `of_providers` is each provider's part."""
 
     nano_usd: int
     of_providers: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
 
-class EvaluationsCarried(_Event, frozen=True):
+class EvaluationsCarried(_Event):
     """What evaluations came to in incarnations that this one does not go on from: by version, the metrics that decide
     something."""
 
     values: dict[int, dict[str, float]]
 
 
-class FunctionsBilled(_Event, frozen=True):
+class FunctionsBilled(_Event):
     """Calls of functions have cost `nano_usd` in all; one more costs `call_nano_usd` at the most. Told to runs that
     have a budget."""
 
@@ -426,7 +427,7 @@ class FunctionsBilled(_Event, frozen=True):
     call_nano_usd: int
 
 
-class Resumed(_Event, frozen=True):
+class Resumed(_Event):
     """A new process continues the run from its journal. No worker was heard since the event before this one.
 
     What it finds (closed connections, ended leases) comes as events of their own. The trainer gets all of its restarts

@@ -13,7 +13,7 @@ length and a msgpack array whose first element is the message's tag.
 Source: docs/jobs.md; Weave §4.3, §5.1.
 """
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, dataclass_transform
 
 import msgspec
 
@@ -39,6 +39,7 @@ NODES_MAX, RESIDENTS_MAX = 4096, 4096
 Names: TypeAlias = Annotated[tuple[Text, ...], msgspec.Meta(max_length=NODES_MAX)]
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class _PoolMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
@@ -60,7 +61,7 @@ class WorkerTicketFrame(msgspec.Struct, frozen=True, array_like=True):
 # From a job: a run's orchestrator, or a script with phases.
 
 
-class JobHello(_PoolMessage, frozen=True):
+class JobHello(_PoolMessage):
     """First frame of a job. `token` belongs to the job's present placement: older processes of the job are refused.
 
     `script`: the job computes in its own process, which parks and resumes by itself; its node's agent has started
@@ -75,7 +76,7 @@ class JobHello(_PoolMessage, frozen=True):
     held: Count = 0
 
 
-class AskPhase(_PoolMessage, frozen=True):
+class AskPhase(_PoolMessage):
     """The job can begin this phase now; a `Granted` follows. Repetitions count as one request.
 
     A job that wants both phases gets them one after the other, training first. With `both` one grant has the nodes of
@@ -86,21 +87,21 @@ class AskPhase(_PoolMessage, frozen=True):
     both: bool = False
 
 
-class WithdrawPhase(_PoolMessage, frozen=True):
+class WithdrawPhase(_PoolMessage):
     """The job does not want this phase any more. It yields a grant that was already under way."""
 
     phase: PhaseKind
     both: bool = False
 
 
-class OfferWorker(_PoolMessage, frozen=True):
+class OfferWorker(_PoolMessage):
     """The job's resident on any of its rollout nodes may work for the run as this worker, as soon as it has the device.
     A `Granted` names the node. A new hello takes all offers back."""
 
     ticket: WorkerTicketFrame
 
 
-class EndWorker(_PoolMessage, frozen=True):
+class EndWorker(_PoolMessage):
     """Take the offer back, end the worker and park its resident, or end the trainer's process; answered by
     `WorkerEnded`. The permit goes on.
 
@@ -111,13 +112,13 @@ class EndWorker(_PoolMessage, frozen=True):
     ends: Text = ""
 
 
-class StartTrainer(_PoolMessage, frozen=True):
+class StartTrainer(_PoolMessage):
     """Start the job's trainer on its training node as this worker. It computes there by permit only."""
 
     ticket: WorkerTicketFrame
 
 
-class YieldPhase(_PoolMessage, frozen=True):
+class YieldPhase(_PoolMessage):
     """The phase is over on all nodes of the permit. `finished`: the phase needs no further slice.
 
     A script has parked already; `switch_s` is how long it took to resume and to park.
@@ -128,13 +129,13 @@ class YieldPhase(_PoolMessage, frozen=True):
     switch_s: Seconds = 0.0
 
 
-class TailLeft(_PoolMessage, frozen=True):
+class TailLeft(_PoolMessage):
     """The job uses only those of the permit's nodes that its `tail` named."""
 
     permit: Count
 
 
-class PhaseProgress(_PoolMessage, frozen=True):
+class PhaseProgress(_PoolMessage):
     """`done` of the rollout's responses are done."""
 
     permit: Count
@@ -142,7 +143,7 @@ class PhaseProgress(_PoolMessage, frozen=True):
     of: Count
 
 
-class StepsDone(_PoolMessage, frozen=True):
+class StepsDone(_PoolMessage):
     """`steps` of the job's steps are done in all."""
 
     steps: Count
@@ -151,7 +152,7 @@ class StepsDone(_PoolMessage, frozen=True):
 # To a job.
 
 
-class Granted(_PoolMessage, frozen=True):
+class Granted(_PoolMessage):
     """A permit as it stands: sent as the slice begins, and again whenever there is news of it. It ends in `left_s`
     seconds at the latest; then the residents are killed.
 
@@ -189,7 +190,7 @@ class Granted(_PoolMessage, frozen=True):
         )
 
 
-class JobWelcome(_PoolMessage, frozen=True):
+class JobWelcome(_PoolMessage):
     """`grant_within_s` bounds every wait for a time slice. `permits` are the permits that the pool believes the job to
     hold.
 
@@ -209,14 +210,14 @@ class JobWelcome(_PoolMessage, frozen=True):
     """A peer that receives nothing for so long dials again."""
 
 
-class PermitOver(_PoolMessage, frozen=True):
+class PermitOver(_PoolMessage):
     """The permit is not valid any more: it was taken, or its nodes are gone. Not sent for a yielded permit."""
 
     permit: Count
     cause: Text
 
 
-class WorkerEnded(_PoolMessage, frozen=True):
+class WorkerEnded(_PoolMessage):
     """The worker has ended, and its resident is parked or gone; or the trainer's process is gone or could not be
     started. `cause` says why."""
 
@@ -237,14 +238,14 @@ class ResidentState(msgspec.Struct, frozen=True, array_like=True):
     up: bool = False
 
 
-class ResidentUp(_PoolMessage, frozen=True):
+class ResidentUp(_PoolMessage):
     """The resident is up and parked, and may get the device."""
 
     job: Text
     placement: Count
 
 
-class ResidentGone(_PoolMessage, frozen=True):
+class ResidentGone(_PoolMessage):
     """All processes of the resident are gone. If it had the device, the device is free.
 
     `code` is its exit status, if known. `fault`: of a resident that has not come up, what the vendor's tool says is
@@ -282,7 +283,7 @@ class SiteRelay(msgspec.Struct, frozen=True, array_like=True):
     anchor: Annotated[str, msgspec.Meta(max_length=1 << 14)] = ""
 
 
-class NodeAgentHello(_PoolMessage, frozen=True):
+class NodeAgentHello(_PoolMessage):
     """First frame of a node agent. `token` is that of its ticket, or of its session if it comes back with `residents`.
 
     `gone`: scripts that have ended here, and how; it may have been said already. `given`: the permit under which the
@@ -303,7 +304,7 @@ class NodeAgentHello(_PoolMessage, frozen=True):
     machine: NodeMachine | None = None
 
 
-class DeviceFreed(_PoolMessage, frozen=True):
+class DeviceFreed(_PoolMessage):
     """The resident has parked. `switch_s` is how long it took to resume and to park."""
 
     permit: Count
@@ -311,7 +312,7 @@ class DeviceFreed(_PoolMessage, frozen=True):
     switch_s: Seconds = 0.0
 
 
-class WorkerLeft(_PoolMessage, frozen=True):
+class WorkerLeft(_PoolMessage):
     """The resident's worker has ended; the resident is parked, and its node still belongs to the job."""
 
     job: Text
@@ -319,14 +320,14 @@ class WorkerLeft(_PoolMessage, frozen=True):
     cause: Text = ""
 
 
-class HostMemory(_PoolMessage, frozen=True):
+class HostMemory(_PoolMessage):
     """The host memory that the resident's processes use, as measured."""
 
     job: Text
     host_bytes: Count
 
 
-class SiteServed(_PoolMessage, frozen=True):
+class SiteServed(_PoolMessage):
     """The node has a relay for its site: `near` for workers on its machine, `far` for those on others, if that was
     asked for. Without `near` it has none, and `cause` says why."""
 
@@ -338,7 +339,7 @@ class SiteServed(_PoolMessage, frozen=True):
 # To a node agent.
 
 
-class NodeAgentWelcome(_PoolMessage, frozen=True):
+class NodeAgentWelcome(_PoolMessage):
     """`session` is the token for a reconnection. A node agent that receives nothing for `silence_s` dials again; after
     `orphan_s` it ends with its residents."""
 
@@ -352,7 +353,7 @@ class NodeAgentWelcome(_PoolMessage, frozen=True):
     """The same of a resident that neither uses a processor nor waits for one, at the least."""
 
 
-class StartResidentFrame(_PoolMessage, frozen=True, tag="StartResident"):
+class StartResidentFrame(_PoolMessage, tag="StartResident"):
     """Start the job's resident on this node: `command`, with `environment` added to what is inherited.
 
     `phase` is what the resident is for. A `script` parks and resumes by itself, and reports that to the pool. Does
@@ -371,7 +372,7 @@ class StartResidentFrame(_PoolMessage, frozen=True, tag="StartResident"):
     script: bool = False
 
 
-class GiveDevice(_PoolMessage, frozen=True):
+class GiveDevice(_PoolMessage):
     """Give the device to the job under this permit for at most `left_s`; after that the resident is killed.
 
     With a `ticket` the resident works as this worker; a ticket may also come later, under the same permit.
@@ -383,14 +384,14 @@ class GiveDevice(_PoolMessage, frozen=True):
     ticket: WorkerTicketFrame | None = None
 
 
-class LeaveWorker(_PoolMessage, frozen=True):
+class LeaveWorker(_PoolMessage):
     """End the worker of the job's resident and park the resident; answered by `WorkerLeft`."""
 
     job: Text
     worker: Text
 
 
-class TakeDevice(_PoolMessage, frozen=True):
+class TakeDevice(_PoolMessage):
     """Park the resident; answered by `DeviceFreed`. A resident that takes longer than `left_s` is killed
     (`ResidentGone`)."""
 
@@ -399,7 +400,7 @@ class TakeDevice(_PoolMessage, frozen=True):
     left_s: Seconds
 
 
-class EndResident(_PoolMessage, frozen=True):
+class EndResident(_PoolMessage):
     """Kill the job's resident with all that it has started; answered by `ResidentGone`.
 
     With `grace_s` it is asked to end (SIGTERM) so long before.
@@ -410,14 +411,14 @@ class EndResident(_PoolMessage, frozen=True):
     grace_s: Seconds = 0.0
 
 
-class ServeSite(_PoolMessage, frozen=True):
+class ServeSite(_PoolMessage):
     """Have a relay for the workers of the node's site, with `beyond` also for those on other machines; answered by
     `SiteServed`. It ends once another one is used."""
 
     beyond: bool
 
 
-class UseSite(_PoolMessage, frozen=True):
+class UseSite(_PoolMessage):
     """From now on workers of this node use this relay of their site, if they reach it, or none."""
 
     relay: SiteRelay | None
@@ -426,53 +427,53 @@ class UseSite(_PoolMessage, frozen=True):
 # Between a node agent and its resident. A resident resumes and parks one after the other, in the order it is told.
 
 
-class Resume(_PoolMessage, frozen=True):
+class Resume(_PoolMessage):
     """Bring the state to the device: from here on it may compute."""
 
     permit: Count
 
 
-class Park(_PoolMessage, frozen=True):
+class Park(_PoolMessage):
     """Stop computing, take the state off the device: answered by `Parked`."""
 
     permit: Count
 
 
-class WorkAs(_PoolMessage, frozen=True):
+class WorkAs(_PoolMessage):
     """Join the run as this worker; answered by `Left` once it has ended."""
 
     ticket: WorkerTicketFrame
 
 
-class Leave(_PoolMessage, frozen=True):
+class Leave(_PoolMessage):
     """Drain the worker at once; answered by `Left`."""
 
     worker: Text
 
 
-class Warm(_PoolMessage, frozen=True):
+class Warm(_PoolMessage):
     """The process is warm: everything is imported, and it waits, parked."""
 
 
-class DeviceResumed(_PoolMessage, frozen=True):
+class DeviceResumed(_PoolMessage):
     permit: Count
     resume_s: Seconds
     state_bytes: Count = 0
 
 
-class Parked(_PoolMessage, frozen=True):
+class Parked(_PoolMessage):
     permit: Count
     park_s: Seconds
     state_bytes: Count = 0
     rest_bytes: Count = 0
 
 
-class Left(_PoolMessage, frozen=True):
+class Left(_PoolMessage):
     worker: Text
     cause: Text = ""
 
 
-class StillHere(_PoolMessage, frozen=True):
+class StillHere(_PoolMessage):
     """Sent by both ends of a connection every third of its silence limit."""
 
 

@@ -17,7 +17,7 @@ them, and nothing else.
 Each message with a `request` is answered under the same number, or by `Declined`.
 """
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, dataclass_transform
 
 import msgspec
 
@@ -49,6 +49,7 @@ Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)]
 """BLAKE2b of 16 bytes; empty where there is none."""
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class _FrontMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
@@ -85,12 +86,12 @@ class AgentCall(msgspec.Struct, frozen=True, array_like=True):
 # From a front.
 
 
-class FrontHello(_FrontMessage, frozen=True):
+class FrontHello(_FrontMessage):
     version: Count
     pid: Count
 
 
-class DriverHello(_FrontMessage, frozen=True):
+class DriverHello(_FrontMessage):
     """An env worker with this driver's key, which still plays these trajectories. Others that the driver had begin
     again, with it or elsewhere."""
 
@@ -99,17 +100,17 @@ class DriverHello(_FrontMessage, frozen=True):
     holds: Annotated[list[Name], msgspec.Meta(max_length=65_536)] = []
 
 
-class DriverBeat(_FrontMessage, frozen=True):
+class DriverBeat(_FrontMessage):
     """The env worker is there, and not held up."""
 
 
-class EnvironmentUnusable(_FrontMessage, frozen=True):
+class EnvironmentUnusable(_FrontMessage):
     """The env worker cannot play its environment: why, and what is allowed. The run closes the connection."""
 
     cause: Annotated[str, msgspec.Meta(max_length=CAUSE_MAX)]
 
 
-class LookUp(_FrontMessage, frozen=True):
+class LookUp(_FrontMessage):
     """What does this call join, or go on from? `TurnsTaken` answers if it joins turns, `BranchFound` if it does not.
 
     `chain` has one digest for each prefix of the call's messages, as `elastic.front.rendering.messages` makes it, the
@@ -136,7 +137,7 @@ class WantedSampling(msgspec.Struct, frozen=True, array_like=True):
     ignore_eos: bool = False
 
 
-class OpenTurns(_FrontMessage, frozen=True):
+class OpenTurns(_FrontMessage):
     """Open a turn for each of `choices` numbers of choices from `first_choice` on. `TurnsTaken` answers.
 
     Their prompt is the first `tokens` tokens of `branch`, and then `ids` (packed). With `branch` None the run finds the
@@ -156,14 +157,14 @@ class OpenTurns(_FrontMessage, frozen=True):
     """Turns of one session go well together on one worker; empty for none."""
 
 
-class CutTurn(_FrontMessage, frozen=True):
+class CutTurn(_FrontMessage):
     """The answer ends behind its first `kept` tokens, for instance at a stop string: the turn is ended there."""
 
     stream: Count
     kept: Count
 
 
-class SettleTurn(_FrontMessage, frozen=True):
+class SettleTurn(_FrontMessage):
     """The turn is over, and its first `kept` tokens are the answer, whose chain digest is `answer` (empty if it is no
     message). `TurnSettled` answers once both are durable.
 
@@ -178,19 +179,19 @@ class SettleTurn(_FrontMessage, frozen=True):
     behind: Digest = b""
 
 
-class AnswerDelivered(_FrontMessage, frozen=True):
+class AnswerDelivered(_FrontMessage):
     """The client has been given the whole answer: the stream is forgotten."""
 
     stream: Count
 
 
-class ClientGone(_FrontMessage, frozen=True):
+class ClientGone(_FrontMessage):
     """The client has left, or was sent away, before it had the whole answer: the stream is forgotten."""
 
     stream: Count
 
 
-class RecallHistory(_FrontMessage, frozen=True):
+class RecallHistory(_FrontMessage):
     """What was said up to the answer of this turn of the caller's trajectory? `HistoryFound` answers."""
 
     request: Count
@@ -198,7 +199,7 @@ class RecallHistory(_FrontMessage, frozen=True):
     turn: Name
 
 
-class BeginTrajectory(_FrontMessage, frozen=True):
+class BeginTrajectory(_FrontMessage):
     """Give the driver a trajectory in its group of this name. `TrajectoryBegun` answers. `task` is JSON of the driver's
     own. An env worker names no group: it is given whichever is due, once one is."""
 
@@ -210,7 +211,7 @@ class BeginTrajectory(_FrontMessage, frozen=True):
     sessions: Annotated[list[Name], msgspec.Meta(max_length=64)] = []
 
 
-class BindSession(_FrontMessage, frozen=True):
+class BindSession(_FrontMessage):
     """The trajectory is also meant where this session is named. `TrajectoryShown` answers."""
 
     request: Count
@@ -218,7 +219,7 @@ class BindSession(_FrontMessage, frozen=True):
     session: Name
 
 
-class GiveReward(_FrontMessage, frozen=True):
+class GiveReward(_FrontMessage):
     """The trajectory is worth so much, or its branches of one `policy` are. `TrajectoryShown` answers."""
 
     request: Count
@@ -227,7 +228,7 @@ class GiveReward(_FrontMessage, frozen=True):
     policy: Name = ""
 
 
-class EndTrajectory(_FrontMessage, frozen=True):
+class EndTrajectory(_FrontMessage):
     """The agent is done. With a `cause` the trajectory has failed, for that. `TrajectoryShown` answers. It is
     `truncated` where a limit of its environment's has ended it."""
 
@@ -239,7 +240,7 @@ class EndTrajectory(_FrontMessage, frozen=True):
     """Numbers of the driver's own, by name."""
 
 
-class AskUpstream(_FrontMessage, frozen=True):
+class AskUpstream(_FrontMessage):
     """May a call of a model elsewhere be made? `UpstreamAllowed` answers once it may, and that is durable.
 
     `prompt_tokens` and `answer_tokens`, of each of `choices`, are the most that the call can come to by what its body
@@ -255,13 +256,13 @@ class AskUpstream(_FrontMessage, frozen=True):
     choices: Count = 1
 
 
-class UpstreamWaived(_FrontMessage, frozen=True):
+class UpstreamWaived(_FrontMessage):
     """Nobody waits any more for the leave that was asked for under the number `asked`. Nothing answers."""
 
     asked: Count
 
 
-class UpstreamOver(_FrontMessage, frozen=True):
+class UpstreamOver(_FrontMessage):
     """The call is over. `status` is what its client was answered with, 0 if the call was not made.
 
     Tokens are those that the upstream has told, None where it has told none and may have taken some.
@@ -274,20 +275,20 @@ class UpstreamOver(_FrontMessage, frozen=True):
     duration_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
-class ShowTrajectory(_FrontMessage, frozen=True):
+class ShowTrajectory(_FrontMessage):
     """How does the trajectory stand? `TrajectoryShown` answers."""
 
     request: Count
     caller: AgentCaller
 
 
-class AskMetrics(_FrontMessage, frozen=True):
+class AskMetrics(_FrontMessage):
     """What have the run, its providers and its workers come to? `MetricsTold` answers."""
 
     request: Count
 
 
-class OfferWeights(_FrontMessage, frozen=True):
+class OfferWeights(_FrontMessage):
     """Serve these weights: `source` and `look` are of `elastic.protocol.offers`, `label` is what their trainer calls
     them. `VersionServed` answers once every turn that is asked for has them, or later ones."""
 
@@ -298,7 +299,7 @@ class OfferWeights(_FrontMessage, frozen=True):
     abort_running: bool = False
 
 
-class HoldTurns(_FrontMessage, frozen=True):
+class HoldTurns(_FrontMessage):
     """Hold turns that wait in the queue (`held`), or none any more. Those that run go on; `wait` for their ends, or
     `abort` them. `ServingTold` answers."""
 
@@ -308,19 +309,19 @@ class HoldTurns(_FrontMessage, frozen=True):
     abort: bool = False
 
 
-class AbortTurns(_FrontMessage, frozen=True):
+class AbortTurns(_FrontMessage):
     """End all turns with what they have. `ServingTold` answers."""
 
     request: Count
 
 
-class AskServing(_FrontMessage, frozen=True):
+class AskServing(_FrontMessage):
     """How does the run stand? `ServingTold` answers."""
 
     request: Count
 
 
-class EpisodesHosted(_FrontMessage, frozen=True):
+class EpisodesHosted(_FrontMessage):
     """The first word of an env worker that plays episodes in token ids: at which tokens its environment's turns end,
     and how many `words` its vocabulary has."""
 
@@ -328,7 +329,7 @@ class EpisodesHosted(_FrontMessage, frozen=True):
     words: Count
 
 
-class EpisodeAnswered(_FrontMessage, frozen=True):
+class EpisodeAnswered(_FrontMessage):
     """The environment's answer to what the run last asked of the episode: `token_ids` (packed) to append, whether the
     episode is over, and its reward. `tag` comes with the answer to `ResetEpisode`."""
 
@@ -339,7 +340,7 @@ class EpisodeAnswered(_FrontMessage, frozen=True):
     tag: Name = ""
 
 
-class EpisodeFailed(_FrontMessage, frozen=True):
+class EpisodeFailed(_FrontMessage):
     """The environment has answered nothing that its contract allows: the episode is over."""
 
     episode: Count
@@ -349,7 +350,7 @@ class EpisodeFailed(_FrontMessage, frozen=True):
 # From the run.
 
 
-class ResetEpisode(_FrontMessage, frozen=True):
+class ResetEpisode(_FrontMessage):
     """Begin an episode in token ids below `vocab_size`. `EpisodeAnswered` or `EpisodeFailed` answers, as it does to
     each of what follows. An `episode` is a number that the run gives once on a connection."""
 
@@ -358,20 +359,20 @@ class ResetEpisode(_FrontMessage, frozen=True):
     vocab_size: Count
 
 
-class StepEpisode(_FrontMessage, frozen=True):
+class StepEpisode(_FrontMessage):
     """Take one turn of the policy, whose tokens these are (packed)."""
 
     episode: Count
     token_ids: bytes
 
 
-class TruncateEpisode(_FrontMessage, frozen=True):
+class TruncateEpisode(_FrontMessage):
     """End an episode that is not done. The answer has its reward so far."""
 
     episode: Count
 
 
-class CloseEpisode(_FrontMessage, frozen=True):
+class CloseEpisode(_FrontMessage):
     """Nothing more is asked of the episode, whatever is under way. Nothing answers."""
 
     episode: Count
@@ -380,12 +381,12 @@ class CloseEpisode(_FrontMessage, frozen=True):
 EpisodeOrder: TypeAlias = ResetEpisode | StepEpisode | TruncateEpisode | CloseEpisode
 
 
-class FrontWelcome(_FrontMessage, frozen=True):
+class FrontWelcome(_FrontMessage):
     version: Count
     run: Name
 
 
-class BranchFound(_FrontMessage, frozen=True):
+class BranchFound(_FrontMessage):
     """The first `matched` of the call's messages are the first `tokens` tokens of `branch`; none, where `matched` is 0.
 
     The last `answer_tokens` of these are an answer of the policy. `ids` (packed) are the last of them, as many as were
@@ -402,7 +403,7 @@ class BranchFound(_FrontMessage, frozen=True):
     known: Count = 0
 
 
-class HistoryFound(_FrontMessage, frozen=True):
+class HistoryFound(_FrontMessage):
     """All that was said up to an answer, piece by piece as `SettleTurn` had it, the first first."""
 
     request: Count
@@ -417,7 +418,7 @@ class OpenedTurn(msgspec.Struct, frozen=True, array_like=True):
     max_tokens: Count
 
 
-class TurnsTaken(_FrontMessage, frozen=True):
+class TurnsTaken(_FrontMessage):
     """The call's turns, the first choice first. Where it has `joined` them, all of their tokens come once more.
 
     `ids` (packed) are the last of their prompt, where a chat looked for them that wanted ids.
@@ -430,7 +431,7 @@ class TurnsTaken(_FrontMessage, frozen=True):
     ids: bytes = b""
 
 
-class StreamTokens(_FrontMessage, frozen=True):
+class StreamTokens(_FrontMessage):
     """Tokens of some streams: of each so many, of one weights version; ids and log-probabilities packed."""
 
     streams: list[int]
@@ -440,7 +441,7 @@ class StreamTokens(_FrontMessage, frozen=True):
     logprobs: bytes
 
 
-class TurnOver(_FrontMessage, frozen=True):
+class TurnOver(_FrontMessage):
     """All tokens of the turn have come. `finish` is `stop`, `length` or `abort`; empty where it has failed, with what
     its client is told, as in `Declined`."""
 
@@ -453,11 +454,11 @@ class TurnOver(_FrontMessage, frozen=True):
     retry_after_s: float | None = None
 
 
-class TurnSettled(_FrontMessage, frozen=True):
+class TurnSettled(_FrontMessage):
     stream: Count
 
 
-class TrajectoryBegun(_FrontMessage, frozen=True):
+class TrajectoryBegun(_FrontMessage):
     """`again` says that the same call, by its key, had been answered before.
 
     An env worker is also told its group's `number` in the whole run, of how many groups of its environment it has the
@@ -499,7 +500,7 @@ class TrajectoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Those of `[front] policies` that were called or rewarded."""
 
 
-class TrajectoryShown(_FrontMessage, frozen=True):
+class TrajectoryShown(_FrontMessage):
     request: Count
     status: TrajectoryStatus
 
@@ -520,7 +521,7 @@ class EngineFigures(msgspec.Struct, array_like=True):
     histograms: list[Buckets] = msgspec.field(default_factory=list[Buckets])
 
 
-class MetricsTold(_FrontMessage, frozen=True):
+class MetricsTold(_FrontMessage):
     """`run`, each of `providers` and `chats` have those fields of `RUN`, `PROVIDER` and `CHATS` in
     `elastic.protocol.metrics` that have a value. `rejections` are calls that were refused since too many turns are
     open."""
@@ -533,13 +534,13 @@ class MetricsTold(_FrontMessage, frozen=True):
     rejections: Count = 0
 
 
-class VersionServed(_FrontMessage, frozen=True):
+class VersionServed(_FrontMessage):
     request: Count
     version: Count
     label: Name = ""
 
 
-class ServingTold(_FrontMessage, frozen=True):
+class ServingTold(_FrontMessage):
     """Turns that are asked for now have `version`; `labels` are those of the last ones. `running` turns are at workers,
     `waiting` ones are not. `ended` were ended by the request that this answers."""
 
@@ -553,14 +554,14 @@ class ServingTold(_FrontMessage, frozen=True):
     ended: Count = 0
 
 
-class UpstreamAllowed(_FrontMessage, frozen=True):
+class UpstreamAllowed(_FrontMessage):
     """The call may be made, and is told of by this number once it is over."""
 
     request: Count
     call: Count
 
 
-class Declined(_FrontMessage, frozen=True):
+class Declined(_FrontMessage):
     """The request is not carried out: the status and the code of the error that its client gets.
 
     `retry` says what the client is told of trying again, None for nothing.

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, dataclass_transform, get_args
 
 import msgspec
 import numpy as np
@@ -99,6 +99,7 @@ class VersionMismatch(WireError):
         self.found = found
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
@@ -106,7 +107,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 # From the worker.
 
 
-class Hello(_Message, frozen=True):
+class Hello(_Message):
     """First frame: the run and the worker. A new worker presents its lease's one-time token, a resuming one its session
     key.
 
@@ -123,11 +124,11 @@ class Hello(_Message, frozen=True):
     ticket: Text = ""
 
 
-class StillThere(_Message, frozen=True):
+class StillThere(_Message):
     """Answers `Waiting`. It may have been on its way when its sender was welcomed."""
 
 
-class Ready(_Message, frozen=True):
+class Ready(_Message):
     """The engine stands and may be told to load weights; `weights_version` is what it serves already, if any.
 
     The trainer, whose `weights_version` is what it has trained to, says more, and nobody else may: `publisher`, the
@@ -145,7 +146,7 @@ class Ready(_Message, frozen=True):
     source: Text = ""
 
 
-class Heartbeat(_Message, frozen=True):
+class Heartbeat(_Message):
     """Engine progress and the accounts of the worker's device, in ns: they add up to its process's age.
 
     The first one follows `Ready` at once and announces the worker's credit, `capacity_turns`. `load_progress`
@@ -168,7 +169,7 @@ class Heartbeat(_Message, frozen=True):
     late_iterations: Count = 0
 
 
-class Tokens(_Message, frozen=True):
+class Tokens(_Message):
     """The engine's output since the last frame; sent at most a flush interval after a token.
 
     `token_ids` (int32) and `logprobs` (float32) are those of all chunks, one after the other, as bytes.
@@ -226,7 +227,7 @@ class UnverifiedWeights(msgspec.Struct, frozen=True):
     reason: Text
 
 
-class WeightsReport(_Message, frozen=True):
+class WeightsReport(_Message):
     """Weights were applied (`error` empty) or not. Times in seconds; `pulled_bytes` off the relay.
 
     `split_s` adds up to the time from the order to here; `full_bytes` is what all of the weights take. `refused` did
@@ -245,22 +246,22 @@ class WeightsReport(_Message, frozen=True):
     proof: Proof = []
 
 
-class Slept(_Message, frozen=True):
+class Slept(_Message):
     pass
 
 
-class Awoke(_Message, frozen=True):
+class Awoke(_Message):
     pass
 
 
-class Notice(_Message, frozen=True):
+class Notice(_Message):
     """The worker's machine will be taken away in `left_s`, or has become likelier to be taken away (None)."""
 
     left_s: Seconds | None
     reason: Text
 
 
-class Goodbye(_Message, frozen=True):
+class Goodbye(_Message):
     """Last frame of a drained worker, with its final accounts."""
 
     reason: Text
@@ -268,7 +269,7 @@ class Goodbye(_Message, frozen=True):
     decoded_tokens: Count
 
 
-class Trained(_Message, frozen=True):
+class Trained(_Message):
     """A group's gradients are accumulated. Repeated when its `TrainGroupFrame` is repeated, without training again.
 
     `checks` are of tokens whose log-probabilities were compared meanwhile, of this group or ones before it.
@@ -279,7 +280,7 @@ class Trained(_Message, frozen=True):
     checks: LogprobChecks = []
 
 
-class Stepped(_Message, frozen=True):
+class Stepped(_Message):
     """The optimiser has stepped, `version` is in the trainer's own engine, and the relay is being given it.
 
     A worker may pull it at once: it waits there for what is still encoded. `PublishedFrame` follows. `unusable` names
@@ -293,7 +294,7 @@ class Stepped(_Message, frozen=True):
     proof: Proof = []
 
 
-class PublishedFrame(_Message, frozen=True, tag="Published"):
+class PublishedFrame(_Message, tag="Published"):
     """`version` is on the relay, and what that took.
 
     `changed` is the share of elements that differ from the version before, by layer from the input to the output.
@@ -304,7 +305,7 @@ class PublishedFrame(_Message, frozen=True, tag="Published"):
     changed: Annotated[dict[Text, Share], msgspec.Meta(max_length=ENTRIES_MAX)]
 
 
-class UpdateRefused(_Message, frozen=True):
+class UpdateRefused(_Message):
     """The weights that were offered for `version` cannot be served, for this reason: the trainer stands where it stood.
     `again`: later they may be."""
 
@@ -313,7 +314,7 @@ class UpdateRefused(_Message, frozen=True):
     again: bool = False
 
 
-class TrainerFailedFrame(_Message, frozen=True, tag="TrainerFailed"):
+class TrainerFailedFrame(_Message, tag="TrainerFailed"):
     """An order could not be carried out; the trainer's state is not to be relied on any more."""
 
     error: Text
@@ -322,7 +323,7 @@ class TrainerFailedFrame(_Message, frozen=True, tag="TrainerFailed"):
 # From the orchestrator.
 
 
-class Welcome(_Message, frozen=True):
+class Welcome(_Message):
     """The session: its key buys the connection back under a later epoch while the lease lives.
 
     `engine` is `elastic.config.EngineConfig` as plain data, `model` the model's `config.json`. A worker that
@@ -353,12 +354,12 @@ class Welcome(_Message, frozen=True):
     worker: str = ""
 
 
-class Waiting(_Message, frozen=True):
+class Waiting(_Message):
     """The ticket counts, but no lease of its holder is wanted yet. Said again every heartbeat interval, and answered by
     `StillThere`, so that both know of each other."""
 
 
-class Generate(_Message, frozen=True):
+class Generate(_Message):
     """Start an attempt; fields as in `elastic.engine.base.GenerateRequest`, with the ids packed.
 
     What the worker says of it carries its `slot`, until the chunk that ends the attempt.
@@ -377,18 +378,18 @@ class Generate(_Message, frozen=True):
             raise ValueError(f"token ids of {TOKEN_BYTES} bytes each are expected")
 
 
-class FlushEvery(_Message, frozen=True):
+class FlushEvery(_Message):
     """Send tokens so often from now on: what `Welcome.flush_interval_s` says no longer holds."""
 
     interval_s: float
 
 
-class Abort(_Message, frozen=True):
+class Abort(_Message):
     turn: str
     attempt: int
 
 
-class PullWeights(_Message, frozen=True):
+class PullWeights(_Message):
     """Load `version` from the relay. A later order supersedes one that is still under way.
 
     It counts as that version only if the key of `publisher` has signed it (`Ready.publisher`). The order names it,
@@ -400,21 +401,21 @@ class PullWeights(_Message, frozen=True):
     publisher: str = ""
 
 
-class Sleep(_Message, frozen=True):
+class Sleep(_Message):
     pass
 
 
-class Wake(_Message, frozen=True):
+class Wake(_Message):
     pass
 
 
-class Drain(_Message, frozen=True):
+class Drain(_Message):
     """Finish what runs, flush, say goodbye and exit."""
 
     reason: str
 
 
-class Ping(_Message, frozen=True):
+class Ping(_Message):
     """Sent every heartbeat interval, so that a worker behind a dead path notices and dials again."""
 
 
@@ -436,13 +437,13 @@ class TrajectoryData(msgspec.Struct, frozen=True, array_like=True):
         return len(self.token_ids) + len(self.sampled.logprobs) + 1024
 
 
-class TrajectoriesFrame(_Message, frozen=True, tag="Trajectories"):
+class TrajectoriesFrame(_Message, tag="Trajectories"):
     """Trajectories of the group of the `TrainGroupFrame` or `SkipGroup` that follows, before those that it has."""
 
     trajectories: list[TrajectoryData]
 
 
-class TrainGroupFrame(_Message, frozen=True, tag="TrainGroup"):
+class TrainGroupFrame(_Message, tag="TrainGroup"):
     """An order that the trainer has carried out already, this one or another, it only answers again.
 
     `bounds` as in `elastic.core.commands.TrainGroup`, of the workers that have sampled its tokens; `oldest_version` as
@@ -457,7 +458,7 @@ class TrainGroupFrame(_Message, frozen=True, tag="TrainGroup"):
     oldest_version: int = 0
 
 
-class SkipGroup(_Message, frozen=True):
+class SkipGroup(_Message):
     """The group is not trained on; `tokens` that the policy sampled for it count in the mean over its mini-batch.
 
     The log-probabilities of its `trajectories` are compared all the same: garbage earns no rewards that differ.
@@ -484,7 +485,7 @@ def in_parts(order: TrainGroupFrame | SkipGroup) -> "list[TrajectoriesFrame | Tr
     return [*frames, msgspec.structs.replace(order, trajectories=part)]
 
 
-class UpdateFrame(_Message, frozen=True, tag="Update"):
+class UpdateFrame(_Message, tag="Update"):
     """The step is complete: apply the gradients, checkpoint and publish `version`; others are still `pulled`.
 
     `source` says where the weights are that somebody else has trained, as `elastic.protocol.offers` has it; empty where

@@ -1,23 +1,24 @@
 """The commands of a cluster. The shell carries them out in order and reports the results as events."""
 
-from typing import TypeAlias
+from typing import TypeAlias, dataclass_transform
 
 import msgspec
 
 from elastic.core.cluster.types import JobId, NodeId, Permit, Seat
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class _ClusterCommand(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pass
 
 
-class ProfileJob(_ClusterCommand, frozen=True):
+class ProfileJob(_ClusterCommand):
     """Time one step of the job; answered by `JobProfiled` or `JobFailed`."""
 
     job: JobId
 
 
-class StartJob(_ClusterCommand, frozen=True):
+class StartJob(_ClusterCommand):
     """Start the job's residents on these nodes, from its checkpoint if it has one; answered by `JobStarted`."""
 
     job: JobId
@@ -27,24 +28,24 @@ class StartJob(_ClusterCommand, frozen=True):
     restart: bool
 
 
-class StopJob(_ClusterCommand, frozen=True):
+class StopJob(_ClusterCommand):
     """Stop the job at its step's end and keep its checkpoint; answered by `JobStopped`."""
 
     job: JobId
 
 
-class EndJob(_ClusterCommand, frozen=True):
+class EndJob(_ClusterCommand):
     """End every process of the job now. The cluster ignores the job's messages from here on."""
 
     job: JobId
 
 
-class RejectJob(_ClusterCommand, frozen=True):
+class RejectJob(_ClusterCommand):
     job: JobId
     reason: str
 
 
-class PermitCommand(_ClusterCommand, frozen=True):
+class PermitCommand(_ClusterCommand):
     """A command on a permit as it stands from now on."""
 
     permit: Permit
@@ -66,7 +67,7 @@ class MoveTail(PermitCommand, frozen=True):
     """Move the phase's last responses to the permit's `tail_nodes` and free the others; answered by `TailMoved`."""
 
 
-class KillResident(_ClusterCommand, frozen=True):
+class KillResident(_ClusterCommand):
     """End the job's process on this node at once."""
 
     job: JobId
@@ -74,14 +75,14 @@ class KillResident(_ClusterCommand, frozen=True):
     reason: str
 
 
-class StartResident(_ClusterCommand, frozen=True):
+class StartResident(_ClusterCommand):
     """Start the job's process on this node anew. It has no device before its job's time slice."""
 
     job: JobId
     node: NodeId
 
 
-class ReleaseNode(_ClusterCommand, frozen=True):
+class ReleaseNode(_ClusterCommand):
     """Let a drained node go: the cluster has not got it any more."""
 
     node: NodeId

@@ -1,6 +1,6 @@
 """What happens to a cluster. Every event is immutable, journaled, and enough to replay the cluster."""
 
-from typing import TypeAlias
+from typing import TypeAlias, dataclass_transform
 
 import msgspec
 
@@ -8,56 +8,57 @@ from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, JobRequest, KindName, Nanoseconds, NodeId, PhaseKind, PhasePlan
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class _ClusterEvent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pass
 
 
-class TimePassed(_ClusterEvent, frozen=True):
+class TimePassed(_ClusterEvent):
     """Time has reached the cluster's wake-up; nothing else happened."""
 
 
-class PoolSuspended(_ClusterEvent, frozen=True):
+class PoolSuspended(_ClusterEvent):
     """The pool's machine was suspended for so long, and nobody could be heard."""
 
     for_ns: Nanoseconds
 
 
-class NodeJoined(_ClusterEvent, frozen=True):
+class NodeJoined(_ClusterEvent):
     node: NodeId
     kind: KindName
 
 
-class NodeLost(_ClusterEvent, frozen=True):
+class NodeLost(_ClusterEvent):
     """The node and every resident on it are gone."""
 
     node: NodeId
 
 
-class NodeDrained(_ClusterEvent, frozen=True):
+class NodeDrained(_ClusterEvent):
     """The node is to be let go: its jobs stop at their step's end and are placed anew, and no other gets it."""
 
     node: NodeId
 
 
-class JobSubmitted(_ClusterEvent, frozen=True):
+class JobSubmitted(_ClusterEvent):
     request: JobRequest
 
 
-class JobProfiled(_ClusterEvent, frozen=True):
+class JobProfiled(_ClusterEvent):
     """One timed step of the job itself."""
 
     job: JobId
     plan: PhasePlan
 
 
-class JobStarted(_ClusterEvent, frozen=True):
+class JobStarted(_ClusterEvent):
     """The job's residents are up on the nodes of its placement. `placement` is the number in the command."""
 
     job: JobId
     placement: int
 
 
-class JobProgressed(_ClusterEvent, frozen=True):
+class JobProgressed(_ClusterEvent):
     """`steps_done` steps are done in all. The durations are those of the job's latest phases, if it reports them."""
 
     job: JobId
@@ -66,11 +67,11 @@ class JobProgressed(_ClusterEvent, frozen=True):
     train_ns: Nanoseconds | None = None
 
 
-class JobFinished(_ClusterEvent, frozen=True):
+class JobFinished(_ClusterEvent):
     job: JobId
 
 
-class JobFailed(_ClusterEvent, frozen=True):
+class JobFailed(_ClusterEvent):
     """`placement` is the number of the start that failed; the failure of an older start is ignored. None for no
     start."""
 
@@ -79,11 +80,11 @@ class JobFailed(_ClusterEvent, frozen=True):
     placement: int | None = None
 
 
-class CancelRequested(_ClusterEvent, frozen=True):
+class CancelRequested(_ClusterEvent):
     job: JobId
 
 
-class ResubmitRequested(_ClusterEvent, frozen=True):
+class ResubmitRequested(_ClusterEvent):
     """A failed job arrives anew and goes on from its last checkpoint.
 
     `forgotten` is its record if the cluster has forgotten the job, without what it owes. `billed` is that, in digits:
@@ -101,20 +102,20 @@ class ResubmitRequested(_ClusterEvent, frozen=True):
         )
 
 
-class JobsForgotten(_ClusterEvent, frozen=True):
+class JobsForgotten(_ClusterEvent):
     """These jobs are over and kept elsewhere: they leave the cluster's state."""
 
     jobs: tuple[JobId, ...]
 
 
-class JobStopped(_ClusterEvent, frozen=True):
+class JobStopped(_ClusterEvent):
     """A job that was told to stop has freed everything at a step's end. Its checkpoint has `steps_done` steps."""
 
     job: JobId
     steps_done: int
 
 
-class PhaseAsked(_ClusterEvent, frozen=True):
+class PhaseAsked(_ClusterEvent):
     """The job can begin this phase now. `placement` is the number of the job's start, if known.
 
     With `both` the job needs the nodes of both pools at once, and takes a time slice of training whatever `phase` says.
@@ -126,7 +127,7 @@ class PhaseAsked(_ClusterEvent, frozen=True):
     both: bool = False
 
 
-class PermitYielded(_ClusterEvent, frozen=True):
+class PermitYielded(_ClusterEvent):
     """The phase has parked its state and left its nodes. `finished`: the phase needs no further slice.
 
     `switch_ns` is the part of the slice that resuming and parking took.
@@ -138,7 +139,7 @@ class PermitYielded(_ClusterEvent, frozen=True):
     switch_ns: Nanoseconds = 0
 
 
-class RolloutProgressed(_ClusterEvent, frozen=True):
+class RolloutProgressed(_ClusterEvent):
     """`done` of the phase's responses are done."""
 
     job: JobId
@@ -147,14 +148,14 @@ class RolloutProgressed(_ClusterEvent, frozen=True):
     of: int
 
 
-class TailMoved(_ClusterEvent, frozen=True):
+class TailMoved(_ClusterEvent):
     """The phase's last responses run on the nodes that `MoveTail` named. The other nodes are free."""
 
     job: JobId
     permit: int
 
 
-class ResidentLost(_ClusterEvent, frozen=True):
+class ResidentLost(_ClusterEvent):
     """A job's process on a node is gone. Its work goes on elsewhere, or in a new process."""
 
     job: JobId
@@ -162,7 +163,7 @@ class ResidentLost(_ClusterEvent, frozen=True):
     cause: str
 
 
-class ResidencyMeasured(_ClusterEvent, frozen=True):
+class ResidencyMeasured(_ClusterEvent):
     job: JobId
     node: NodeId
     host_bytes: int

@@ -5,7 +5,7 @@ import os
 import socket
 from multiprocessing.connection import Connection
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, dataclass_transform
 
 import msgspec
 
@@ -15,6 +15,7 @@ from elastic.engine.torch.pacing import NO_LOAD, IterationLoad
 from elastic.weights.source import PullReport, RelaySource
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class _PipeMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
@@ -22,7 +23,7 @@ class _PipeMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 # To vLLM's process.
 
 
-class Begin(_PipeMessage, frozen=True):
+class Begin(_PipeMessage):
     """The first message: which model, and `arguments` of vLLM's engine."""
 
     model_config: dict[str, Any]
@@ -30,21 +31,21 @@ class Begin(_PipeMessage, frozen=True):
     sleep_level: int
 
 
-class Submit(_PipeMessage, frozen=True):
+class Submit(_PipeMessage):
     requests: list[GenerateRequest]
 
 
-class AbortRequests(_PipeMessage, frozen=True):
+class AbortRequests(_PipeMessage):
     request_ids: list[str]
 
 
-class Prefetch(_PipeMessage, frozen=True):
+class Prefetch(_PipeMessage):
     call: int
     source: RelaySource
     timeout_s: float
 
 
-class LoadVersion(_PipeMessage, frozen=True):
+class LoadVersion(_PipeMessage):
     """Put in force what was prefetched from `source`, or, as `version`, the tensors in the file `path`.
 
     The answer has the log-probabilities of the text `proof` with them, from its second token on.
@@ -58,19 +59,19 @@ class LoadVersion(_PipeMessage, frozen=True):
     proof: list[int] = []
 
 
-class SleepNow(_PipeMessage, frozen=True):
+class SleepNow(_PipeMessage):
     call: int
 
 
-class WakeUp(_PipeMessage, frozen=True):
+class WakeUp(_PipeMessage):
     call: int
 
 
-class Audit(_PipeMessage, frozen=True):
+class Audit(_PipeMessage):
     call: int
 
 
-class ReadBack(_PipeMessage, frozen=True):
+class ReadBack(_PipeMessage):
     """Write the live parameters to the file `path`, by vLLM's names."""
 
     call: int
@@ -83,7 +84,7 @@ ToVllm: TypeAlias = Begin | Submit | AbortRequests | Prefetch | LoadVersion | Sl
 # From vLLM's process.
 
 
-class Up(_PipeMessage, frozen=True):
+class Up(_PipeMessage):
     """vLLM is up. `device` is the name of the device that it computes on."""
 
     device: str
@@ -91,7 +92,7 @@ class Up(_PipeMessage, frozen=True):
     kv_blocks: int
 
 
-class Failed(_PipeMessage, frozen=True):
+class Failed(_PipeMessage):
     """The engine cannot be had; the process ends."""
 
     reason: str
@@ -107,7 +108,7 @@ class Queue(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_tokens: int
 
 
-class Iterated(_PipeMessage, frozen=True):
+class Iterated(_PipeMessage):
     """What came of an iteration, or of aborts alone (no `ns` then): what it computed, and its time."""
 
     chunks: list[TokenChunk]
@@ -116,19 +117,19 @@ class Iterated(_PipeMessage, frozen=True):
     load: IterationLoad = NO_LOAD
 
 
-class Spends(_PipeMessage, frozen=True):
+class Spends(_PipeMessage):
     """From here on nothing is generated: the process does this. Ends with the reply to what it was ordered."""
 
     account: Account
 
 
-class PrefetchProgress(_PipeMessage, frozen=True):
+class PrefetchProgress(_PipeMessage):
     """A prefetch's progress: the bytes that have come off relays so far."""
 
     received_bytes: int
 
 
-class Reply(_PipeMessage, frozen=True):
+class Reply(_PipeMessage):
     """The answer to a call; `error` is the name of what was raised, empty where nothing was."""
 
     call: int

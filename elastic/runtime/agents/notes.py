@@ -3,7 +3,7 @@
 Notes travel in the core's events and are opaque there: `TurnAsked` in `TurnRequested`, the others in `AgentNoted`.
 """
 
-from typing import TypeAlias
+from typing import TypeAlias, dataclass_transform
 
 import msgspec
 
@@ -11,11 +11,12 @@ from elastic.core.types import Nanoseconds, TrajectoryId, TurnId
 from elastic.protocol.front_messages import AgentCall
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class _Note(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-class TurnAsked(_Note, frozen=True):
+class TurnAsked(_Note):
     """A call asks for a turn: as in `OpenTurns`, with the settings that its sampling has besides the run's."""
 
     call: AgentCall
@@ -30,7 +31,7 @@ class TurnAsked(_Note, frozen=True):
     top_k: int = 0
 
 
-class Begun(_Note, frozen=True):
+class Begun(_Note):
     """A driver was given a trajectory in the group that it calls `name`."""
 
     trajectory: TrajectoryId
@@ -41,12 +42,12 @@ class Begun(_Note, frozen=True):
     at_ns: Nanoseconds
 
 
-class Bound(_Note, frozen=True):
+class Bound(_Note):
     trajectory: TrajectoryId
     session: str
 
 
-class AnswerSettled(_Note, frozen=True):
+class AnswerSettled(_Note):
     """The turn's first `kept` tokens are its answer; `history` and `behind` as in `SettleTurn`."""
 
     turn: TurnId
@@ -56,19 +57,19 @@ class AnswerSettled(_Note, frozen=True):
     behind: bytes = b""
 
 
-class AnswerGiven(_Note, frozen=True):
+class AnswerGiven(_Note):
     """A client has the whole answer."""
 
     turn: TurnId
 
 
-class Abandoned(_Note, frozen=True):
+class Abandoned(_Note):
     """Nobody waits for the turn any more: it has come to nothing."""
 
     turn: TurnId
 
 
-class Rewarded(_Note, frozen=True):
+class Rewarded(_Note):
     """The trajectory is worth so much, or its branches of `policy` are."""
 
     trajectory: TrajectoryId
@@ -76,20 +77,20 @@ class Rewarded(_Note, frozen=True):
     policy: str = ""
 
 
-class MetricsTaken(_Note, frozen=True):
+class MetricsTaken(_Note):
     """Numbers that its driver tells of the trajectory, by name."""
 
     trajectory: TrajectoryId
     metrics: dict[str, float]
 
 
-class Truncated(_Note, frozen=True):
+class Truncated(_Note):
     """The trajectory has had all of its turns."""
 
     trajectory: TrajectoryId
 
 
-class BegunAgain(_Note, frozen=True):
+class BegunAgain(_Note):
     """The trajectory's env worker is gone: the trajectory begins again, and its sampled `tokens` are lost. `ran` is
     whether the trajectory's own code may have been to blame."""
 
@@ -99,7 +100,7 @@ class BegunAgain(_Note, frozen=True):
     ran: bool = False
 
 
-class UpstreamAsked(_Note, frozen=True):
+class UpstreamAsked(_Note):
     """A front may make a call of a model elsewhere, which is open from now on.
 
     Tokens and money are the most that it can come to. `trajectory` is empty for a driver's own call.
@@ -116,7 +117,7 @@ class UpstreamAsked(_Note, frozen=True):
     at_ns: Nanoseconds
 
 
-class UpstreamTold(_Note, frozen=True):
+class UpstreamTold(_Note):
     """The call is over. Its client was answered with `status`, 0 if the call was never made.
 
     Tokens are None where nobody knows them: then the call has cost the most that it could.
@@ -130,7 +131,7 @@ class UpstreamTold(_Note, frozen=True):
     duration_s: float
 
 
-class UpstreamCarried(_Note, frozen=True):
+class UpstreamCarried(_Note):
     """What calls of models elsewhere have come to in incarnations of the run that this one does not go on from."""
 
     granted: int

@@ -55,7 +55,7 @@ RARE = " AND ".join(f"kind != '{kind}'" for kind in FREQUENT)
 """The condition, in SQL, of all other kinds, which the index has whole. A query says it word for word to use that."""
 
 
-class NoteRow(JournalRecord, frozen=True, gc=False):
+class NoteRow(JournalRecord, gc=False):
     """A text under a key: what the run is, how it ended, what a provider has to say. The last one stands."""
 
     TABLE: ClassVar[str] = "meta"
@@ -65,7 +65,7 @@ class NoteRow(JournalRecord, frozen=True, gc=False):
     value: str
 
 
-class EventRow(JournalRecord, frozen=True, gc=False):
+class EventRow(JournalRecord, gc=False):
     """An event as the core took it: its type's name and the event itself, or `FRAME` and the frame that it was in."""
 
     TABLE: ClassVar[str] = "events"
@@ -76,7 +76,7 @@ class EventRow(JournalRecord, frozen=True, gc=False):
     body: bytes
 
 
-class TurnRow(JournalRecord, frozen=True, gc=False):
+class TurnRow(JournalRecord, gc=False):
     """A turn that came to its end. `worker` is the last that it was on, `attempts` how many times it was begun."""
 
     TABLE: ClassVar[str] = "turns"
@@ -94,7 +94,7 @@ class TurnRow(JournalRecord, frozen=True, gc=False):
     worker: WorkerId
 
 
-class MoveRow(JournalRecord, frozen=True, gc=False):
+class MoveRow(JournalRecord, gc=False):
     """A turn that left a worker unfinished at `left_ns` and began on the next, with what was accepted until then."""
 
     TABLE: ClassVar[str] = "moves"
@@ -112,7 +112,7 @@ NOT_SCORED = "not scored"
 """The cause of a trajectory that has no reward yet."""
 
 
-class TrajectoryRow(JournalRecord, frozen=True, gc=False):
+class TrajectoryRow(JournalRecord, gc=False):
     """A trajectory that is over: with its reward, or with the cause of its failure and none.
 
     `truncated` says that a limit of turns or tokens ended it. `token_ids` are packed, and `sampled` is a msgpack
@@ -166,7 +166,7 @@ class EvaluatedRow(TrajectoryRow, frozen=True, gc=False):
     INDEX: ClassVar[str] = ""
 
 
-class EvaluationRow(JournalRecord, frozen=True):
+class EvaluationRow(JournalRecord):
     """An evaluation that is over. `best`: no version before was as good, by the metric that the run is told to keep.
     `ends` is why the run ended with it before its last step; empty where it did not."""
 
@@ -247,7 +247,7 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
         return " AND ".join(clauses) or "1", values
 
 
-class GroupRow(JournalRecord, frozen=True):
+class GroupRow(JournalRecord):
     """The end of a group in `step`, with the trainer at `version`: why it was `dropped`, or "" if it was trained.
 
     `lengths` has the policy tokens of each member so far, and not those of members that were replaced; ages are in
@@ -277,7 +277,7 @@ class StepWeights(msgspec.Struct, frozen=True, kw_only=True):
     changed: dict[str, float]
 
 
-class StepRow(JournalRecord, frozen=True):
+class StepRow(JournalRecord):
     """A finished training step: `record` is the core's account of it, `trainer` has the trainer's own figures.
 
     `weights` is None until the version is on the relay, which is when the row is written once more.
@@ -296,7 +296,7 @@ class StepRow(JournalRecord, frozen=True):
     """By name, where there are several."""
 
 
-class SampleRow(JournalRecord, frozen=True):
+class SampleRow(JournalRecord):
     """How the run stood at one moment."""
 
     TABLE: ClassVar[str] = "samples"
@@ -306,7 +306,7 @@ class SampleRow(JournalRecord, frozen=True):
     status: RunStatus
 
 
-class PullRow(JournalRecord, frozen=True):
+class PullRow(JournalRecord):
     """A worker's report of weights that it pulled, or could not; fields as in `elastic.protocol.wire.WeightsReport`."""
 
     TABLE: ClassVar[str] = "pulls"
@@ -323,7 +323,7 @@ class PullRow(JournalRecord, frozen=True):
     refused: list[wire.UnverifiedWeights] = msgspec.field(default_factory=list[wire.UnverifiedWeights])
 
 
-class CallRow(JournalRecord, frozen=True, gc=False):
+class CallRow(JournalRecord, gc=False):
     """One metered call of a function; fields as in `functions.base.Call`, with the billed idle time in `duration_s`."""
 
     TABLE: ClassVar[str] = "calls"
@@ -348,7 +348,7 @@ class CallRow(JournalRecord, frozen=True, gc=False):
         return cls(t_ns=t_ns, **fields)
 
 
-class StateRow(JournalRecord, frozen=True, gc=False):
+class StateRow(JournalRecord, gc=False):
     """The run after the journal's first `events` events, `saved` as in `elastic.runtime.states`: the process that
     takes the run up begins there, for what led there is not kept. There is one such row, the last."""
 
@@ -361,7 +361,7 @@ class StateRow(JournalRecord, frozen=True, gc=False):
     place: int = 0
 
 
-class BookRow(JournalRecord, frozen=True):
+class BookRow(JournalRecord):
     """A worker's book in the ledger, as it was written last; the final one once it is closed."""
 
     TABLE: ClassVar[str] = "books"

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import Enum
 from itertools import chain
-from typing import Any, ClassVar, Generic, TypeVar, Union
+from typing import Any, ClassVar, Generic, TypeVar, Union, dataclass_transform
 
 import msgspec
 
@@ -25,6 +25,7 @@ FLOAT_MAX = "1.7976931348623157e308"
 _PLAIN: dict[Any, str] = {int: "INTEGER", bool: "INTEGER", str: "TEXT", bytes: "BLOB", float: "REAL"}
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the journal's table of this name. A table that is made `LATER` comes with its first row.
 

@@ -7,7 +7,7 @@ training goes on has a pair of its own.
 import threading
 from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, dataclass_transform
 
 import msgspec
 
@@ -16,11 +16,12 @@ from elastic.system.parking import Switch
 from elastic.worker.publication import PublishingTerms, RelayPlace
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class _RankMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-class BeRank(_RankMessage, frozen=True):
+class BeRank(_RankMessage):
     """The first message: be this rank of `size`, and meet the others by the file that is open as `meeting`. `config` is
     the run's."""
 
@@ -32,45 +33,45 @@ class BeRank(_RankMessage, frozen=True):
     config: dict[str, Any]
 
 
-class TrainShare(_RankMessage, frozen=True):
+class TrainShare(_RankMessage):
     group: TrainGroupFrame
 
 
-class SkipShare(_RankMessage, frozen=True):
+class SkipShare(_RankMessage):
     index: int
     tokens: int
     trajectories: Sequence[TrajectoryData]
 
 
-class UpdateShare(_RankMessage, frozen=True):
+class UpdateShare(_RankMessage):
     pass
 
 
-class HoldShards(_RankMessage, frozen=True):
+class HoldShards(_RankMessage):
     """Keep a copy of what is published of the weights as they are."""
 
     in_host_memory: bool
 
 
-class BePublisher(_RankMessage, frozen=True):
+class BePublisher(_RankMessage):
     """Publish on these terms from now on, as the other pair of sockets says."""
 
     terms: PublishingTerms
 
 
-class SaveShards(_RankMessage, frozen=True):
+class SaveShards(_RankMessage):
     path: str
 
 
-class LoadShards(_RankMessage, frozen=True):
+class LoadShards(_RankMessage):
     path: str
 
 
-class ParkShards(_RankMessage, frozen=True):
+class ParkShards(_RankMessage):
     pass
 
 
-class ResumeShards(_RankMessage, frozen=True):
+class ResumeShards(_RankMessage):
     pass
 
 
@@ -87,33 +88,33 @@ RankOrder: TypeAlias = (
 )
 
 
-class PublishShards(_RankMessage, frozen=True):
+class PublishShards(_RankMessage):
     """Publish what is held, under this version; those that are `pulled` stay on the relay."""
 
     version: int
     pulled: Collection[int]
 
 
-class FollowRelay(_RankMessage, frozen=True):
+class FollowRelay(_RankMessage):
     """The relay is there from now on. This is not answered, and heard also while something is published."""
 
     place: RelayPlace
 
 
-class RankDone(_RankMessage, frozen=True):
+class RankDone(_RankMessage):
     """The order was carried out; what it cost, where it is one that costs."""
 
     switch: Switch | None = None
 
 
-class RankPublished(_RankMessage, frozen=True):
+class RankPublished(_RankMessage):
     """This rank's part of the version is on the relay; what that took."""
 
     encode_s: float
     put_s: float
 
 
-class RankRefused(_RankMessage, frozen=True):
+class RankRefused(_RankMessage):
     """The order cannot be carried out, and nothing has changed: on no rank. Or a version cannot be published."""
 
     why: str
