@@ -50,7 +50,7 @@ from elastic.runtime.status import ProviderStatus
 from elastic.server.serving import open_store
 from elastic.server.store import people, runs
 from elastic.server.store.tables import runs as table
-from elastic.testing.rows import run_status, step_record, trajectory_row
+from tests.journal_rows import run_status, step_record, trajectory_row
 from tests.server.postgres import cluster, skipped_without_postgresql
 
 RUNS, RUNS_QUICK = 10_000, 1_000

@@ -34,9 +34,9 @@ from elastic.core import events as e
 from elastic.core.types import NS_PER_S, TurnId
 from elastic.protocol.sockets import listening_socket
 from elastic.runtime.journal import RunDirectory
-from elastic.testing.faults.bad_link import BadLink, LinkQuality
 from providers.base import ProviderContext, ProviderSettings
 from providers.reserved import ReservedProvider
+from tests.bad_link import BadLink, LinkQuality
 from tests.proof import check_tokens
 
 FAR_WORKERS, NEAR_WORKERS = 2, 1

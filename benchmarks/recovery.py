@@ -50,10 +50,10 @@ from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.types import NS_PER_S, Nanoseconds, TurnId, WorkerId
 from elastic.protocol.endpoint import Endpoint
-from elastic.testing.faults.bad_link import BadLink
 from providers.base import Emit, ProviderSettings
 from providers.processes import LocalWorkers
 from providers.reserved import ReservedProvider
+from tests.bad_link import BadLink
 
 PROMPT_TOKENS = 24
 OBSERVATION_TOKENS = 4

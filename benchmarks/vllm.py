@@ -58,7 +58,7 @@ MOVES = 32
 
 
 def measure_in_place(quick: bool) -> Figures:
-    from elastic.testing.models import TINY_MODELS
+    from tests.tiny_models import TINY_MODELS
 
     figures: Figures = {"bit_exact": {}}
     for architecture in ["qwen3"] if quick else TINY_MODELS:
@@ -75,12 +75,12 @@ def _of_architecture(architecture: str, directory: Path, *, moves: bool) -> Figu
     from elastic.config import EngineConfig
     from elastic.engine import create_engine
     from elastic.engine.vllm.engine import VllmEngine
-    from elastic.testing.models import TINY_MODELS, fused
     from elastic.testing.recorder import Recorder
     from elastic.weights.directory import DirectoryRelay
     from elastic.weights.publisher import Publisher
     from elastic.weights.signing import SigningKey
     from elastic.weights.source import RelaySource
+    from tests.tiny_models import TINY_MODELS, fused
 
     model, key = TINY_MODELS[architecture], SigningKey()
     publisher = Publisher(DirectoryRelay(directory), "run", model.config, key=key)

@@ -24,10 +24,10 @@ from elastic.protocol.endpoint import Endpoint
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, SqliteJournal, StepRow
 from elastic.system.host import Host, on
-from elastic.testing.rows import step_record
 from elastic.weights.relay import open_relay
 from elastic.weights.rights import RelayRights
 from providers.base import ProviderContext, WorkerTicket, worker_environment
+from tests.journal_rows import step_record
 
 
 @pytest.fixture

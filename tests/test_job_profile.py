@@ -9,7 +9,7 @@ from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_ov
 from elastic.config import Config, JournalConfig, load_config
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import GroupRow, RunDirectory, StepRow
-from elastic.testing.rows import step_record
+from tests.journal_rows import step_record
 
 CONFIG = """
 [model]

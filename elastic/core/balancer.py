@@ -5,12 +5,10 @@ is left alone from then on until a token has come of it. Source: RLBoost §4.2.1
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from elastic.core import events as e
 from elastic.core.fleet import Worker
-from elastic.core.run_state import Changed, RunState
+from elastic.core.run_state import Deadlines, Handlers, RunState
 from elastic.core.turn_manager import TurnManager
 from elastic.core.turns import Turn
 from elastic.core.types import TurnId, TurnState, WorkerId, WorkerKind, WorkerRole
@@ -81,8 +79,8 @@ class Balancer:
     def __init__(self, run: RunState, turns: TurnManager) -> None:
         self._run = run
         self._turns = turns
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {}
-        self.due: Mapping[str, Callable[[str], None]] = {"balance": lambda _: self._balance()}
+        self.handlers: Handlers = {}
+        self.due: Deadlines = {"balance": lambda _: self._balance()}
 
     def watch(self) -> None:
         """While turns are under way, look at the loads now and then."""

@@ -4,23 +4,20 @@ Each command is done once, and remembered by its id for as long as the run lives
 it comes the run stops, early enough that all is given back before more is spent.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.allowance import committed_nano_usd, last_end_ns, room, stopping_ns
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.lease_manager import LeaseManager
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.core.run_state import Changed, RunState
+from elastic.core.run_state import Deadlines, Handlers, RunState
 
 
 class ControlManager:
     def __init__(self, run: RunState, leases: LeaseManager) -> None:
         self._run = run
         self._leases = leases
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
+        self.handlers: Handlers = {
             e.StopCommanded: self._on_stop,
             e.CapSet: self._on_cap,
             e.BudgetSet: self._on_budget,
@@ -28,7 +25,7 @@ class ControlManager:
             e.CostCarried: self._on_carried,
             e.FunctionsBilled: self._on_functions,
         }
-        self.due: Mapping[str, Callable[[str], None]] = {"budget": self._budget_due}
+        self.due: Deadlines = {"budget": self._budget_due}
 
     def _first(self, event: e.ControlEvent) -> bool:
         """Whether the command was not done before. From now on it was."""

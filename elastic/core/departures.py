@@ -4,13 +4,9 @@ The policy decides, on what the run has measured; what is left when the time is 
 enough to be handed over. Source: RLBoost §4.2 (migration on preemption); docs/design.md, "A lease".
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.leaving import Leaving
-from elastic.core.run_state import Changed, RunState
+from elastic.core.run_state import Deadlines, Handlers, RunState
 from elastic.core.turn_manager import TurnManager
 from elastic.core.turns import Turn
 from elastic.core.types import NS_PER_S, Nanoseconds, TurnState, WorkerRole, WorkerState
@@ -28,8 +24,8 @@ class Departures:
         self._run = run
         self._turns = turns
         self._workers = workers
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {}
-        self.due: Mapping[str, Callable[[str], None]] = {"departure": self._look}
+        self.handlers: Handlers = {}
+        self.due: Deadlines = {"departure": self._look}
 
     def begin(self, worker: Worker, end_ns: Nanoseconds, reason: str) -> None:
         """The worker is gone at `end_ns`: from now on it gets only what ends before that, and empties in time.

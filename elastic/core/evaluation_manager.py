@@ -5,9 +5,6 @@ are no members of groups: nothing of them reaches the trainer, or counts among w
 order, as many as a step has and the fleet has places for; the others as those end.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.evaluation import (
@@ -23,7 +20,7 @@ from elastic.core.evaluation import (
 )
 from elastic.core.ids import group_of
 from elastic.core.reward_manager import RewardManager
-from elastic.core.run_state import Changed, RunState
+from elastic.core.run_state import Deadlines, Handlers, RunState
 from elastic.core.turn_manager import TurnManager
 from elastic.core.types import PlannedEvaluation, TrajectoryId
 
@@ -39,10 +36,8 @@ class EvaluationManager:
         self._run = run
         self._turns = turns
         self._rewards = rewards
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
-            e.EvaluationsCarried: lambda event: self._run.evaluated.update(event.values)
-        }
-        self.due: Mapping[str, Callable[[str], None]] = {"evaluation": lambda _: self._time_is_up()}
+        self.handlers: Handlers = {e.EvaluationsCarried: lambda event: self._run.evaluated.update(event.values)}
+        self.due: Deadlines = {"evaluation": lambda _: self._time_is_up()}
 
     @property
     def plan(self) -> PlannedEvaluation | None:

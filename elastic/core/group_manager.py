@@ -5,8 +5,7 @@ invariant 4.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -15,7 +14,7 @@ from elastic.core.mixing import next_of
 from elastic.core.policy import BatchView
 from elastic.core.reward_manager import RewardManager
 from elastic.core.rows import BadCurriculum, RowProgress
-from elastic.core.run_state import Changed, RunState
+from elastic.core.run_state import Changed, Deadlines, Handlers, RunState
 from elastic.core.steps import CUT_OFF, BatchRule, Group, Step
 from elastic.core.turn_manager import TurnManager
 from elastic.core.types import GroupState, InfrastructureCause, TrajectoryId
@@ -34,13 +33,13 @@ class GroupManager:
         self._turns = turns
         self._rewards = rewards
         self._evaluations = evaluations
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
+        self.handlers: Handlers = {
             e.TurnRequested: self._on_turn_requested,
             e.TrajectoryFinished: self._on_trajectory_finished,
             e.TrajectoryFailed: self._on_trajectory_failed,
             e.RewardRequested: self._on_reward_requested,
         }
-        self.due: Mapping[str, Callable[[str], None]] = {}
+        self.due: Deadlines = {}
 
     # Trajectories
 

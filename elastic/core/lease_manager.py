@@ -4,9 +4,7 @@ Source: docs/design.md, "A lease".
 """
 
 import math
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -16,7 +14,7 @@ from elastic.core.ids import lease_of
 from elastic.core.leases import Lease
 from elastic.core.ledger import NANO_USD_PER_USD, Price
 from elastic.core.market import LeaseMarket
-from elastic.core.run_state import Changed, RunState
+from elastic.core.run_state import Deadlines, Handlers, RunState
 from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, Offer, WorkerRole, WorkerState
 from elastic.core.worker_manager import WorkerManager
 
@@ -37,7 +35,7 @@ class LeaseManager:
         self._workers = workers
         self._departures = departures
         self._worker_bound: int | None = None
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
+        self.handlers: Handlers = {
             e.OfferChanged: self._on_offer,
             e.LeaseGranted: self._on_granted,
             e.LeaseRefused: self._on_refused,
@@ -46,7 +44,7 @@ class LeaseManager:
             e.LeaseRepriced: self._on_repriced,
             e.StraysBilled: self._on_strays,
         }
-        self.due: Mapping[str, Callable[[str], None]] = {
+        self.due: Deadlines = {
             "grant": lambda lease: self._withdraw(self._run.leases.leases[lease], "not granted in time"),
             "slice": lambda lease: self._withdraw(self._run.leases.leases[lease], "its turn did not come in time"),
             "lull": self._lull_nearly_over,

@@ -6,13 +6,13 @@ Source: docs/design.md, `Reward`; RollArt, mechanism 3.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.run_state import Changed, RunState
+from elastic.core.run_state import Deadlines, Handlers, RunState
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import InfrastructureCause, ScoringState, TrajectoryId
 
@@ -45,11 +45,11 @@ class RewardManager:
         self._running = 0
         self._outcomes: list[Scored] = []
         self.scorings: dict[TrajectoryId, Scoring] = {}
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
+        self.handlers: Handlers = {
             e.RewardScored: self._on_scored,
             e.RewardFailed: self._on_failed,
         }
-        self.due: Mapping[str, Callable[[str], None]] = {
+        self.due: Deadlines = {
             "score": self._score_due,
             "score again": self._score_again_due,
         }

@@ -7,7 +7,7 @@ leaves word here (`vacated`, `struck_out`, `over`, the tables), and they look be
 
 from collections.abc import Callable, Mapping
 from enum import Enum, StrEnum, auto
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from msgspec import UNSET
 
@@ -80,6 +80,12 @@ class Changed(Enum):
     """Which turns wait, and what room workers have."""
 
 
+Handlers: TypeAlias = Mapping[type[Event], Callable[[Any], Changed | None]]
+"""What a part of the scheduler does at each of its events."""
+Deadlines: TypeAlias = Mapping[str, Callable[[str], None]]
+"""What it does at each of its deadlines, by what waits; called with the key."""
+
+
 def most(one: Changed | None, other: Changed | None) -> Changed | None:
     """What two events have changed at most, one after the other."""
     return other if one is Changed.PROGRESS else one if other is not None else None
@@ -89,7 +95,7 @@ class SchedulerPart(Protocol):
     """A part of the scheduler: the events that it handles, and the callbacks of its waits. One that returns None may
     have changed anything."""
 
-    handlers: Mapping[type[Event], Callable[[Any], Changed | None]]
+    handlers: Handlers
 
     @property
     def due(self) -> Mapping[str, Callable[[str], Changed | None]]: ...

@@ -1,12 +1,9 @@
 """Offers of those who train elsewhere, one after the other, and what a run holds while nobody asks for anything."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.lease_manager import LeaseManager
-from elastic.core.run_state import Changed, RunState
+from elastic.core.run_state import Deadlines, Handlers, RunState
 from elastic.core.serving import GAP_LEAST_NS, GAP_MARGIN, LABELS_KEPT
 from elastic.core.types import Nanoseconds
 
@@ -15,11 +12,11 @@ class ServingManager:
     def __init__(self, run: RunState, leases: LeaseManager) -> None:
         self._run = run
         self._leases = leases
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
+        self.handlers: Handlers = {
             e.VersionOffered: self._on_offered,
             e.TurnsHeld: self._on_held,
         }
-        self.due: Mapping[str, Callable[[str], None]] = {"idle": self._idle_due}
+        self.due: Deadlines = {"idle": self._idle_due}
 
     def _on_offered(self, event: e.VersionOffered) -> None:
         """Queue the offer, unless it is served already or waits. What is the same is answered once for all."""

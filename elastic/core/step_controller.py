@@ -3,8 +3,7 @@
 Source: ROSE §4.2 (workflow of a step); RLBoost §4.1 (seeding); docs/design.md, "The trainer's device".
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from msgspec import UNSET
 
@@ -16,7 +15,7 @@ from elastic.core.mixing import counts_before
 from elastic.core.outcomes import counted, in_words
 from elastic.core.policy import StepRecord
 from elastic.core.reward_manager import RewardManager
-from elastic.core.run_state import Changed, Phase, RunState
+from elastic.core.run_state import Deadlines, Handlers, Phase, RunState
 from elastic.core.serving_manager import ServingManager
 from elastic.core.steps import BatchRule, Step
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
@@ -56,13 +55,13 @@ class StepController:
         self._told_progress: tuple[int, int, int] | None = None
         self.seeding_plan = run.policies.seeding.first()
         run.leases.worker_bound = self.seeding_plan.worker_bound
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
+        self.handlers: Handlers = {
             e.GroupTrained: self._on_group_trained,
             e.WeightsPublished: self._on_published,
             e.VersionRefused: self._on_offer_refused,
             e.TrainerFailed: self._on_trainer_failed,
         }
-        self.due: Mapping[str, Callable[[str], None]] = {
+        self.due: Deadlines = {
             "seeding": lambda _: None,
             "reseed": self._reseed_due,
         }

@@ -7,16 +7,14 @@ outstanding order stands and is given again, to the same device or to its replac
 Source: docs/design.md, "The trainer's device"; RLBoost §4.1.
 """
 
-from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any
 
 from msgspec import UNSET, UnsetType
 
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
-from elastic.core.run_state import Changed, RunState
+from elastic.core.run_state import Deadlines, Handlers, RunState
 from elastic.core.steps import Group
 from elastic.core.trainer_permit import PermitState, TrainerPermit
 from elastic.core.turn_manager import TurnManager
@@ -45,11 +43,11 @@ class TrainerDevice:
         self._session: tuple[WorkerId, int] | None = None
         self.order: c.TrainGroup | c.UpdateWeights | None = None
         """The outstanding order, None once the trainer has reported it done."""
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
+        self.handlers: Handlers = {
             e.WorkerSlept: self._on_slept,
             e.WorkerAwoke: self._on_awoke,
         }
-        self.due: Mapping[str, Callable[[str], None]] = {
+        self.due: Deadlines = {
             "training": self._training_due,
             "waking": lambda _: run.fail("the trainer's device did not change between training and generating"),
             "replacement": self._replacement_due,

@@ -5,13 +5,11 @@ them, so that what is said of an older one counts no more. Where nothing is shar
 needed. Source: Weave §4.3, §5.1; docs/jobs.md.
 """
 
-from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.run_state import Changed, RunState
+from elastic.core.run_state import Deadlines, Handlers, RunState
 
 
 class PermitState(StrEnum):
@@ -32,12 +30,12 @@ class TrainerPermit:
         self.state = PermitState.NONE
         self.number = 0
         """The number of the last permit that was granted."""
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
+        self.handlers: Handlers = {
             e.PermitGranted: self._on_granted,
             e.PermitRecalled: self._on_recalled,
             e.PermitEnded: self._on_ended,
         }
-        self.due: Mapping[str, Callable[[str], None]] = {
+        self.due: Deadlines = {
             "permit": lambda _: run.fail("the trainer was not permitted to compute on its device in time"),
             "permit over": lambda _: self._lose(),
         }

@@ -5,7 +5,6 @@ Source: docs/design.md, "A turn"; RLBoost §4.2 for collection by token and the 
 
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -13,7 +12,7 @@ from elastic.core.affinity import CACHED_SHARE, has_too_much
 from elastic.core.fleet import STRUCK_OUT, RemainingFleet, Worker
 from elastic.core.leaving import Leaving
 from elastic.core.patience import MARGIN
-from elastic.core.run_state import Changed, RunState
+from elastic.core.run_state import Changed, Handlers, RunState
 from elastic.core.turns import Turn
 from elastic.core.types import (
     NO_EXTRAS,
@@ -50,7 +49,7 @@ class TurnManager:
         """When the turns of workers with strikes were looked at last, to no avail."""
         self._took_away = False
         """Whether the event that is being handled has taken many turns off a worker: sending is for those after it."""
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
+        self.handlers: Handlers = {
             e.TokensReceived: self._on_tokens,
             e.TurnCut: self._on_cut,
         }

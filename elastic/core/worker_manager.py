@@ -3,15 +3,12 @@
 Source: docs/design.md, "A lease" and "A weights version".
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.ids import lease_of
 from elastic.core.profiles import BatchProfile
-from elastic.core.run_state import TRAINER_AT_HAND, Changed, RunState
+from elastic.core.run_state import TRAINER_AT_HAND, Changed, Deadlines, Handlers, RunState
 from elastic.core.turn_manager import TurnManager
 from elastic.core.types import Account, EndCause, LeaseState, LoadPhase, WorkerId, WorkerRole, WorkerState
 
@@ -29,7 +26,7 @@ class WorkerManager:
     def __init__(self, run: RunState, turns: TurnManager) -> None:
         self._run = run
         self._turns = turns
-        self.handlers: Mapping[type[e.Event], Callable[[Any], Changed | None]] = {
+        self.handlers: Handlers = {
             e.WorkerJoined: self._on_joined,
             e.WorkerReported: self._on_reported,
             e.WorkerDisconnected: self._on_disconnected,
@@ -37,7 +34,7 @@ class WorkerManager:
             e.WeightsApplied: self._on_weights_applied,
             e.WeightsFailed: self._on_weights_failed,
         }
-        self.due: Mapping[str, Callable[[str], None]] = {
+        self.due: Deadlines = {
             "boot": lambda worker: self.give_up(worker, EndCause.BOOT_TIMEOUT),
             "load": lambda worker: self.give_up(worker, EndCause.FENCED),
             "heartbeat": lambda worker: self.give_up(worker, EndCause.FENCED),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import structlog
 
 from elastic.core.types import TrajectoryId
-from elastic.protocol.connection import Connection, ConnectionLost, SessionRefused
+from elastic.protocol.connection import ConnectionLost, SessionRefused
 from elastic.protocol.frames import RefusedFrame, WireError
 from elastic.protocol.front_messages import (
     CAUSE_MAX,
@@ -29,7 +29,14 @@ from elastic.protocol.front_messages import (
     TrajectoryBegun,
     TrajectoryShown,
 )
-from elastic.protocol.run_connection import REDIAL_MAX_S, REDIAL_S, WELCOME_TIMEOUT_S, connected, welcomed
+from elastic.protocol.run_connection import (
+    REDIAL_MAX_S,
+    REDIAL_S,
+    WELCOME_TIMEOUT_S,
+    RunConnection,
+    connected,
+    welcomed,
+)
 from elastic.system.host import here
 from elastic.system.signals import TERMINATION, act_on
 
@@ -79,7 +86,7 @@ class EnvRunLink:
         away_s: float,
         hear: Callable[[FromRun], None] = _nothing_else,
         welcomed: Callable[[], None] = lambda: None,
-        connect: Callable[[], Awaitable[Connection[FromFront, FromRun]]] | None = None,
+        connect: Callable[[], Awaitable[RunConnection]] | None = None,
     ) -> None:
         self.holds: set[TrajectoryId] = set()
         self._run_dir = run_dir
@@ -88,7 +95,7 @@ class EnvRunLink:
         self._hears = hear
         self._welcomed = welcomed
         self._connect = connect or partial(connected, run_dir)
-        self._connection: Connection[FromFront, FromRun] | None = None
+        self._connection: RunConnection | None = None
         self._was_there = False
         self._asked: dict[int, tuple[Callable[[int], FromFront], asyncio.Future[DriverAnswer]]] = {}
         self._number = 0
@@ -147,12 +154,12 @@ class EnvRunLink:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, REDIAL_MAX_S)
 
-    async def _beat(self, connection: Connection[FromFront, FromRun]) -> None:
+    async def _beat(self, connection: RunConnection) -> None:
         while True:
             connection.send(DriverBeat())
             await asyncio.sleep(BEAT_S)
 
-    async def dial(self) -> Connection[FromFront, FromRun]:
+    async def dial(self) -> RunConnection:
         """A connection on which the run has said welcome. Raises `OSError`, `ConnectionLost` and `SessionRefused`."""
         connection = await self._connect()
         await welcomed(connection, DriverHello(FRONT_VERSION, self._key, sorted(self.holds)))

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from elastic.core.types import TurnId
 from elastic.front.destinations import ModelNames
+from elastic.front.rendering.messages import Messages, Tools
 from elastic.front.rendering.renderer import ChatRenderer
 from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.protocol.front_messages import AgentCall, WantedSampling
@@ -34,8 +35,8 @@ class ServedModel(NamedTuple):
 class Chat(NamedTuple):
     """The messages of a chat, and what changes their rendering besides."""
 
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None
+    messages: Messages
+    tools: Tools | None
     template_kwargs: Mapping[str, Any]
     calls_tools: bool
     """Whether calls of tools are looked for in answers."""

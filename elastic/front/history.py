@@ -2,16 +2,17 @@
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+from elastic.front.rendering.messages import Messages
 from elastic.protocol.front_messages import HISTORY_BYTES_MAX
 
 LEVEL = 1
 """Text halves at once; more would take longer than it saves."""
 
 
-def packed(messages: Sequence[Mapping[str, Any]], most: int = HISTORY_BYTES_MAX) -> bytes:
+def packed(messages: Messages, most: int = HISTORY_BYTES_MAX) -> bytes:
     """Empty for more than `most` bytes. Any text is as it was, unpaired surrogates included."""
     said = json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
     piece = zlib.compress(said.encode("utf-8", "surrogatepass"), LEVEL)

@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import msgspec
 import structlog
 
-from elastic.protocol.connection import Connection, ConnectionLost
+from elastic.protocol.connection import ConnectionLost
 from elastic.protocol.frames import RefusedFrame, WireError
 from elastic.protocol.front_messages import (
     FRONT_VERSION,
@@ -45,7 +45,7 @@ from elastic.protocol.front_messages import (
     UpstreamWaived,
     VersionServed,
 )
-from elastic.protocol.run_connection import REDIAL_MAX_S, REDIAL_S, welcomed
+from elastic.protocol.run_connection import REDIAL_MAX_S, REDIAL_S, RunConnection, welcomed
 from elastic.protocol.sampled import TOKEN_BYTES
 from elastic.system.host import here
 
@@ -132,7 +132,7 @@ class TurnInbox:
             self._waiting.set_result(None)
 
 
-Connect: TypeAlias = Callable[[], Awaitable[Connection[FromFront, FromRun]]]
+Connect: TypeAlias = Callable[[], Awaitable[RunConnection]]
 
 
 class _Stream(NamedTuple):
@@ -145,7 +145,7 @@ class RunLink:
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
-        self._connection: Connection[FromFront, FromRun] | None = None
+        self._connection: RunConnection | None = None
         self._stands = asyncio.Event()
         self._requests = 0
         self._asked: dict[int, tuple[asyncio.Future[Answer], TurnInbox | None]] = {}
@@ -239,7 +239,7 @@ class RunLink:
                 self.send(say(stream))
         inbox.streams.clear()
 
-    async def _dial(self) -> Connection[FromFront, FromRun]:
+    async def _dial(self) -> RunConnection:
         connection = await self._connect()
         welcome = await welcomed(connection, FrontHello(FRONT_VERSION, here().pid()))
         self.run_name = welcome.run

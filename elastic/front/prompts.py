@@ -2,12 +2,12 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from elastic.front.asked import Chat, ServedModel
-from elastic.front.rendering.messages import chain, head_digest, texts_of
+from elastic.front.rendering.messages import Messages, chain, head_digest, texts_of
 from elastic.protocol.front_messages import CHAIN_MAX, BranchFound
 from elastic.protocol.openai.errors import FrontError, too_long
 from elastic.protocol.sampled import ids_of
@@ -85,9 +85,7 @@ class ChatPrompts:
         ids = await self._rendering(chat.messages, renderer.prompt, chat.messages, chat.tools, chat.template_kwargs)
         return TurnPrompt(None, 0, ids, ids)
 
-    async def _rendering(
-        self, messages: Sequence[Mapping[str, Any]], render: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    async def _rendering(self, messages: Messages, render: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """What `render` makes, on a thread if that may take long."""
         rendering = functools.partial(render, *args, **kwargs)
         chars = sum(len(text) for message in messages for text in texts_of(message))

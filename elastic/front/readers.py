@@ -17,6 +17,7 @@ from starlette.requests import Request
 from elastic.core.ids import turn_of
 from elastic.front.asked import Asked, Chat, ChatThread, CountCall, ServedModel
 from elastic.front.destinations import ToUpstream, destination
+from elastic.front.rendering.messages import Tools
 from elastic.front.upstream import COUNT_TOKENS, UpstreamCall
 from elastic.protocol.anthropic.answers import PING, MessageWriter
 from elastic.protocol.anthropic.bodies import MESSAGES, MessagesRequest
@@ -228,7 +229,7 @@ def _said(
     return _asked(model, route, headers, fields, body, ends, dialect, AnswerSettings())._replace(chat=chat)
 
 
-def _calls_tools(model: ServedModel, tools: Sequence[Mapping[str, Any]] | None, choice: str) -> bool:
+def _calls_tools(model: ServedModel, tools: Tools | None, choice: str) -> bool:
     """Whether calls of tools are looked for in answers."""
     calls_tools = tools is not None and choice != "none"
     if calls_tools and model.renderer.unread:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from pathlib import Path
+from typing import TypeAlias
 
 from elastic.protocol.connection import Connection, ConnectionLost, SessionRefused, over_socket
 from elastic.protocol.frames import RefusedFrame
@@ -17,12 +18,16 @@ from elastic.protocol.front_messages import (
 )
 from elastic.protocol.run_control import socket_address
 
+RunConnection: TypeAlias = Connection[FromFront, FromRun]
+"""The end of a front or an env worker."""
+PeerConnection: TypeAlias = Connection[FromRun, FromFront]
+"""The run's end."""
 WELCOME_TIMEOUT_S = 5.0
 REDIAL_S, REDIAL_MAX_S = 0.1, 1.0
 """How long to wait before the next attempt to reach the run: the first time, and at the most."""
 
 
-async def connected(run_dir: Path, listener: socket.socket | None = None) -> Connection[FromFront, FromRun]:
+async def connected(run_dir: Path, listener: socket.socket | None = None) -> RunConnection:
     """Connect to the run in this directory, and hand it the socket at which fronts listen, if any. Raises `OSError`."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -35,7 +40,7 @@ async def connected(run_dir: Path, listener: socket.socket | None = None) -> Con
         raise
 
 
-async def welcomed(connection: Connection[FromFront, FromRun], hello: FrontHello | DriverHello) -> FrontWelcome:
+async def welcomed(connection: RunConnection, hello: FrontHello | DriverHello) -> FrontWelcome:
     """Say hello, and return the run's welcome; without one the connection is aborted. Raises `ConnectionLost`, and
     `SessionRefused` where asking again is of no use."""
     welcome: FromRun | None = None

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastic.protocol.sampled import Sampled, SampledBranch
 from elastic.runtime.journal import TrajectoryRow
 
 
@@ -28,7 +27,7 @@ def policies_of(scored: Sequence[TrajectoryRow], served_name: str, policies: Seq
     turns, tokens = dict[str, int](), dict[str, int]()
     for row in scored:
         worth: dict[str, float] = {}
-        for sampled in _sampled(row):
+        for sampled in row.all_sampled():
             turns[sampled.policy] = turns.get(sampled.policy, 0) + len(sampled.spans)
             tokens[sampled.policy] = tokens.get(sampled.policy, 0) + sampled.tokens
             worth[sampled.policy] = (row.reward or 0.0) if sampled.policy_reward is None else sampled.policy_reward
@@ -45,11 +44,3 @@ def policies_of(scored: Sequence[TrajectoryRow], served_name: str, policies: Seq
         for policy in ("", *policies)
         if policy in rewards
     ]
-
-
-def _sampled(row: TrajectoryRow) -> list[Sampled]:
-    """What was sampled in each of the trajectory's branches."""
-    if not row.sampled:
-        return []
-    branches = msgspec.msgpack.decode(row.branches, type=list[SampledBranch]) if row.branches else []
-    return [msgspec.msgpack.decode(row.sampled, type=Sampled), *(branch.sampled for branch in branches)]

@@ -12,7 +12,7 @@ import msgspec
 
 from elastic.front.rendering.transcripts import Transcriber
 from elastic.protocol.api import FoundTrajectory, HostedContext, HostedTrajectory, Passage
-from elastic.protocol.sampled import TOKEN_BYTES, SampledBranch, ids_of
+from elastic.protocol.sampled import TOKEN_BYTES, ids_of
 from elastic.report.bounds import whole
 from elastic.report.history import History
 from elastic.report.texts import Reading, by_tokenizer
@@ -106,7 +106,7 @@ def _passages(row: TrajectoryRow, text: str, transcriber: Transcriber) -> list[P
 def _contexts(row: TrajectoryRow) -> Iterator[list[int]]:
     """The tokens of each context that is shown of a trajectory."""
     left = TOKENS_MAX
-    branches = msgspec.msgpack.decode(row.branches, type=list[SampledBranch]) if row.branches else []
+    branches = row.further_branches()
     for packed in (row.token_ids, *(branch.token_ids for branch in branches[:BRANCHES_MAX])):
         ids = ids_of(packed[: left * TOKEN_BYTES])
         left -= len(ids)

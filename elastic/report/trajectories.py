@@ -15,7 +15,7 @@ import numpy as np
 from elastic.core.ids import is_evaluated
 from elastic.core.types import NS_PER_S
 from elastic.protocol.api import HostedBranch, HostedTrajectory, HostedTrajectoryDetail
-from elastic.protocol.sampled import TOKEN_BYTES, Sampled, SampledBranch, ids_of
+from elastic.protocol.sampled import TOKEN_BYTES, Sampled, ids_of
 from elastic.report.history import History, Segment
 from elastic.runtime.journal import (
     EvaluatedRow,
@@ -132,7 +132,7 @@ def row_of(history: History, name: str) -> TrajectoryRow | None:
 def detail_of_row(row: TrajectoryRow, left: int = TOKENS_MAX) -> HostedTrajectoryDetail:
     """As `detail_of`. Raises `msgspec.DecodeError`, `ValueError`, `TypeError` or `IndexError` for what is no record."""
     sampled = msgspec.msgpack.decode(row.sampled, type=Sampled) if row.sampled else Sampled()
-    branches = msgspec.msgpack.decode(row.branches, type=list[SampledBranch]) if row.branches else []
+    branches = row.further_branches()
     first = _context(row.token_ids, sampled, left)
     before, shown = [np.frombuffer(row.token_ids, np.int32)], list[HostedBranch]()
     for branch in branches[:BRANCHES_MAX]:

@@ -98,7 +98,7 @@ class RolloutTrajectory:
         if row.reward is not None:
             sampled.reward = row.reward
         tokens = bytearray(row.token_ids)
-        branches = msgspec.msgpack.decode(row.branches, type=list[SampledBranch]) if row.branches else []
+        branches = row.further_branches()
         return cls(
             row.trajectory,
             row.started_ns,

@@ -21,8 +21,8 @@ from elastic.core.ids import environment_of
 from elastic.core.types import TrajectoryId
 from elastic.environments.base import StepResult
 from elastic.protocol import front_messages as m
-from elastic.protocol.connection import Connection
 from elastic.protocol.frames import WireError
+from elastic.protocol.run_connection import PeerConnection
 from elastic.protocol.sampled import ids_of, pack_ids
 from elastic.runtime.blame import NO_DEATHS, Blame, Deaths, Floor
 
@@ -55,7 +55,7 @@ class FailRun(Protocol):
 class ConnectedHost:
     """An env worker that is connected. It plays once it has said what its environment is (`facts`)."""
 
-    def __init__(self, driver: str, connection: Connection[m.FromRun, m.FromFront], vocab_size: int) -> None:
+    def __init__(self, driver: str, connection: PeerConnection, vocab_size: int) -> None:
         self.driver = driver
         self.facts: m.EpisodesHosted | None = None
         self.episodes = set[int]()
@@ -199,7 +199,7 @@ class EpisodeHosts:
     def serves(self, driver: str) -> bool:
         return environment_of(driver) in self.environments
 
-    def take(self, connection: Connection[m.FromRun, m.FromFront], driver: str, holds: list[TrajectoryId]) -> None:
+    def take(self, connection: PeerConnection, driver: str, holds: list[TrajectoryId]) -> None:
         """Another connection of the same env worker is over."""
         if (former := self.connected.get(driver)) is not None:
             self._lost(former, "its env worker has come anew")

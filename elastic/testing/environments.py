@@ -19,8 +19,9 @@ from typing import Any, TypeAlias
 from elastic.environments.run_link import KEY_VARIABLE
 from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.protocol import front_messages as m
-from elastic.protocol.connection import Connection, ConnectionLost, over_socket
+from elastic.protocol.connection import ConnectionLost, over_socket
 from elastic.protocol.http_server import serving
+from elastic.protocol.run_connection import PeerConnection
 from elastic.protocol.run_control import private_socket
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import pack_ids
@@ -167,7 +168,7 @@ class StandInRun:
             await asyncio.get_running_loop().sock_recv(end, 1)
             self._spawn(self._talk(await over_socket(end, m.RUN_SIDE, "an env worker")))
 
-    async def _talk(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
+    async def _talk(self, connection: PeerConnection) -> None:
         self.connections += 1
         episodes: _AnsweredEpisodes = {}
         with contextlib.ExitStack() as over:
@@ -192,7 +193,7 @@ class StandInRun:
                 elif not isinstance(message, m.DriverBeat):
                     connection.send(self._answer(message))
 
-    async def _give(self, connection: Connection[m.FromRun, m.FromFront], request: int) -> None:
+    async def _give(self, connection: PeerConnection, request: int) -> None:
         """Nobody else is given what was due to an env worker that is gone."""
         name = await self._due.get()
         number = int(name.partition("/")[0])
@@ -204,9 +205,7 @@ class StandInRun:
         else:
             self._due.put_nowait(name)
 
-    async def _give_episodes(
-        self, connection: Connection[m.FromRun, m.FromFront], episodes: "_AnsweredEpisodes"
-    ) -> None:
+    async def _give_episodes(self, connection: PeerConnection, episodes: "_AnsweredEpisodes") -> None:
         while connection.open:
             name = await self._due.get()
             if connection.open:
@@ -216,7 +215,7 @@ class StandInRun:
                 self._due.put_nowait(name)
 
     async def _play_episode(
-        self, connection: Connection[m.FromRun, m.FromFront], episodes: "_AnsweredEpisodes", number: int, heard: Heard
+        self, connection: PeerConnection, episodes: "_AnsweredEpisodes", number: int, heard: Heard
     ) -> None:
         """Its only turn is what the policy says."""
 

@@ -12,7 +12,7 @@ from elastic.config import load_config
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import RUNNING, RunDirectory, SampleRow
 from elastic.runtime.left_behind import left_behind, write_down
-from elastic.testing.rows import run_status
+from tests.journal_rows import run_status
 
 
 def parsed(out: str) -> dict:

@@ -18,7 +18,7 @@ import pytest
 from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.runtime.journal import JournalError, RunDirectory
-from elastic.testing.faults.bad_link import BadLink, LinkQuality
+from tests.bad_link import BadLink, LinkQuality
 from tests.cli.conftest import CONFIG
 from tests.proof import check_tokens
 

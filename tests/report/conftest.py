@@ -26,8 +26,8 @@ from elastic.runtime.journal import (
     event_row,
 )
 from elastic.runtime.status import ProviderStatus
-from elastic.testing.rows import run_status, step_record, trajectory_row
 from functions.base import Call, CallOutcome
+from tests.journal_rows import run_status, step_record, trajectory_row
 
 FULL_BYTES = 1_190_016
 

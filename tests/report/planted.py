@@ -23,7 +23,7 @@ from elastic.report.diagnoses import DiagnosisKind
 from elastic.runtime.journal import GroupRow, RunDirectory, SampleRow, SqliteJournal, StepRow, StoredRun
 from elastic.runtime.status import ProviderStatus
 from elastic.simulation import run as simulation
-from elastic.testing.rows import run_status, step_record, trajectory_row
+from tests.journal_rows import run_status, step_record, trajectory_row
 
 Trend = tuple[float, float]
 """What a figure is in the first and in the last step; from step to step it changes by one factor."""

@@ -15,7 +15,7 @@ from elastic.report.tracking.rows import StepSource
 from elastic.report.tracking.samples import SampleBounds
 from elastic.runtime.journal import EvaluationRow, RunDirectory, SampleRow, StepRow
 from elastic.server.history.journals import Wanted, figures_of, metrics_of
-from elastic.testing.rows import run_status, step_record
+from tests.journal_rows import run_status, step_record
 from tests.report.evaluated_run import evaluated_run, evaluation
 
 GOOD, FAIR, BAD = [[1.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]

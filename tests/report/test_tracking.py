@@ -38,7 +38,7 @@ from elastic.runtime.journal import (
     TrajectoryRow,
 )
 from elastic.system.sqlite import open_sqlite
-from elastic.testing.rows import run_status, step_record
+from tests.journal_rows import run_status, step_record
 from tests.report.chat_run import ChatRun
 
 NO_SAMPLES = SampleBounds(trajectories=0, bytes=1000)

@@ -52,7 +52,7 @@ from elastic.runtime.journal import (
 from elastic.runtime.journal.records import FREQUENT, KINDS, TABLES
 from elastic.runtime.journal.tables import ROWS_AT_ONCE, JournalTable
 from elastic.system.host import Host, here, on
-from elastic.testing.rows import run_status, step_record, trajectory_row
+from tests.journal_rows import run_status, step_record, trajectory_row
 
 SAID = [
     (Chunk(0, 0, 3, 3, FinishReason.STOP), [5, 6, 7], [-0.5, -1.0, -1.5]),

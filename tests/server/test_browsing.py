@@ -30,7 +30,7 @@ from elastic.server.history.answers import ENTRY_BYTES, KeptAnswers
 from elastic.server.history.journals import SETTLED_S, Wanted, leases_of, metrics_of, offers_of, version_of
 from elastic.server.history.kept_events import KeepingReader
 from elastic.server.history.trajectories import trajectories_of
-from elastic.testing.rows import run_status, step_record
+from tests.journal_rows import run_status, step_record
 from tests.seeds import examples
 from tests.server.written_runs import WrittenRun
 

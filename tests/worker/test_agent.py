@@ -16,12 +16,12 @@ from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, Weigh
 from elastic.engine.base import TokenChunk, WeightsMismatch
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
-from elastic.testing.faults.bad_link import BadLink
 from elastic.weights.errors import WeightsCorrupted, WeightsRefusal
 from elastic.weights.source import PullReport, RelaySource
 from elastic.worker.accounts import process_start_ns
 from elastic.worker.agent import Ticket, run_agent
 from elastic.worker.service import Intervals
+from tests.bad_link import BadLink
 from tests.worker.conftest import FETCHED, PATIENCE_S, Orchestra, ScriptedEngine, generate, token_at
 
 FINISH = WeightMode.FINISH

@@ -26,7 +26,6 @@ COMPLETION = bodies.COMPLETION._replace(
 PATH_MAX = 4096
 
 PathText = Annotated[str, msgspec.Meta(min_length=1, max_length=PATH_MAX)]
-NameText = Annotated[str, msgspec.Meta(min_length=1, max_length=bodies.NAME_CHARS_MAX)]
 
 # Requests.
 
@@ -142,7 +141,7 @@ class UpdateWeightsBody(msgspec.Struct, kw_only=True):
 
 
 class AdapterBody(msgspec.Struct, kw_only=True):
-    lora_name: NameText
+    lora_name: bodies.Name
     lora_path: PathText
 
 
@@ -208,7 +207,7 @@ async def unload_adapter(call: DoorCall) -> Response:
 
 
 class _NamedAdapter(msgspec.Struct, kw_only=True):
-    lora_name: NameText
+    lora_name: bodies.Name
 
 
 async def reset_prefix_cache(call: DoorCall) -> Response:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic.front.rendering.messages import AnyMessage, arguments_of, head_digest
+from elastic.front.rendering.messages import AnyMessage, Tools, arguments_of, head_digest
 from elastic.front.rendering.parsing import call_id
 from elastic.front.rendering.reading import AnswerParsers, AnswerReader, Decoding, call_seed
 from elastic.front.rendering.templates import Guards, RendererError, RenderingError, plain_messages
@@ -92,7 +92,7 @@ class LibraryRenderer:
     def prompt(
         self,
         messages: Sequence[AnyMessage],
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Tools | None,
         template_kwargs: Mapping[str, Any],
     ) -> list[int]:
         return self._rendered(messages, tools, template_kwargs, generation=True)
@@ -100,7 +100,7 @@ class LibraryRenderer:
     def answered(
         self,
         messages: Sequence[AnyMessage],
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Tools | None,
         template_kwargs: Mapping[str, Any],
     ) -> list[int]:
         return self._rendered(messages, tools, template_kwargs, generation=False)
@@ -119,7 +119,7 @@ class LibraryRenderer:
         self,
         messages: Sequence[AnyMessage],
         matched: int,
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Tools | None,
         template_kwargs: Mapping[str, Any],
         so_far: Sequence[int],
         answer_tokens: int,
@@ -142,7 +142,7 @@ class LibraryRenderer:
         self,
         token_ids: Sequence[int],
         prompt_ids: Sequence[int] | None,
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Tools | None,
         turn: str = "",
         text: str | None = None,
     ) -> ParsedAnswer:
@@ -162,9 +162,7 @@ class LibraryRenderer:
             return ParsedAnswer(self._tokenizer.decode(token_ids))
         return _answered(parsed, tools, call_seed(turn, prompt_ids))
 
-    def reader(
-        self, prompt_ids: Sequence[int] | None, tools: Sequence[Mapping[str, Any]] | None, turn: str = ""
-    ) -> AnswerReader:
+    def reader(self, prompt_ids: Sequence[int] | None, tools: Tools | None, turn: str = "") -> AnswerReader:
         if self._parsers.named:
             return self._parsers.reader(prompt_ids, tools, turn)
         decoder = _Gathering(self._tokenizer.decoder(special=True))

@@ -28,13 +28,16 @@ DEPTH_MAX = 64
 
 AnyMessage: TypeAlias = Mapping[str, Any]
 """A message as the body of a call has it, of a shape that `elastic.protocol.openai` has checked."""
+Messages: TypeAlias = Sequence[AnyMessage]
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""Tools as OpenAI's clients declare them."""
 
 
 class MessageError(ValueError):
     """The message cannot be read as text."""
 
 
-def head_digest(tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any]) -> bytes:
+def head_digest(tools: Tools | None, template_kwargs: Mapping[str, Any]) -> bytes:
     """The digest of what changes a rendering besides its messages. No tools are the same as an empty list of them."""
     said = _canonical_json({"tools": list(tools or ()), "kwargs": dict(template_kwargs)})
     return blake2b(said, digest_size=DIGEST_BYTES).digest()

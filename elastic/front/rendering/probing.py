@@ -8,12 +8,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from elastic.front.rendering.messages import AnyMessage, arguments_of
+from elastic.front.rendering.messages import AnyMessage, Tools, arguments_of
 from elastic.front.rendering.templates import ChatTemplate, RenderingError, now_here
 from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.protocol.openai.answers import ParsedAnswer
-
-Tools = Sequence[Mapping[str, Any]] | None
 
 QUESTION_TEXT, ANSWER, THOUGHT, RESULT_TEXT = "elastic-question", "elastic-answer", "elastic-thought", "elastic-result"
 VALUE = "elastic-value"
@@ -55,7 +53,9 @@ def habits_of(tokenizer: Tokenizer, template: ChatTemplate, tools: bool, kwargs:
 class _Probe:
     """Renders made-up conversations."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, tools: Tools, kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, tools: Tools | None, kwargs: Mapping[str, Any]
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._tools = tools
@@ -115,14 +115,16 @@ class Renders(Protocol):
 
     stop_token_ids: tuple[int, ...]
 
-    def prompt(self, messages: Sequence[AnyMessage], tools: Tools, template_kwargs: Mapping[str, Any]) -> list[int]: ...
+    def prompt(
+        self, messages: Sequence[AnyMessage], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> list[int]: ...
 
     def answered(
-        self, messages: Sequence[AnyMessage], tools: Tools, template_kwargs: Mapping[str, Any]
+        self, messages: Sequence[AnyMessage], tools: Tools | None, template_kwargs: Mapping[str, Any]
     ) -> list[int]: ...
 
 
-Parse = Callable[[Sequence[int], Sequence[int], Tools], ParsedAnswer]
+Parse = Callable[[Sequence[int], Sequence[int], Tools | None], ParsedAnswer]
 """Makes an answer of its tokens, of its prompt's, and of the tools."""
 
 _ARGUMENTS = {"text": 'é "quoted"\n<b>', "count": 3, "on": True, "of": [1, None, {"b": "x"}]}
@@ -203,7 +205,7 @@ class _RoundTrip:
         self._tokenizer = tokenizer
         self._parse = parse
 
-    def read(self, answer: dict[str, Any], tools: Tools) -> _Read | None:
+    def read(self, answer: dict[str, Any], tools: Tools | None) -> _Read | None:
         """None where the template does not take it. An answer to a prompt that begins its reasoning has some."""
         try:
             before = self._renderer.prompt([QUESTION], tools, {})
@@ -224,10 +226,10 @@ class _RoundTrip:
             again = False
         return _Read(self._tokenizer.decode(ids, special=True), read, again)
 
-    def _answered(self, answer: dict[str, Any], tools: Tools) -> list[int]:
+    def _answered(self, answer: dict[str, Any], tools: Tools | None) -> list[int]:
         return self._renderer.answered([QUESTION, {"role": "assistant", **answer}], tools, {})
 
-    def shows_tools(self, tools: Tools) -> bool:
+    def shows_tools(self, tools: Tools | None) -> bool:
         try:
             return NAME in self._tokenizer.decode(self._renderer.prompt([{"role": "user", "content": "?"}], tools, {}))
         except RenderingError:

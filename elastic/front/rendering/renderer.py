@@ -66,7 +66,9 @@ class ChatRenderer(Protocol):
         """Whether reasoning is read out of answers."""
         ...
 
-    def prompt(self, messages: Sequence[AnyMessage], tools: Tools, template_kwargs: Mapping[str, Any]) -> list[int]:
+    def prompt(
+        self, messages: Sequence[AnyMessage], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> list[int]:
         """The whole conversation, up to where an answer begins. Raises `RenderingError`."""
         ...
 
@@ -74,7 +76,7 @@ class ChatRenderer(Protocol):
         self,
         messages: Sequence[AnyMessage],
         matched: int,
-        tools: Tools,
+        tools: Tools | None,
         template_kwargs: Mapping[str, Any],
         so_far: Sequence[int],
         answer_tokens: int,
@@ -89,7 +91,9 @@ class ChatRenderer(Protocol):
         """
         ...
 
-    def answered(self, messages: Sequence[AnyMessage], tools: Tools, template_kwargs: Mapping[str, Any]) -> list[int]:
+    def answered(
+        self, messages: Sequence[AnyMessage], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> list[int]:
         """The whole conversation, up to where its last message is closed. Raises `RenderingError`."""
         ...
 
@@ -97,7 +101,7 @@ class ChatRenderer(Protocol):
         self,
         token_ids: Sequence[int],
         prompt_ids: Sequence[int] | None,
-        tools: Tools,
+        tools: Tools | None,
         turn: str = "",
         text: str | None = None,
     ) -> ParsedAnswer:
@@ -106,7 +110,7 @@ class ChatRenderer(Protocol):
         its tokens, as before a stop string."""
         ...
 
-    def reader(self, prompt_ids: Sequence[int] | None, tools: Tools, turn: str = "") -> AnswerReader:
+    def reader(self, prompt_ids: Sequence[int] | None, tools: Tools | None, turn: str = "") -> AnswerReader:
         """Parses as tokens come."""
         ...
 
@@ -146,14 +150,16 @@ class TemplateRenderer:
             "closes_messages_with": habits and habits.closing.strip(),
         }
 
-    def prompt(self, messages: Sequence[AnyMessage], tools: Tools, template_kwargs: Mapping[str, Any]) -> list[int]:
+    def prompt(
+        self, messages: Sequence[AnyMessage], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> list[int]:
         return self._encode(self._template.coded(plain_messages(messages), tools, template_kwargs))
 
     def more(
         self,
         messages: Sequence[AnyMessage],
         matched: int,
-        tools: Tools,
+        tools: Tools | None,
         template_kwargs: Mapping[str, Any],
         so_far: Sequence[int],
         answer_tokens: int,
@@ -187,7 +193,9 @@ class TemplateRenderer:
         ids = self._encode(conversation.coded(text))
         return ids[1:] if last == end else ids
 
-    def answered(self, messages: Sequence[AnyMessage], tools: Tools, template_kwargs: Mapping[str, Any]) -> list[int]:
+    def answered(
+        self, messages: Sequence[AnyMessage], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> list[int]:
         conversation = self._template.given(plain_messages(messages), tools, template_kwargs)
         return self._encode(conversation.coded(conversation.text()))
 
@@ -195,7 +203,7 @@ class TemplateRenderer:
         self,
         token_ids: Sequence[int],
         prompt_ids: Sequence[int] | None,
-        tools: Tools,
+        tools: Tools | None,
         turn: str = "",
         text: str | None = None,
     ) -> ParsedAnswer:
@@ -203,7 +211,7 @@ class TemplateRenderer:
             return self._answers.parser(prompt_ids, tools, turn).whole(text)
         return self.reader(prompt_ids, tools, turn).whole(token_ids)
 
-    def reader(self, prompt_ids: Sequence[int] | None, tools: Tools, turn: str = "") -> AnswerReader:
+    def reader(self, prompt_ids: Sequence[int] | None, tools: Tools | None, turn: str = "") -> AnswerReader:
         return self._answers.reader(prompt_ids, tools, turn)
 
     def plain(self, calls_tools: bool) -> bool:
@@ -222,7 +230,7 @@ class TemplateRenderer:
             return False
         return not habits.drops_thoughts or THOUGHT not in self._tokenizer.decode(answer, special=True)
 
-    def _habits(self, tools: Tools, template_kwargs: Mapping[str, Any]) -> Habits | None:
+    def _habits(self, tools: Tools | None, template_kwargs: Mapping[str, Any]) -> Habits | None:
         """None where an answer cannot be gone on from."""
         key = bool(tools), head_digest(None, template_kwargs)
         if key not in self._known:

@@ -22,7 +22,7 @@ import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from elastic.config import ConfigError
-from elastic.front.rendering.messages import AnyMessage, MessageError, as_rendered
+from elastic.front.rendering.messages import AnyMessage, MessageError, Messages, Tools, as_rendered
 from elastic.front.rendering.tokenizer import Tokenizer
 from elastic.system.host import here
 
@@ -70,8 +70,8 @@ class ChatTemplate:
 
     def given(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Messages,
+        tools: Tools | None,
         kwargs: Mapping[str, Any],
         now: datetime | None = None,
     ) -> "Conversation":
@@ -80,8 +80,8 @@ class ChatTemplate:
 
     def coded(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Messages,
+        tools: Tools | None,
         kwargs: Mapping[str, Any],
     ) -> str:
         """The coded text of a conversation, up to where an answer begins. Raises `RenderingError`."""
@@ -90,8 +90,8 @@ class ChatTemplate:
 
     def _given(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Messages,
+        tools: Tools | None,
         kwargs: Mapping[str, Any],
         wants: "_Wants",
         now: datetime | None = None,
@@ -187,8 +187,8 @@ class Guards:
 
     def guarded(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Messages,
+        tools: Tools | None,
         kwargs: Mapping[str, Any],
     ) -> tuple[str, Guarded]:
         """A mark that stands in none of the texts, and the same with control tokens broken by it.

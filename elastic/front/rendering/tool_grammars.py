@@ -14,10 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from elastic.front.rendering.incoming import Findings, Grammar, Incoming, Reading, Withheld
-from elastic.front.rendering.messages import read_json
+from elastic.front.rendering.messages import Tools, read_json
 from elastic.front.rendering.reasoning_grammars import HARMONY
-
-Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 CALL, CALLED = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"

@@ -12,10 +12,10 @@ import msgspec
 from elastic.protocol.openai.bodies import (
     CONSTRAINED,
     MESSAGES_MAX,
-    NAME_CHARS_MAX,
     STOPS_MAX,
     TOOLS_MAX,
     AnswerFields,
+    Name,
     Terms,
     Text,
     chat_tool,
@@ -29,7 +29,6 @@ from elastic.protocol.openai.errors import FrontError
 
 BILLING = "x-anthropic-billing-header"
 """With this begins a text for Anthropic's servers, another one with each call, which is no part of a prompt."""
-Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):

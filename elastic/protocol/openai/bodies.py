@@ -22,6 +22,9 @@ STOP_IDS_MAX = 64
 MESSAGES_MAX = 16_384
 TOOLS_MAX = 1024
 NAME_CHARS_MAX = 512
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+MaybeName: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
+"""A name that may be empty."""
 INTEGER_MAX = 2**63 - 1
 ROLES = ("system", "developer", "user", "assistant", "tool")
 HOW_TO_ANSWER = ("stream", "stream_options")
@@ -76,7 +79,7 @@ class AnswerFields(SamplingFields, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
     return_token_ids: bool = False
-    session_id: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] | None = None
+    session_id: MaybeName | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -113,7 +116,7 @@ class CompletionRequest(AnswerFields, kw_only=True):
 
 
 class Called(msgspec.Struct):
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+    name: Name
     arguments: str = ""
 
 
@@ -121,7 +124,7 @@ class CalledTool(msgspec.Struct):
     """A call of a tool, in a message of the assistant's."""
 
     function: Called
-    id: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] | None = None
+    id: MaybeName | None = None
     type: str = "function"
 
 
@@ -136,9 +139,9 @@ class Message(msgspec.Struct):
 
     role: str
     content: str | list[ContentPart] | None = None
-    name: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] | None = None
+    name: MaybeName | None = None
     tool_calls: Annotated[list[CalledTool], msgspec.Meta(max_length=TOOLS_MAX)] | None = None
-    tool_call_id: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] | None = None
+    tool_call_id: MaybeName | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     function_call: Called | None = None
@@ -153,7 +156,7 @@ class Message(msgspec.Struct):
 class FunctionTool(msgspec.Struct):
     """A function that the model may call. `parameters` is a JSON schema of an object."""
 
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -192,7 +195,7 @@ class TokensRequest(AnswerFields, kw_only=True):
 
     token_ids: Annotated[TokenIds, msgspec.Meta(min_length=1)]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=1)] | None = None
-    request_id: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] | None = None
+    request_id: MaybeName | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -212,17 +215,15 @@ class TrajectoryRequest(msgspec.Struct, kw_only=True):
     """A driver asks for a trajectory: `task` is JSON of its own, `group` a name that it gives to those of one start."""
 
     task: Any = None
-    group: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
-    session_ids: Annotated[
-        list[Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]], msgspec.Meta(max_length=64)
-    ] = []
+    group: Name
+    session_ids: Annotated[list[Name], msgspec.Meta(max_length=64)] = []
 
 
 class RewardRequest(msgspec.Struct, kw_only=True):
     """What a trajectory is worth, or its branches of one `policy` are."""
 
     reward: float
-    policy: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)] | None = None
+    policy: Name | None = None
 
 
 class EndRequest(msgspec.Struct, kw_only=True):
@@ -235,7 +236,7 @@ class EndRequest(msgspec.Struct, kw_only=True):
 
 
 class SessionRequest(msgspec.Struct, kw_only=True):
-    session_id: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+    session_id: Name
 
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)

@@ -13,11 +13,12 @@ import msgspec
 from elastic.protocol.openai.bodies import (
     CONSTRAINED,
     MESSAGES_MAX,
-    NAME_CHARS_MAX,
     ROLES,
     TOOLS_MAX,
     AnswerFields,
     AtLeastOne,
+    MaybeName,
+    Name,
     Terms,
     chat_tool,
     check_schema,
@@ -30,7 +31,6 @@ from elastic.protocol.openai.bodies import (
 
 RESPONSE_ID = "resp_"
 """What the ids of responses begin with."""
-Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 
 
 class ItemText(msgspec.Struct):
@@ -99,7 +99,7 @@ class ResponseRequest(AnswerFields, kw_only=True):
         default_factory=list
     )
     instructions: str | None = None
-    previous_response_id: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] | None = None
+    previous_response_id: MaybeName | None = None
     store: bool = True
     max_output_tokens: AtLeastOne | None = None
     tools: Annotated[list[ResponseTool], msgspec.Meta(max_length=TOOLS_MAX)] = msgspec.field(default_factory=list)

@@ -17,8 +17,9 @@ import structlog
 
 from elastic.core.types import TrajectoryId
 from elastic.protocol import front_messages as m
-from elastic.protocol.connection import Connection, ConnectionLost, over_socket
+from elastic.protocol.connection import ConnectionLost, over_socket
 from elastic.protocol.frames import RefusedFrame
+from elastic.protocol.run_connection import PeerConnection
 from elastic.protocol.run_control import private_socket
 from elastic.protocol.run_secrets import RunSecrets
 
@@ -45,7 +46,7 @@ class Counterpart(Protocol):
         """Whether it serves the env worker that is this driver; empty is for fronts."""
         ...
 
-    def take(self, connection: Connection[m.FromRun, m.FromFront], driver: str, holds: list[TrajectoryId]) -> None:
+    def take(self, connection: PeerConnection, driver: str, holds: list[TrajectoryId]) -> None:
         """Serve a front, or the env worker that is this driver and still plays these trajectories."""
         ...
 
@@ -66,7 +67,7 @@ class Doorkeeper:
     def connections(self) -> int:
         return sum(one.connections for one in self.counterparts)
 
-    async def welcome(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
+    async def welcome(self, connection: PeerConnection) -> None:
         """Serve a new connection once it has said hello. Raises `TimeoutError` and `ConnectionLost`."""
         async with asyncio.timeout(HELLO_S):
             hello = await connection.receive()

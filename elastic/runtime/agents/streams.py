@@ -14,8 +14,8 @@ from elastic.core import commands as c
 from elastic.core.ids import environment_of, parse_turn
 from elastic.core.types import TrajectoryId, TurnId
 from elastic.protocol import front_messages as m
-from elastic.protocol.connection import Connection
 from elastic.protocol.frames import WireError
+from elastic.protocol.run_connection import PeerConnection
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import TOKEN_BYTES, last_of
 from elastic.runtime.agents.chats import CHATS, Chats
@@ -34,7 +34,7 @@ LOOK_S = 0.5
 class _Front:
     """A connected front, and the turns that its clients wait for; or an env worker, then with a `driver`'s name."""
 
-    def __init__(self, connection: Connection[m.FromRun, m.FromFront], driver: str = "") -> None:
+    def __init__(self, connection: PeerConnection, driver: str = "") -> None:
         self.connection = connection
         self.driver = driver
         self.streams: dict[int, AgentTurn] = {}
@@ -106,7 +106,7 @@ class FrontStreams(Watcher):
     def serves(self, driver: str) -> bool:
         return not driver or self._secrets is not None
 
-    def take(self, connection: Connection[m.FromRun, m.FromFront], driver: str, holds: list[TrajectoryId]) -> None:
+    def take(self, connection: PeerConnection, driver: str, holds: list[TrajectoryId]) -> None:
         front = _Front(connection, driver)
         self._fronts.add(front)
         if driver:

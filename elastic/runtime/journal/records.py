@@ -14,6 +14,7 @@ from elastic.core.policy import StepRecord
 from elastic.core.steps import CUT_OFF
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, WorkerId
 from elastic.protocol import wire
+from elastic.protocol.sampled import Sampled, SampledBranch
 from elastic.runtime.journal.tables import FLOAT_MAX, JournalRecord, JournalTable
 from elastic.runtime.status import EnvironmentStep, RunStatus
 from functions.base import Call, CallOutcome
@@ -141,6 +142,17 @@ class TrajectoryRow(JournalRecord, gc=False):
     task: bytes = b""
     environment: str = ""
     metrics: bytes = b""
+
+    def further_branches(self) -> list[SampledBranch]:
+        """The branches that an agent has made besides the first."""
+        return msgspec.msgpack.decode(self.branches, type=list[SampledBranch]) if self.branches else []
+
+    def all_sampled(self) -> list[Sampled]:
+        """What was sampled in each branch, the first included; nothing where tokens were only counted."""
+        if not self.sampled:
+            return []
+        first = msgspec.msgpack.decode(self.sampled, type=Sampled)
+        return [first, *(branch.sampled for branch in self.further_branches())]
 
     @property
     def is_cut_off(self) -> bool:

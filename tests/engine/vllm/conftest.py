@@ -10,7 +10,6 @@ from torch import Tensor
 
 from elastic.config import EngineConfig
 from elastic.engine import create_engine
-from elastic.testing.models import TINY_MODELS
 from elastic.testing.recorder import Recorder
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.placements import tensor_parallel
@@ -18,6 +17,7 @@ from elastic.weights.publisher import Publisher, PublishSettings, TrainerRank
 from elastic.weights.sharding import whole
 from elastic.weights.signing import SigningKey
 from elastic.weights.source import RelaySource
+from tests.tiny_models import TINY_MODELS
 
 ROOM = {"max_context_tokens": 256, "kv_block_tokens": 32, "kv_blocks": 128}
 START_TIMEOUT_S = 1200.0

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from elastic.testing.models import TinyModel
+from tests.tiny_models import TinyModel
 
 
 class Reference:

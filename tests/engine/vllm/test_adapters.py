@@ -11,8 +11,8 @@ from elastic.engine.base import GenerateRequest, WeightsMismatch, proof_text
 from elastic.engine.model.checkpoint import load_tensors, write_checkpoint
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
-from elastic.testing.models import HEAD_DIM, HEADS, HIDDEN, LAYERS, MLP, TINY_MODELS, VOCABULARY
 from elastic.weights.source import TensorSource
+from tests.tiny_models import HEAD_DIM, HEADS, HIDDEN, LAYERS, MLP, TINY_MODELS, VOCABULARY
 
 pytestmark = pytest.mark.timeout(1800)
 MODEL = TINY_MODELS["qwen3"]

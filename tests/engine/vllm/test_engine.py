@@ -12,8 +12,8 @@ from elastic.config import EngineConfig
 from elastic.core.types import FinishReason, SamplingParameters, WeightMode
 from elastic.engine import create_engine
 from elastic.engine.base import GenerateRequest
-from elastic.testing.models import TINY_MODELS, VOCABULARY
 from elastic.weights.source import TensorSource
+from tests.tiny_models import TINY_MODELS, VOCABULARY
 
 pytestmark = pytest.mark.timeout(1800)
 MODEL = TINY_MODELS["qwen3"]

@@ -17,9 +17,9 @@ from elastic.engine.base import GenerateRequest
 from elastic.engine.model.checkpoint import load_tensors
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
-from elastic.testing.models import TINY_MODELS, VOCABULARY, fused
 from tests.engine.vllm import families
 from tests.engine.vllm.reference import Reference
+from tests.tiny_models import TINY_MODELS, VOCABULARY, fused
 
 pytestmark = pytest.mark.timeout(1800)
 PROMPTS = 64

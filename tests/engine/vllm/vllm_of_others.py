@@ -12,7 +12,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from elastic.engine.model.checkpoint import write_checkpoint
 from elastic.engine.model.config import Qwen3Config
-from elastic.testing.models import TINY_MODELS, fused
+from tests.tiny_models import TINY_MODELS, fused
 
 MODEL = TINY_MODELS["qwen3"]
 DELTAS = 3

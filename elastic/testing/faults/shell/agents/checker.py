@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import msgspec
-
 from elastic.compose.incarnations import StoredRun, replay
 from elastic.config import Config
 from elastic.core import commands as c
@@ -22,7 +20,7 @@ from elastic.core import events as e
 from elastic.core.ids import parse_turn
 from elastic.core.types import TrajectoryId, TurnId
 from elastic.protocol.front_messages import AgentCall
-from elastic.protocol.sampled import Sampled, SampledBranch, ids_of
+from elastic.protocol.sampled import ids_of
 from elastic.runtime.agents import notes
 from elastic.runtime.episodes import stable_hash
 from elastic.runtime.journal import TrajectoryRow
@@ -59,8 +57,8 @@ class Journaled:
 
 def contexts_of(row: TrajectoryRow) -> list[Context]:
     """The tokens of each of a trajectory's branches."""
-    branches = msgspec.msgpack.decode(row.branches, type=list[SampledBranch]) if row.branches else []
-    return [tuple(ids_of(ids)) for ids in (row.token_ids, *(branch.token_ids for branch in branches))]
+    branches = (branch.token_ids for branch in row.further_branches())
+    return [tuple(ids_of(ids)) for ids in (row.token_ids, *branches)]
 
 
 def check_agents(
@@ -91,7 +89,7 @@ def _check_row(
     contexts, name = contexts_of(row), row.trajectory
     trained = Counter[tuple[Context, Context]]()
     first: dict[tuple[Context, Context], int] = {}
-    for number, (context, sampled) in enumerate(zip(contexts, _sampled(row), strict=True)):
+    for number, (context, sampled) in enumerate(zip(contexts, row.all_sampled(), strict=True)):
         end = 0
         for start, count in sampled.spans:
             _require(end <= start and start + count <= len(context), f"{name}: spans {sampled.spans}")
@@ -123,7 +121,7 @@ def _check_policies(record: AgentRecord, journaled: Journaled, row: TrajectoryRo
     for answer in record.settled.get(name, ()):
         if (call := journaled.asked.get(answer.turn)) is not None:
             by_answer[answer.context, answer.token_ids].add(call.policy)
-    for number, (context, sampled) in enumerate(zip(contexts_of(row), _sampled(row), strict=True)):
+    for number, (context, sampled) in enumerate(zip(contexts_of(row), row.all_sampled(), strict=True)):
         for start, count in sampled.spans:
             asked = by_answer[context[:start], context[start : start + count]]
             _require(not asked or sampled.policy in asked, f"{name}: branch {number} of {sampled.policy!r} has {asked}")
@@ -133,11 +131,6 @@ def _check_policies(record: AgentRecord, journaled: Journaled, row: TrajectoryRo
             f"{name}: {sampled.policy!r} has the reward {sampled.policy_reward} instead of {told}",
         )
         _require(sampled.policy != "" or sampled.policy_reward is None, f"{name}: the model's own name has a reward")
-
-
-def _sampled(row: TrajectoryRow) -> list[Sampled]:
-    branches = msgspec.msgpack.decode(row.branches, type=list[SampledBranch]) if row.branches else []
-    return [msgspec.msgpack.decode(row.sampled, type=Sampled), *(branch.sampled for branch in branches)]
 
 
 def _counted(answers: Iterable[AgentAnswer]) -> Counter[tuple[Context, Context]]:

@@ -13,6 +13,7 @@ import msgspec
 from elastic.front.link import ChoiceOver, ChoiceSettled, LinkLost, RunLink, TokensCame, TurnInbox
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, ConnectionLost
+from elastic.protocol.run_connection import PeerConnection
 from elastic.protocol.sampled import ids_of, pack_ids
 from elastic.runtime.agents import Doorkeeper
 from elastic.testing.faults.shell.agents.record import AgentAnswer, AgentRecord, CallAttempt
@@ -40,12 +41,12 @@ class WorldDoor:
         came = lambda: Connection(m.RUN_SIDE, self._peers, self._came)  # noqa: E731
         self._server = await asyncio.get_running_loop().create_server(came, address, port)
 
-    def _came(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
+    def _came(self, connection: PeerConnection) -> None:
         task = asyncio.get_running_loop().create_task(self._welcome(connection), name=self._peers)
         self._welcoming.add(task)
         task.add_done_callback(self._welcoming.discard)
 
-    async def _welcome(self, connection: Connection[m.FromRun, m.FromFront]) -> None:
+    async def _welcome(self, connection: PeerConnection) -> None:
         try:
             await self._doorkeeper.welcome(connection)
         except (TimeoutError, ConnectionLost):
