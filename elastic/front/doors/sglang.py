@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from elastic.front.doors.base import PauseMode, ServingState, TokenAnswer, TokenChoice, TokenRequest, WeightsOffer
 from elastic.front.doors.calls import DoorCall, json
 from elastic.front.doors.requests import check_numbers, check_wanted, finish_of, routing_of, version_name
-from elastic.front.doors.vllm import NameText, PathText
+from elastic.front.doors.vllm import PathText
 from elastic.protocol.openai import bodies
 from elastic.protocol.openai.bodies import STOPS_MAX, AtLeastOne, Integer, StopIds, Text, TokenIds
 from elastic.protocol.openai.errors import FrontError
@@ -148,7 +148,7 @@ class PauseBody(msgspec.Struct, kw_only=True):
 
 class UpdateBody(msgspec.Struct, kw_only=True):
     model_path: PathText
-    weight_version: NameText | None = None
+    weight_version: bodies.Name | None = None
     abort_all_requests: bool = False
     load_format: Literal["auto", "safetensors"] = "auto"
 
