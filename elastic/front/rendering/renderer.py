@@ -346,7 +346,7 @@ def _alike(one: ChatRenderer, other: ChatRenderer) -> bool:
     """Whether both render some conversations to the same tokens."""
     calling = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     answer = {"role": "assistant", "content": ANSWER}
-    conversations: list[tuple[list[dict[str, Any]], Tools]] = [
+    conversations: list[tuple[list[dict[str, Any]], Tools | None]] = [
         ([QUESTION], None),
         ([{"role": "system", "content": RESULT_TEXT}, QUESTION, answer, QUESTION], None),
         ([QUESTION, calling, RESULT, answer, QUESTION], [TOOL]),
