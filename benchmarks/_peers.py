@@ -186,31 +186,36 @@ async def _sglang_turn(caller: PeerCalls, **more: Any) -> PeerTurn:
     return PeerTurn([one[1] for one in tokens], [one[0] for one in tokens], versions)
 
 
-async def areal_by_sglang(front: FrontSeen, directories: list[Path]) -> tuple[int, list[PeerTurn]]:
-    async with _by_aiohttp() as session:
-        caller = PeerCalls(session, front)
-        await caller.call("GET", "/health", json={})
-        told: list[PeerTurn] = []
-        for directory in directories:
-            await caller.call("POST", "/pause_generation", json={})
-            body = {"model_path": directory.as_posix(), "abort_all_requests": True}
-            await caller.call("POST", "/update_weights_from_disk", json=body)
-            await caller.call("POST", "/continue_generation", json={})
-            told.append(await _sglang_turn(caller))
-        return caller.calls, told
+def _areal(
+    way: str,
+    offer: Callable[[Path], tuple[str, Mapping[str, Any]]],
+    turn: Callable[[PeerCalls, Path, Path], Coroutine[Any, Any, PeerTurn]],
+    *,
+    asks_health: bool = True,
+) -> Play:
+    """Between a pause and a resumption, whose routes begin this `way`, it makes the call of an offer; then it asks for
+    a turn, which is told the directory and the first one."""
+
+    async def play(front: FrontSeen, directories: list[Path]) -> tuple[int, list[PeerTurn]]:
+        async with _by_aiohttp() as session:
+            caller = PeerCalls(session, front)
+            if asks_health:
+                await caller.call("GET", "/health", json={})
+            told: list[PeerTurn] = []
+            for directory in directories:
+                await caller.call("POST", f"/{way}pause_generation", json={})
+                path, body = offer(directory)
+                await caller.call("POST", path, json=body)
+                await caller.call("POST", f"/{way}continue_generation", json={})
+                told.append(await turn(caller, directory, directories[0]))
+            return caller.calls, told
+
+    return play
 
 
-async def areal_by_vllm(front: FrontSeen, directories: list[Path]) -> tuple[int, list[PeerTurn]]:
-    async with _by_aiohttp() as session:
-        caller = PeerCalls(session, front)
-        await caller.call("GET", "/health", json={})
-        told: list[PeerTurn] = []
-        for directory in directories:
-            await caller.call("POST", "/areal_pause_generation", json={})
-            await caller.call("POST", "/areal_update_weights", json={"model_path": directory.as_posix()})
-            await caller.call("POST", "/areal_continue_generation", json={})
-            told.append(await _areal_turn(caller, temperature=1.0, top_p=1.0, top_k=100_000_000))
-        return caller.calls, told
+def _adapter(directory: Path) -> Mapping[str, Any]:
+    """A name for each version."""
+    return {"lora_name": f"lora-{directory.name}", "lora_path": directory.as_posix()}
 
 
 async def _areal_turn(caller: PeerCalls, **more: Any) -> PeerTurn:
@@ -225,8 +230,19 @@ PEERS: Mapping[str, Play] = {
     "prime-rl": prime_rl,
     "trl": trl,
     "slime": slime,
-    "areal, sglang": areal_by_sglang,
-    "areal, vllm": areal_by_vllm,
+    "areal, sglang": _areal(
+        "",
+        lambda directory: (
+            "/update_weights_from_disk",
+            {"model_path": directory.as_posix(), "abort_all_requests": True},
+        ),
+        lambda caller, *_: _sglang_turn(caller),
+    ),
+    "areal, vllm": _areal(
+        "areal_",
+        lambda directory: ("/areal_update_weights", {"model_path": directory.as_posix()}),
+        lambda caller, *_: _areal_turn(caller, temperature=1.0, top_p=1.0, top_k=100_000_000),
+    ),
 }
 
 
@@ -274,37 +290,20 @@ async def _token_turn(caller: PeerCalls, model: str) -> PeerTurn:
     return PeerTurn(choice["token_ids"], logprobs, _spans(choice))
 
 
-async def areal_adapters_by_sglang(front: FrontSeen, directories: list[Path]) -> tuple[int, list[PeerTurn]]:
-    """A name for each version, of which an older one is asked for, too."""
-    async with _by_aiohttp() as session:
-        caller = PeerCalls(session, front)
-        told: list[PeerTurn] = []
-        for directory in directories:
-            await caller.call("POST", "/pause_generation", json={})
-            body = {"lora_name": f"lora-{directory.name}", "lora_path": directory.as_posix()}
-            await caller.call("POST", "/load_lora_adapter", json=body)
-            await caller.call("POST", "/continue_generation", json={})
-            told.append(await _sglang_turn(caller, lora_path=f"lora-{directories[0].name}"))
-        return caller.calls, told
-
-
-async def areal_adapters_by_vllm(front: FrontSeen, directories: list[Path]) -> tuple[int, list[PeerTurn]]:
-    async with _by_aiohttp() as session:
-        caller = PeerCalls(session, front)
-        told: list[PeerTurn] = []
-        for directory in directories:
-            await caller.call("POST", "/areal_pause_generation", json={})
-            body = {"lora_name": f"lora-{directory.name}", "lora_path": directory.as_posix()}
-            await caller.call("POST", "/v1/load_lora_adapter", json=body)
-            await caller.call("POST", "/areal_continue_generation", json={})
-            told.append(await _areal_turn(caller, model=f"lora-{directory.name}"))
-        return caller.calls, told
-
-
 WITH_ADAPTERS: Mapping[str, Play] = {
     "skyrl": skyrl,
     "prime-rl, adapters": prime_rl_adapters,
-    "areal, sglang, adapters": areal_adapters_by_sglang,
-    "areal, vllm, adapters": areal_adapters_by_vllm,
+    "areal, sglang, adapters": _areal(
+        "",
+        lambda directory: ("/load_lora_adapter", _adapter(directory)),
+        lambda caller, _, first: _sglang_turn(caller, lora_path=f"lora-{first.name}"),
+        asks_health=False,
+    ),
+    "areal, vllm, adapters": _areal(
+        "areal_",
+        lambda directory: ("/v1/load_lora_adapter", _adapter(directory)),
+        lambda caller, directory, _: _areal_turn(caller, model=f"lora-{directory.name}"),
+        asks_health=False,
+    ),
 }
-"""Peers that offer adapters to the base."""
+"""Peers that offer adapters to the base. By sglang AReaL asks for the first version, too, once there are others."""
