@@ -659,7 +659,7 @@ while True:
 
     @pytest.mark.parametrize("name", READERS)
     def test_a_damaged_journal_is_named(self, path: Path, name: str) -> None:
-        page_bytes, sound_pages = 4096, 20
+        page_bytes, sound_pages = 4096, 40
         journal = SqliteJournal(path, 3600.0)
         for t_ns in range(3000):
             journal.append(event_row(e.Tick(), t_ns))

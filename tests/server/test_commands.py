@@ -161,7 +161,7 @@ def test_top_shows_what_goes_on_on_a_server(
     elastic: Elastic, site: Site, submission: Submission, tmp_path: Path
 ) -> None:
     run = site.submitted(submission(labels={"team": "agents"}))
-    assert elastic("top", "--remote").splitlines()[-1].split()[:3] == [run, "pending", "0/2"]
+    assert elastic("top", "--remote").splitlines()[-1].split()[:4] == [run, "small", "pending", "0/2"]
     told = RunFigures(
         step=3,
         steps=9,
@@ -174,6 +174,7 @@ def test_top_shows_what_goes_on_on_a_server(
         tx.execute(sa.update(runs).values(phase=RunPhase.RUNNING.value, figures=told.model_dump()))
     assert elastic("top", "--remote").splitlines()[-1].split() == [
         run,
+        "small",
         "running",
         "3/9",
         "25%",
