@@ -148,7 +148,8 @@ signOut.onclick = async () => {
 window.addEventListener("hashchange", () => {
   say("");
   route();
-  main.focus({ preventScroll: false });
+  main.focus({ preventScroll: true });
+  scrollTo(0, 0);
 });
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) checkVersion().catch(() => {});
