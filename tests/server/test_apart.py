@@ -1,10 +1,12 @@
 """Reads of runs' files in processes of their own: what kills, hangs or floods a reader is that reader's alone."""
 
+import contextlib
 import os
 import pwd
 import runpy
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,9 @@ import psutil
 import pytest
 
 from elastic.server.history.apart import LIMITS, PER_OWNER, CannotBeRead, ReadingProcesses
-from elastic.server.history.journals import Wanted, figures_of, metrics_of
+from elastic.server.history.events import EventLog, Position
+from elastic.server.history.journals import Wanted, cost_nano_usd, figures_of, metrics_of, offers_of, workers_of
+from tests.server.written_runs import write_run
 
 LIMIT_S = 20.0
 READS = 20
@@ -65,6 +69,19 @@ def test_errors_of_a_read_are_told(processes: ReadingProcesses, tmp_path: Path) 
     """An error crosses from the process that reads."""
     with pytest.raises(FileNotFoundError):
         processes.read(LIMIT_S, os.listdir, tmp_path / "missing")
+
+
+def test_what_no_run_writes_cannot_be_read(processes: ReadingProcesses, tmp_path: Path) -> None:
+    """Its user may write any value into any column: an event of another kind than its row says, a text for a time."""
+    path = write_run(tmp_path / "run", steps=2) / "journal.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as journal, journal:
+        journal.execute("UPDATE events SET body = (SELECT body FROM events WHERE kind = 'WorkerJoined')")
+        journal.execute("UPDATE events SET t_ns = 'noon'")
+    for read in (offers_of, workers_of, cost_nano_usd):
+        with pytest.raises(CannotBeRead, match="run: its files say what no run writes"):
+            processes.read(LIMIT_S, read, path.parent)
+    with pytest.raises(CannotBeRead):
+        EventLog(path.parent).read(Position(0, 0))
 
 
 def test_a_user_who_truncates_what_is_mapped_ends_no_server(tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ _EVENTS = TABLES[EventRow]
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode
 
 
-def _event(body: bytes | None) -> e.Event:
+def _event(body: object) -> e.Event:
     """Decode an event; of a journal that was cut some have no body."""
-    if body is None:
+    if not isinstance(body, bytes):
         raise sqlite3.DatabaseError("database disk image is malformed")
     return _decode_event(body)
 

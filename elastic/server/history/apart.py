@@ -2,13 +2,14 @@
 
 A project's user may write anything into its runs' directories, at any moment. SQLite maps files of a database into
 memory, waits for locks, and follows the pages that it finds. So the reader of such a database may be killed by a
-signal, hang, or fill its memory. The processes that read have limits of time and memory, and the reads of one user take
-at most `PER_OWNER` of them.
+signal, hang, or fill its memory, and what it finds may be of any type. The processes that read have limits of time and
+memory, and the reads of one user take at most `PER_OWNER` of them.
 """
 
 import functools
 import os
 import resource
+import traceback
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import structlog
 
+from elastic.report.trajectories import NoSuchTrajectory
+from elastic.runtime.journal import JournalError
 from elastic.server.side_processes import NoneFree, SideLimits, SideProcesses, answer_orders
 
 P = ParamSpec("P")
@@ -29,12 +32,14 @@ MEMORY_BYTES = 2**30
 """The memory of one process, besides the files that it maps."""
 PER_OWNER = 2
 LIMITS = SideLimits(processes=16, per_owner=PER_OWNER, kept=4, waiting=256, waiting_per_owner=64, wait_s=5.0)
+TOLD = (JournalError, NoSuchTrajectory, OSError)
+"""Errors that reads raise. Others come of files that say what no run writes."""
 _apart = False
 """Whether this process is one of these."""
 
 
 class CannotBeRead(TimeoutError):
-    """The read took too long, or its process has ended."""
+    """The read took too long, its process has ended, or it found what no run writes."""
 
 
 def apart(limit_s: float = LIMIT_S) -> Callable[[Callable[Concatenate[Path, P], T]], Callable[Concatenate[Path, P], T]]:
@@ -57,8 +62,11 @@ def apart(limit_s: float = LIMIT_S) -> Callable[[Callable[Concatenate[Path, P], 
 
 @dataclass(frozen=True)
 class _ReadAnswer:
+    """What a read returns, which of the errors that are told it raises, or where it failed otherwise."""
+
     value: Any = None
     error: Exception | None = None
+    fault: str = ""
 
 
 class ReadingProcesses(SideProcesses):
@@ -68,7 +76,7 @@ class ReadingProcesses(SideProcesses):
         super().__init__(__name__, LIMITS)
 
     def read(self, limit_s: float, read: Callable[..., T], directory: Path, *args: object, **kwargs: object) -> T:
-        """Return what `read` returns for these arguments. Raises what it raises, and `CannotBeRead`."""
+        """Return what `read` returns for these arguments. Raises what it raises of `TOLD`, and `CannotBeRead`."""
         try:
             answer = self.ask(_owner_of(directory), (read, directory.absolute(), args, kwargs), limit_s)
         except NoneFree:
@@ -78,6 +86,9 @@ class ReadingProcesses(SideProcesses):
             raise CannotBeRead(f"{directory.name}: its files cannot be read now") from error
         if answer.error is not None:
             raise answer.error
+        if answer.fault:
+            log.warning("a run's files say what no run writes", directory=str(directory), fault=answer.fault)
+            raise CannotBeRead(f"{directory.name}: its files say what no run writes")
         return answer.value
 
 
@@ -100,8 +111,10 @@ def _answer(order: Any) -> _ReadAnswer:
         return _ReadAnswer(read(directory, *args, **kwargs))
     except MemoryError:
         raise
-    except Exception as error:
+    except TOLD as error:
         return _ReadAnswer(error=error)
+    except Exception:
+        return _ReadAnswer(fault=traceback.format_exc(limit=-3))
 
 
 def main(descriptor: int) -> None:

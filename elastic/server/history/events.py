@@ -137,7 +137,7 @@ class EventLog:
         name, path = self._journals[place]
         last = None if end is None else end.number
         scanned, reached, whole = _scanned(self._run_dir, name, path, number, last, _unread(routine))
-        found = [(Position(place, seq), _told(name, seq, t_ns, event)) for seq, t_ns, event in scanned]
+        found = [(Position(place, seq), event) for seq, event in scanned]
         if whole and end is None and place < len(self._journals) - 1:
             return EventBatch(found, Position(place + 1, 0), False)
         return EventBatch(found, Position(place, reached), whole)
@@ -168,8 +168,8 @@ def _behind_last(run_dir: Path, name: str, path: Path, most: int, unread: Collec
 @apart()
 def _scanned(
     run_dir: Path, name: str, path: Path, number: int, end: int | None, unread: Collection[str]
-) -> tuple[list[tuple[int, int, e.Event]], int, bool]:
-    """Return events behind a number, up to where they were read, and whether that is the end."""
+) -> tuple[list[tuple[int, RunEvent]], int, bool]:
+    """Return events behind a number, each with its own, up to where they were read, and whether that is the end."""
     with as_owner(run_dir):
         if path.exists():
             with ShownJournal(path) as journal:
@@ -177,9 +177,10 @@ def _scanned(
                     last = max(number, _last_known(journal) if end is None else end)
                     # Where routine is left out, those that are read are few, and indexed.
                     until = last if ROUTINE[0] in unread else min(last, number + SCANNED_AT_ONCE)
-                    found: list[tuple[int, int, e.Event]] = []
+                    found: list[tuple[int, RunEvent]] = []
                     try:
-                        found.extend(journal.scan(number, until, SCANNED_AT_ONCE, unread))
+                        for seq, t_ns, event in journal.scan(number, until, SCANNED_AT_ONCE, unread):
+                            found.append((seq, _told(name, seq, t_ns, event)))
                     except JournalError:
                         if not found:
                             raise
