@@ -133,12 +133,14 @@ class PoolNodesConfig(_PoolPart):
         description="what its nodes are called, with a number; else `rollout` or `train`. Kinds have different names",
     )
     site: str = Field(
-        "", max_length=64, description="where its nodes are. A group's training nodes are of one kind, at one site"
+        "",
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._/:-]{0,63})?$",
+        description="where its nodes are. A group's training nodes are of one kind, at one site",
     )
     nodes: int = Field(ge=1, le=4096, description="how many there are; with `spot`, at most")
-    gpus: int = Field(1, ge=1, description="GPUs of each node")
-    usd_per_gpu_hour: float = Field(ge=0, description="what a GPU costs")
-    memory_gb: float = Field(ge=0, description="host memory of a node that jobs' states may take")
+    gpus: int = Field(1, ge=1, le=1024, description="GPUs of each node")
+    usd_per_gpu_hour: float = Field(ge=0, le=1e6, description="what a GPU costs")
+    memory_gb: float = Field(ge=0, le=1e6, description="host memory of a node that jobs' states may take")
 
     def node_kind(self, phase: PhaseKind) -> NodeKind:
         return NodeKind(

@@ -91,7 +91,8 @@ class PoolJournal:
     ) -> tuple[Cluster, Nanoseconds]:
         """Return the cluster after the last event, or a new one, and the time of that event.
 
-        Raises `PoolJournalError` for a journal of another policy, and for one whose replay leads to another state.
+        Raises `PoolJournalError` for a journal of another policy or of other nodes, and for one whose replay leads to
+        another state.
         """
         former = self.note("policy")
         if former not in ("", policy):
@@ -100,7 +101,16 @@ class PoolJournal:
             self.set_note("policy", policy)
             self.append(encode(ClusterOpening(0, spec, limits)))
             return Cluster(spec, policies, limits, 0), 0
-        return self.replayed(policies)
+        cluster, last_ns = self.replayed(policies)
+        if cluster.spec != spec:
+            began, found = (
+                ", ".join(f"{kind.nodes} {kind.name}" for kind in one.kinds.values()) for one in (cluster.spec, spec)
+            )
+            raise PoolJournalError(
+                f"{self.path}: this pool began with other nodes, prices or sites ({began}); found {found}; allowed: as "
+                "it began, or a pool of another name"
+            )
+        return cluster, last_ns
 
     def replayed(self, policies: ClusterPolicies) -> tuple[Cluster, Nanoseconds]:
         """Return a new cluster as it was after the last event, and the time of that event. Raises as `open_pool`."""

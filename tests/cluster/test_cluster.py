@@ -218,7 +218,7 @@ def test_what_a_job_held_is_given_back_and_bills_add_up_to_the_nano_dollar() -> 
     pool.tell(e.JobFailed(job="b", cause="killed"), 150)
     pool.tell(e.JobFinished(job="a"), 200)
     assert pool.cluster.groups == {}
-    assert (pool.cluster.free_rollout, pool.cluster.free_train) == (3, 3)
+    assert (pool.cluster.free("rollout"), pool.cluster.free("train")) == (3, 3)
     state = pool.cluster.state
     # Two for 150 s, then one for 50 s: each pays 3.5 $/h while there are two.
     billed = {name: record.billed for name, record in state.jobs.items()}
@@ -290,7 +290,7 @@ def test_a_lost_node_ends_its_residents_and_their_jobs_are_placed_anew() -> None
     told = pool.tell(e.NodeLost(node="train-1"), 50)
     assert [type(command) for command in told] == [c.EndJob, c.StartJob]
     assert pool.cluster.groups["group-2"].train == ("train-2",)
-    assert pool.cluster.free_train == 1
+    assert pool.cluster.free("train") == 1
 
 
 def test_residency_beyond_what_was_declared_ends_that_resident_with_the_figures() -> None:

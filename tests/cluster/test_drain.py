@@ -24,12 +24,12 @@ def begin(pool: Driver, commands: list[c.ClusterCommand], at_s: float) -> list[c
 def test_a_free_node_goes_at_once_and_what_it_has_cost_stays_in_the_books() -> None:
     pool = Driver()
     assert told(pool.tell(e.NodeDrained(node="rollout-2"), 10)) == [(c.ReleaseNode, "rollout-2")]
-    assert pool.cluster.free_rollout == 2
+    assert pool.cluster.free("rollout") == 2
     assert pool.cluster.books.paid(10 * S) == 10 * S * (3 * 2 * S + 3 * 5 * S)
     assert pool.tell(e.NodeDrained(node="rollout-2"), 20) == []
     assert pool.tell(e.NodeDrained(node="train-1"), 20) == []
     pool.tell(e.NodeJoined(node="rollout-2", kind=ROLLOUT), 30)
-    assert pool.cluster.free_rollout == 3
+    assert pool.cluster.free("rollout") == 3
 
 
 def test_jobs_on_a_node_stop_at_their_step_s_end_and_go_on_elsewhere_as_they_were_accepted() -> None:

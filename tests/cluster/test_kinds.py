@@ -5,7 +5,7 @@ import pytest
 
 from elastic.core.cluster import ClusterError, JobRequest, NodeKind, PoolSpec
 from elastic.core.cluster import events as e
-from elastic.core.cluster.types import NS_PER_HOUR, JobState, PhaseKind
+from elastic.core.cluster.types import NS_PER_HOUR, WHOLE_MAX, JobState, PhaseKind
 from tests.cluster.conftest import Driver, S, timed_job
 
 
@@ -83,6 +83,17 @@ def test_jobs_of_a_site_that_vanishes_wait_with_the_reason_and_go_on_when_it_is_
     assert waiting.reason.endswith("all nodes are away of trainers at site a, spare at site b")
     shared.tell(e.NodeJoined(node="trainers-1", kind="trainers"), 30)
     assert places(shared, "one")[1] == ("trainers-1",)
+
+
+def test_what_waits_is_told_of_the_free_nodes_that_fit_it() -> None:
+    shared = pool()
+    shared.run(*(timed_job(f"job-{number}", train_bytes=2) for number in range(3)))
+    assert " 1 rollout and 1 train nodes for one of its own 2 and 0 are free" in shared.cluster.jobs["job-2"].reason
+
+
+def test_a_job_that_is_larger_than_any_pool_would_pay_for_all_that_it_asks_for() -> None:
+    most = JobRequest(id="job", slo=2.0, rollout_nodes=WHOLE_MAX, train_nodes=3)
+    assert TWO_SITES.price_alone(most) == WHOLE_MAX * 2 * S + 3 * 6 * S
 
 
 @pytest.mark.parametrize("policy", ["ours", "weave", "gavel", "random", "most_idle", "naive"])

@@ -92,7 +92,7 @@ def test_a_job_that_does_not_start_is_resubmitted_so_often_and_then_fails() -> N
     pool.tick(3 * H)
     assert pool.cluster.jobs["a"].state is JobState.FAILED
     assert pool.cluster.jobs["a"].reason == "it did not start in time"
-    assert pool.cluster.free_train == 3
+    assert pool.cluster.free("train") == 3
 
 
 def test_who_finds_no_room_for_a_week_is_rejected_with_the_reason() -> None:

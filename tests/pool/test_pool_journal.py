@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +69,14 @@ def test_a_start_begins_at_the_last_snapshot(tmp_path: Path) -> None:
     kept = again.journal.count_forgotten() + len(again.cluster.jobs)
     assert kept == SNAPSHOT_EVERY // 2 + 51
     again.journal.close()
+
+
+def test_a_pool_goes_on_with_no_other_nodes_than_it_began_with(tmp_path: Path) -> None:
+    Pool(tmp_path).live_through("job")
+    far = msgspec.structs.replace(KIND, name="far", site="b")
+    other = msgspec.structs.replace(SPEC, rollout=(*SPEC.rollout, far))
+    with pytest.raises(PoolJournalError, match=r"2 rollout, 2 train.; found 2 rollout, 1 far, 2 train; allowed"):
+        PoolJournal(tmp_path).open_pool(other, WaitLimits(), POLICIES, "ours")
 
 
 def test_another_program_is_noticed_behind_a_snapshot(tmp_path: Path) -> None:

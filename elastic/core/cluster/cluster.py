@@ -142,14 +142,6 @@ class Cluster:
     def free(self, kind: KindName) -> int:
         return len(self.state.free[kind])
 
-    @property
-    def free_rollout(self) -> int:
-        return sum(self.free(kind.name) for kind in self.spec.rollout)
-
-    @property
-    def free_train(self) -> int:
-        return sum(self.free(kind.name) for kind in self.spec.train)
-
     def kind(self, node: NodeId) -> NodeKind:
         return self.spec.kinds[self.state.nodes[node].kind]
 
@@ -393,9 +385,13 @@ class Cluster:
         there = {node.kind for node in self.state.nodes.values()}
         gone = [kind for kind in self.spec.kinds.values() if kind.name not in there]
         away = ", ".join(f"{kind.name}{f' at site {kind.site}' if kind.site else ''}" for kind in gone)
+        rollout, train = (
+            [self.free(kind.name) for kind in self.spec.of(phase) if request.fits(kind, phase)]
+            for phase in (_ROLLOUT, _TRAIN)
+        )
         return (
             f"no group takes it, and of {request.rollout_nodes} rollout and {request.train_nodes} train nodes for one "
-            f"of its own {self.free_rollout} and {self.free_train} are free"
+            f"of its own {sum(rollout)} and {max(train, default=0)} are free"
             f"{f'; all nodes are away of {away}' if away else ''}"
         )
 

@@ -233,8 +233,13 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def price_alone(self, request: JobRequest) -> int:
         """Return the price of an hour of the nodes that a job asks for, of the cheapest kinds that fit, in
         nano-dollars; 0 if none fits."""
-        found = self.alone(request, lambda name: WHOLE_MAX)
-        return 0 if found is None else price_of((*found[0], *found[1]))
+        price = 0
+        for phase, nodes in ((PhaseKind.ROLLOUT, request.rollout_nodes), (PhaseKind.TRAIN, request.train_nodes)):
+            prices = [kind.nano_usd_per_hour for kind in self.of(phase) if request.fits(kind, phase)]
+            if not prices:
+                return 0
+            price += nodes * min(prices)
+        return price
 
 
 def price_of(kinds: Iterable[NodeKind]) -> int:
