@@ -122,9 +122,8 @@ def measure(database: str, load_s: float, count: int) -> Figures:
         long_run = fill(site, count)
         with sync_client(site.url, by_proxy=False, base_url=site.url, headers=_headers(site), timeout=UP_S) as client:
             jobs = _begun(client)
-            new_key = {"name": "viewer", "role": "viewer", "server_wide": True}
-            viewer = client.post("/v1/keys", json=new_key).raise_for_status().json()["secret"]
-            measured = run_loop(load(site, jobs, long_run, load_s, viewer))
+            viewer, browsers = (_key(client, name) for name in ("viewer", "browsers"))
+            measured = run_loop(load(site, jobs, long_run, load_s, viewer, browsers))
             listed = sum(1 for _ in _listed(client))
     answers, late, delays = (np.array(one) for one in (measured.answers_ms, measured.late_ms, measured.delays_ms))
     return {
@@ -240,6 +239,12 @@ def _begun(client: httpx.Client) -> list[str]:
     return jobs
 
 
+def _key(client: httpx.Client, name: str) -> str:
+    """A new key that reads all: its secret."""
+    new_key = {"name": name, "role": "viewer", "server_wide": True}
+    return client.post("/v1/keys", json=new_key).raise_for_status().json()["secret"]
+
+
 def _is_under_way(client: httpx.Client, job: str) -> bool:
     return client.get(f"/v1/runs/{job}").json()["phase"] != RunPhase.PENDING
 
@@ -268,8 +273,10 @@ def _paths(jobs: list[str], long_run: str) -> list[str]:
     return [*whole, *whole, *histories, *shown]
 
 
-async def load(site: HostedSite, jobs: list[str], long_run: str, load_s: float, viewer: str) -> LoadMeasured:
-    """Streams and reads, for a while."""
+async def load(
+    site: HostedSite, jobs: list[str], long_run: str, load_s: float, viewer: str, browsers: str
+) -> LoadMeasured:
+    """Streams and reads, for a while. Browsers have a key of their own: a key has 256 requests in work at most."""
     measured, server = LoadMeasured(), psutil.Process(site.processes["api"].pid)
     host, loop = f"{HOST}:{site.port}", asyncio.get_running_loop()
     up = [asyncio.Event() for _ in range(SSE_CLIENTS)]
@@ -285,7 +292,7 @@ async def load(site: HostedSite, jobs: list[str], long_run: str, load_s: float, 
         await loop.create_connection(partial(follower, job, one), HOST, site.port)
         for job, one in zip(itertools.cycle(jobs), up, strict=False)
     ]
-    changes = partial(EventStream, request("/v1/changes", host, site.secret), lambda _: None)
+    changes = partial(EventStream, request("/v1/changes", host, browsers), lambda _: None)
     pages = [await loop.create_connection(changes, HOST, site.port) for _ in range(PAGES)]
     async with asyncio.timeout(UP_S):
         for one in up:
