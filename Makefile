@@ -55,7 +55,7 @@ test: setup
 test-shared: setup
 	$(BIN)/python -m compileall -qq -j 2 benchmarks elastic functions policies providers traces
 	$(BIN)/python -c "from elastic.weights.codecs import warm_up; warm_up()"
-	$(BIN)/python -m pytest --processes 6 $(FOLDERS_ELSEWHERE) -m "not alone and $(ELSEWHERE)"
+	$(BIN)/python -m pytest --processes 4 $(FOLDERS_ELSEWHERE) -m "not alone and $(ELSEWHERE)"
 
 # As root: a run and its worker in two network namespaces, with a bad link between them.
 test-netns: setup

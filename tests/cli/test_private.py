@@ -1,5 +1,6 @@
 """What a run writes, hands to others and leaves: a real run, with a reward function of ill manners."""
 
+import contextlib
 import json
 import os
 import stat
@@ -63,6 +64,15 @@ def steps_of(run_dir: Path) -> int:
         return 0
 
 
+def environments_of(processes: list[psutil.Process]) -> list[dict[str, str]]:
+    """The environments of those that have not ended meanwhile."""
+    found: list[dict[str, str]] = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(process.environ())
+    return found
+
+
 def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
@@ -87,8 +97,7 @@ def test_a_run_keeps_its_secrets_and_ends_what_a_killed_one_left(
     (run_dir,) = (run.path for run in DirectoryStore(config.parent / "runs").runs())
     try:
         until(lambda: steps_of(run_dir) >= 1, process)
-        workers = until(lambda: len(found := processes_of(run_dir.name)) >= 2 and found, process)
-        environments = [worker.environ() for worker in workers]
+        environments = until(lambda: len(found := environments_of(processes_of(run_dir.name))) >= 2 and found, process)
         for environment in (told["environment"], *environments):
             assert "AWS_SECRET_ACCESS_KEY" not in environment
             assert environment["JUDGE_KEY"] == "the judge's"

@@ -68,7 +68,7 @@ class Pool:
             }
         )
         self.directory = save_pool(self.config)
-        self.control = PoolControl(self.directory, 5.0)
+        self.control = PoolControl(self.directory, 20.0)
         self.process: subprocess.Popen[bytes] | None = None
         self.jobs: dict[str, Path] = {}
 
