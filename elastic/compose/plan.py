@@ -222,6 +222,9 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         source = (where, "providers", name) if name in config.providers else (PROVIDERS_OPTION,)
         kind = kind_of(config.providers, name)
         found = types.setdefault(name, _picked("provider", kind, *source))
+        if not isinstance(getattr(found, "Settings", None), type):
+            message = f"found {kind!r}, which is {found!r}; allowed: a class with Settings (providers.base.Provider)"
+            raise ConfigError(ConfigProblem(message, source[1:], source[0]))
         section = config.providers.get(name, {}) | {"kind": kind}
         checked = validate(found.Settings, section, where, "providers", name)
         if name in names:
