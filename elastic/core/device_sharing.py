@@ -44,7 +44,7 @@ class ServingView(msgspec.Struct, frozen=True, kw_only=True):
     last_tokens_ns: Sequence[Nanoseconds] = ()
     """When each active decode produced its most recent token."""
     decode_ns: Nanoseconds = 0
-    """Returns the time of the next iteration of these decodes, with the queued prefills that share it."""
+    """The time of the next iteration of these decodes, with the queued prefills that share it."""
     arriving: ArrivingPrefill = ArrivingPrefill()
 
     @property
