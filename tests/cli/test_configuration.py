@@ -32,7 +32,11 @@ def test_every_key_has_a_meaning() -> None:
         ("providers.ec2.max_workers", ("providers.NAME.max_workers (for `kind = 'ec2'`)",)),
         (
             "pool",
-            ("pool.policy (in POOL.toml)", "pool.rollout.memory_gb (in POOL.toml): number ≥ 0, in GB", "spot.trace"),
+            (
+                "pool.policy (in POOL.toml)",
+                "pool.rollout.memory_gb (in POOL.toml): number ≥ 0, ≤ 1e+06, in GB",
+                "spot.trace",
+            ),
         ),
         ("limits.silence_s", ("default 10.0", "node agent that says nothing")),
         ("job", ("job.slo: ", "job.plan.rollout_s: ")),
