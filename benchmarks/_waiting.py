@@ -59,10 +59,8 @@ class Child:
         ends_within_s: float = 0.0,
     ) -> None:
         self.pipe, far = context.Pipe()
-        self._process, self._ends_within_s = (
-            context.Process(target=work, args=(far, *arguments), daemon=daemon),
-            ends_within_s,
-        )
+        self._process = context.Process(target=work, args=(far, *arguments), daemon=daemon)
+        self._ends_within_s = ends_within_s
         self._process.start()
         far.close()
 
