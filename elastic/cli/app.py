@@ -197,10 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _of_input() -> tuple[type[Exception], ...]:
     """The errors that say what was wrong with what the program was given; they are known where one can be raised."""
     from elastic.config import ConfigError
+    from elastic.core.types import PolicyFault
     from elastic.protocol.proxies import HttpSettingsError
     from elastic.runtime.journal import JournalError
 
-    return ConfigError, JournalError, HttpSettingsError
+    return ConfigError, JournalError, HttpSettingsError, PolicyFault
 
 
 def _origin(error: OSError) -> str:

@@ -30,7 +30,7 @@ from elastic.protocol.run_control import ControlError
 from elastic.runtime.journal import DirectoryStore
 from elastic.runtime.left_behind import left_behind
 from elastic.system.cores import cores
-from elastic.system.installed import installed
+from elastic.system.installed import installed, passed_over
 from providers.base import ProviderUnavailable
 
 ROOM_GB_MIN = 1.0
@@ -38,6 +38,7 @@ ROOM_GB_MIN = 1.0
 PACKAGES = ("elastic-rl", "torch", "safetensors", "gymnasium", "numba", "xxhash", "zstandard")
 """The packages of Elastic and of its extra `train`."""
 GROUPS = ("elastic.providers", "elastic.environments", "elastic.engines", "elastic.trainers", "elastic.policies")
+"""What everybody has some of; of plug-ins' other groups doctor says only what is not used."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -194,6 +195,13 @@ def _room() -> Finding:
 
 def _entry_points() -> list[Finding]:
     return [
-        Finding(group, bool(names := sorted(installed(group))), ", ".join(names) or "none", "reinstall elastic-rl")
-        for group in GROUPS
+        *(
+            Finding(group, bool(names := sorted(installed(group))), ", ".join(names) or "none", "reinstall elastic-rl")
+            for group in GROUPS
+        ),
+        *(
+            Finding(group, True, words, fault="unused", warns=True)
+            for group in (*GROUPS, "elastic.rewards", "elastic.relays", "elastic.function_pools")
+            for words in passed_over(group)
+        ),
     ]

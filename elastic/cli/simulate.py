@@ -14,6 +14,7 @@ from elastic.cli.run import conclude, run_settings
 from elastic.compose.plan import resolve
 from elastic.compose.runs import claimed, discard_run, new_run_dir, private
 from elastic.config import Config, ConfigError
+from elastic.core.types import PolicyFault
 from elastic.runtime.journal import JournalError
 from elastic.simulation import run as simulation
 from elastic.simulation.performance import SimulationError
@@ -166,7 +167,7 @@ def _simulate(config: Config, names: list[str], where: str, experiment: simulati
                 stopped=stopped,
                 note=lambda text: progress.say(f"note: {text}"),
             )
-    except ConfigError as error:
+    except (ConfigError, PolicyFault) as error:
         discard_run(run_dir)
         say(f"error: {error}")
         return EXIT_BAD_INPUT

@@ -27,7 +27,7 @@ from elastic.core.evaluation import best_version, deciding_values
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.saved_state import StateError
 from elastic.core.scheduler import Phase, Scheduler
-from elastic.core.types import NS_PER_S, Nanoseconds
+from elastic.core.types import NS_PER_S, Nanoseconds, PolicyFault
 from elastic.protocol import wire
 from elastic.runtime import orchestrator, states
 from elastic.runtime.agents import notes
@@ -437,7 +437,7 @@ def _go_on(recollection: Recollection, later: Sequence[JournalReader]) -> Recoll
 def _hear(recollection: Recollection, journal: JournalReader, after: int = 0) -> None:
     try:
         recollection.hear(journal.entries(after))
-    except JournalError:
+    except (JournalError, PolicyFault):
         raise
     except Exception as error:
         log.exception("journal not understood", journal=str(journal.path))

@@ -11,9 +11,10 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from elastic.compose.checked_policies import CheckedPolicy
 from elastic.config import ConfigError, ConfigProblem
 from elastic.core.decisions import DECISIONS
-from elastic.system.installed import installed, load_point
+from elastic.system.installed import installed, is_ours, load_point, package_of
 from elastic.system.named_code import CodeUnusable
 from elastic.system.plain_values import shown, told
 
@@ -51,7 +52,8 @@ def named_policy(
     settings_key: tuple[str, ...],
     others: Iterable[str] = (),
 ) -> Any:
-    """The policy of this name, with these settings. Raises `ConfigError`.
+    """The policy of this name, with these settings; the answers of one from another package are checked. Raises
+    `ConfigError`.
 
     `key` is the configuration's key that has the name, `settings_key` the one that has the settings, and `others` are
     words that it allows in place of a policy's name.
@@ -63,7 +65,7 @@ def named_policy(
         problems = [ConfigProblem(f"unknown key; allowed: {allowed}", (*settings_key, one), where) for one in unknown]
         raise ConfigError(*problems)
     try:
-        return msgspec.convert(dict(settings), kind)
+        policy = msgspec.convert(dict(settings), kind)
     except msgspec.ValidationError as error:
         problem, _, at = str(error).partition(" - at `$.")
         inner = tuple(part for part in at.rstrip("`").split(".") if part)
@@ -74,6 +76,9 @@ def named_policy(
         raise ConfigError(
             ConfigProblem(f"{kind.__name__} cannot be made: {told(error)}", settings_key, where)
         ) from error
+    full = f"{decision}.{name}"
+    point = installed(ENTRY_POINTS)[full]
+    return policy if is_ours(point) else CheckedPolicy(policy, decision, f"{full} of the package {package_of(point)}")
 
 
 def refuse_settings(settings: Mapping[str, Any], where: str, *section: str) -> None:

@@ -13,7 +13,7 @@ from elastic.core.evaluation_manager import EvaluationManager
 from elastic.core.mixing import next_of
 from elastic.core.policy import BatchView
 from elastic.core.reward_manager import RewardManager
-from elastic.core.rows import BadCurriculum, RowProgress
+from elastic.core.rows import RowProgress
 from elastic.core.run_state import Changed, Deadlines, Handlers, RunState
 from elastic.core.steps import CUT_OFF, BatchRule, Group, Step
 from elastic.core.turn_manager import TurnManager
@@ -180,11 +180,7 @@ class GroupManager:
             environment = run.plan.environments[chosen]
             wanted = run.plan.group_size
             begin = environment.members or wanted
-            try:
-                row = self._next_row(environment.name)
-            except BadCurriculum as error:
-                run.fail(f"the curriculum of environment {environment.name!r} cannot be followed: {error}")
-                return
+            row = self._next_row(environment.name)
             group = step.launch(begin, floor, environment.name, wanted if begin > wanted else 0, row)
             run.out.append(
                 c.StartGroup(
@@ -202,7 +198,7 @@ class GroupManager:
             run.launched_of[chosen] += 1
 
     def _next_row(self, environment: str) -> int | None:
-        """The row of the environment's next group, where a curriculum chooses it. Raises `BadCurriculum`."""
+        """The row of the environment's next group, where a curriculum chooses it. Raises `PolicyFault`."""
         curriculum = self._run.policies.curricula.get(environment)
         return (
             None if curriculum is None else self._run.rows.setdefault(environment, RowProgress()).next_row(curriculum)

@@ -10,15 +10,12 @@ from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+from elastic.core.types import PolicyFault
+
 ROUNDS = 4
 SHOWN_CHARACTERS = 60
 KNOWN_MAX = 65_536
 """Rows whose rewards are remembered: those of which was heard last."""
-
-
-class BadCurriculum(Exception):
-    """A curriculum has answered what its contract does not allow. The message has what was found and what is
-    allowed."""
 
 
 class PassView(NamedTuple):
@@ -65,7 +62,7 @@ class RowProgress:
     """Those that come first or last in this pass."""
 
     def next_row(self, curriculum: Curriculum) -> int:
-        """The row of the next group. Raises `BadCurriculum`."""
+        """The row of the next group. Raises `PolicyFault`."""
         if self.number < 0 or self.given == curriculum.rows:
             self._begin(curriculum)
         place = self.given
@@ -82,25 +79,9 @@ class RowProgress:
 
     def _begin(self, curriculum: Curriculum) -> None:
         number, rows = self.number + 1, curriculum.rows
-        try:
-            order = curriculum.order(PassView(number, rows, dict(self.rewards)))
-        except (Exception, SystemExit) as error:
-            raise BadCurriculum(f"it raised {type(error).__name__}: {error}") from error
-        try:
-            first, last = (list(islice(of_pass, rows + 1)) for of_pass in (order.first, order.last))
-        except Exception as error:
-            found = f"{order!r:.{SHOWN_CHARACTERS}} ({type(order).__name__})"
-            raise BadCurriculum(f"it returned {found}; allowed: a PassOrder, of lists of rows") from error
-        seen = set[int]()
-        for row in (*first, *last):
-            if type(row) is not int or not 0 <= row < rows:
-                found = f"{row!r:.{SHOWN_CHARACTERS}} ({type(row).__name__})"
-                raise BadCurriculum(f"it returned {found}, which is no row; allowed: an int from 0 to {rows - 1}")
-            if row in seen:
-                raise BadCurriculum(f"it returned row {row} twice; allowed: each row once in a pass")
-            seen.add(row)
+        first, last = listed(curriculum.order(PassView(number, rows, dict(self.rewards))), rows)
         self.number, self.given, self.walked = number, 0, 0
-        self.first, self.last, self.set_apart = first, last, seen
+        self.first, self.last, self.set_apart = first, last, {*first, *last}
 
     def note(self, row: int, reward: float) -> None:
         """Remember the mean reward of the last group about this row."""
@@ -108,6 +89,24 @@ class RowProgress:
         self.rewards[row] = reward
         if len(self.rewards) > KNOWN_MAX:
             del self.rewards[next(iter(self.rewards))]
+
+
+def listed(order: PassOrder, rows: int) -> tuple[list[int], list[int]]:
+    """The rows that come first and last in a pass over so many. Raises `PolicyFault` for what is no such order."""
+    try:
+        first, last = (list(islice(of_pass, rows + 1)) for of_pass in (order.first, order.last))
+    except Exception as error:
+        found = f"{order!r:.{SHOWN_CHARACTERS}} ({type(order).__name__})"
+        raise PolicyFault(f"returned {found}; allowed: a PassOrder, of lists of rows") from error
+    seen = set[int]()
+    for row in (*first, *last):
+        if type(row) is not int or not 0 <= row < rows:
+            found = f"{row!r:.{SHOWN_CHARACTERS}} ({type(row).__name__})"
+            raise PolicyFault(f"returned {found}, which is no row; allowed: an int from 0 to {rows - 1}")
+        if row in seen:
+            raise PolicyFault(f"returned row {row} twice; allowed: each row once in a pass")
+        seen.add(row)
+    return first, last
 
 
 def permuted(place: int, size: int, key: str) -> int:

@@ -33,6 +33,11 @@ NOISE_MAX = 0.5
 """The most noise, in nats, that an engine may declare: other weights differ by more."""
 
 
+class PolicyFault(Exception):
+    """A policy has failed, or has answered what its contract does not allow. The message has what was found and what
+    is allowed."""
+
+
 class Account(StrEnum):
     """The accounts of a GPU-nanosecond; each is in exactly one (docs/design.md, "A GPU-second")."""
 

@@ -20,7 +20,7 @@ from elastic.core.digest import digest
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.spare import SpareCredit
-from elastic.core.types import INTEGER_MAX, NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId
+from elastic.core.types import INTEGER_MAX, NS_PER_S, Nanoseconds, PolicyFault, SamplingParameters, TrajectoryId
 from elastic.environments.base import Environment
 from elastic.pool.client import PoolClient
 from elastic.protocol import wire
@@ -511,6 +511,7 @@ class Orchestrator:
         done.add_done_callback(lambda _: soon() if done.exception() is None else None)
 
     def broken(self, event: e.Event | None, error: Exception) -> None:
+        self.bad_input = self.bad_input or isinstance(error, PolicyFault)
         log.error("internal error", event_kind=type(event).__name__, exc_info=error)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -22,7 +22,7 @@ from elastic.core import events as e
 from elastic.core import saved_state
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.trainer_permit import HAD, PermitState
-from elastic.core.types import LeaseId, LeaseState, Nanoseconds, ScoringState, TurnId
+from elastic.core.types import LeaseId, LeaseState, Nanoseconds, PolicyFault, ScoringState, TurnId
 from elastic.runtime.journal import why_unreadable
 from elastic.runtime.ports import Clock, Ports
 
@@ -254,6 +254,9 @@ class Run:
             self.kill(unreadable)
             return
         self._ports.owner.broken(cause, error)
+        if isinstance(error, PolicyFault):
+            self.kill(str(error))
+            return
         self.kill(f"internal error: {type(error).__name__}: {error}")
 
     # From one incarnation to the next

@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
+from elastic.compose.checked_policies import CheckedPolicy
 from elastic.compose.named_policies import named_policy
-from elastic.core.decisions import OF_DEVICES, OF_POOLS, OF_RUNS
-from elastic.core.device_sharing import ArrivingPrefill, Budget, QueuedPrefill, ServingView
+from elastic.core.decisions import DECISIONS, OF_DEVICES, OF_POOLS, OF_RUNS
+from elastic.core.device_sharing import ArrivingPrefill, QueuedPrefill, ServingView
 from elastic.core.types import NS_PER_S, Plan
 from elastic.testing.faults.core.settings import MS, SimulatedProviderSettings, WorldSettings
 from elastic.testing.faults.core.world import simulate
@@ -52,7 +53,7 @@ MOMENTS, PAGES = 100, 64
 
 
 class PolicyMistake(AssertionError):
-    """A policy has done what its contract does not allow."""
+    """A policy has given two answers to one question."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,12 @@ class PolicyUnderTest:
         return f"{self.decision}.{self.name}"
 
     def make(self) -> Any:
-        """One that is equal to all others. Raises `ConfigError` where there is none such."""
+        """One that is equal to all others, whose answers nobody checks. Raises `ConfigError` where there is none."""
         key = (self.decision, "policy")
-        return named_policy(
+        made = named_policy(
             self.decision, self.name, self.settings, where="the test", key=key, settings_key=(*key[:1], "settings")
         )
+        return made.unchecked if isinstance(made, CheckedPolicy) else made
 
 
 class TwiceAsked:
@@ -81,11 +83,13 @@ class TwiceAsked:
         self.questions = 0
         self.mistakes: list[str] = []
         """Different answers to the same question."""
-        self._one, self._other = under_test.make(), under_test.make()
+        decision, whose = under_test.decision, str(under_test)
+        self._one, self._other = (CheckedPolicy(under_test.make(), decision, whose) for _ in range(2))
+        self._contract = DECISIONS[decision]
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._one, name)
-        is_method = callable(getattr(type(self._one), name, None))
+        is_method = callable(getattr(self._contract, name, None))
         return functools.partial(self._asked, name, found) if is_method else found
 
     def _asked(self, name: str, ask: Callable[..., Any], *arguments: Any) -> Any:
@@ -110,9 +114,9 @@ def live_through(together: Sequence[PolicyUnderTest], seed: int) -> RunLived:
     """Live through what asks these policies, of different decisions: a run or a pool while all kinds of faults strike,
     whose journal is replayed, or a serving device.
 
-    Raises `PolicyMistake` where a policy gives two answers to a question or an answer that it may not give, and
-    `WorldFailed` or `AssertionError` where an invariant of the core does not hold, a run or a pool does not end, or its
-    replay comes to something else.
+    Raises `PolicyMistake` where a policy gives two answers to a question, `PolicyFault` for an answer that it may not
+    give, and `WorldFailed` or `AssertionError` where an invariant of the core does not hold, a run or a pool does not
+    end, or its replay comes to something else.
     """
     asked = {str(one): TwiceAsked(one) for one in together}
     place = {one.decision: asked[str(one)] for one in together}
@@ -156,7 +160,7 @@ def _device(asked: Mapping[str, TwiceAsked], seed: int) -> str:
         for _ in range(MOMENTS // 10):
             budget = memory.begin_step(PAGES, [rng.randrange(PAGES) for _ in range(rng.randrange(5))])
             for _ in range(10):
-                answers.append(_held_to(budget))
+                answers.append(budget)
                 budget = memory.observe(budget, PAGES, rng.randrange(PAGES), rng.choice((0, 0, rng.randrange(9))))
     return hashlib.blake2b(repr(answers).encode(), digest_size=16).hexdigest()
 
@@ -172,12 +176,6 @@ def _moment(rng: Random) -> ServingView:
         decode_ns=rng.randrange(20 * MS),
         arriving=ArrivingPrefill(rng.randrange(200 * MS), rng.randrange(20 * MS)),
     )
-
-
-def _held_to(budget: Budget) -> Budget:
-    if not 0 <= budget.pages <= PAGES or not 0 <= budget.serving_pages <= PAGES:
-        raise PolicyMistake(f"a budget of {PAGES} pages: found {budget}; allowed: from 0 to all of them for each")
-    return budget
 
 
 def history_elsewhere(together: Sequence[PolicyUnderTest], seed: int) -> str:

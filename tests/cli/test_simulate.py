@@ -131,3 +131,20 @@ def test_devices_of_two_kinds(elastic, config: Path) -> None:
     code, out, err = elastic("simulate", config, "--providers", "spot", *profiles, "--json")
     assert code == 0, err
     assert math.isfinite(json.loads(out)["wall_s"])
+
+
+def test_a_policy_of_another_package_that_decides_nonsense_is_named(
+    refused, elastic, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "site" / "lost-2.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lost\nVersion: 2\n")
+    (about / "entry_points.txt").write_text("[elastic.policies]\nrouting.lost = lost_policy:Lost\n")
+    (about.parent / "lost_policy.py").write_text(
+        "import msgspec\nclass Lost(msgspec.Struct, frozen=True):\n"
+        "    def route(self, turn, fleet):\n        return 'nowhere'\n"
+    )
+    monkeypatch.syspath_prepend(str(about.parent))
+    answer = elastic("simulate", config, *CALM, "--set", "routing.policy=lost")
+    refused(answer, "routing.lost of the package lost 2: route returned 'nowhere' (str); allowed: None, or the id")
+    assert runs(config) == []

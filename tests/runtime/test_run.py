@@ -14,7 +14,7 @@ from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import NS_PER_S, Chunks, Offer, Plan, WorkerRole
+from elastic.core.types import NS_PER_S, Chunks, Offer, Plan, PolicyFault, WorkerRole
 from elastic.runtime.ports import Ports
 from elastic.runtime.run import LATE_WAKEUP_NS, LATE_WAKEUPS_MAX, Alarm, Run
 
@@ -416,6 +416,15 @@ def test_a_core_that_breaks_ends_the_run_with_its_cause() -> None:
     world.core.answers = {e.WorkerAwoke: [c.AbortTurn(worker="v", epoch=1, turn="t", attempt=1)]}
     world.run.feed(BEAT)
     assert world.called() == [("ended",)], "nothing more is carried out"
+
+
+def test_a_policy_that_breaks_ends_the_run_with_what_it_did() -> None:
+    world = World()
+    world.core.answers = {e.WorkerAwoke: [c.FinishTurn(turn="t")]}
+    world.ports.failures["finish_turn"] = PolicyFault("routing.last of the package theirs 1: route returned 'w'")
+    world.run.feed(BEAT)
+    assert world.run.failed == "routing.last of the package theirs 1: route returned 'w'"
+    assert world.called() == [("ended",)]
 
 
 @pytest.mark.parametrize(

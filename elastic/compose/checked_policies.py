@@ -1,0 +1,224 @@
+"""Answers of policies that come from other packages, checked before anybody acts on them.
+
+The core trusts what policies answer. A policy of another package that raises, or answers what its decision does not
+allow, ends with `PolicyFault`: one message that names the policy, its package, the answer and what is allowed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, get_type_hints
+
+import msgspec
+
+from elastic.core.cluster.groups import JobGroup
+from elastic.core.cluster.policy import BillShare, PlacementChoice, PoolView, Relocation, SliceView
+from elastic.core.cluster.types import JobRequest
+from elastic.core.decisions import DECISIONS
+from elastic.core.device_sharing import Budget
+from elastic.core.policy import BatchView, FleetView, LeavingView, LoadView, MarketView, Move, SeedingPlan, TurnView
+from elastic.core.rows import PassOrder, PassView, listed
+from elastic.core.types import Offer, PolicyFault
+from elastic.system.named_code import where
+from elastic.system.plain_values import shown, told
+
+LAUNCHES_MOST = 100
+"""Times the groups that are wanted: no policy may launch more at once."""
+TYPES: Mapping[type[Any], str] = {
+    int: "a whole number",
+    bool: "True or False",
+    SeedingPlan: "a SeedingPlan",
+    Budget: "a Budget",
+}
+"""The words for types of answers; others are shown as they are annotated."""
+
+
+class CheckedPolicy:
+    """A policy whose answers are checked as they are given. It has the attributes of that policy besides.
+
+    `whose` names the policy and the package that it comes from.
+    """
+
+    __slots__ = ("_asked", "_whose", "unchecked")
+
+    def __init__(self, policy: Any, decision: str, whose: str) -> None:
+        self.unchecked, self._whose = policy, whose
+        self._asked = _answers(decision)
+
+    def __getattr__(self, name: str) -> Any:
+        asked = self._asked.get(name)
+        if asked is None:
+            return getattr(self.unchecked, name)
+        if name == "cycle":
+            return partial(self._ask, name, int)
+        is_method, kind = asked
+        return partial(self._ask, name, kind) if is_method else self._ask(name, kind)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CheckedPolicy) and (self.unchecked, self._whose) == (other.unchecked, other._whose)
+
+    def __hash__(self) -> int:
+        return hash((CheckedPolicy, self._whose))
+
+    def __repr__(self) -> str:
+        return repr(self.unchecked)
+
+    def _ask(self, name: str, kind: Any, *arguments: Any) -> Any:
+        try:
+            answer = getattr(self.unchecked, name)
+            if arguments or callable(answer):
+                answer = answer(*arguments)
+        except (Exception, SystemExit) as error:
+            raise PolicyFault(f"{self._whose}: {name} raised {told(error)}{where(error, __file__)}") from error
+        try:
+            if kind is PassOrder:
+                return _ordered(answer, *arguments)
+            found = msgspec.convert(msgspec.to_builtins(answer), kind)
+        except PolicyFault as fault:
+            raise PolicyFault(f"{self._whose}: {name} {fault}") from None
+        except (TypeError, ValueError) as error:  # Among them `msgspec.ValidationError`.
+            allowed = TYPES.get(kind) or str(kind).replace("collections.abc.", "").replace("elastic.core.", "")
+            problem = "" if kind in TYPES else f" ({told(error)})"
+            raise self._fault(name, answer, f"{allowed}{problem}") from error
+        if name in _ALLOWED and (allowed := _ALLOWED[name](found, *arguments)):
+            raise self._fault(name, answer, allowed)
+        return found
+
+    def _fault(self, name: str, answer: object, allowed: str) -> PolicyFault:
+        return PolicyFault(f"{self._whose}: {name} returned {shown(answer)}; allowed: {allowed}")
+
+
+@cache
+def _answers(decision: str) -> Mapping[str, tuple[bool, Any]]:
+    """What a decision asks of its policy, by name: whether that is a method, and the type of the answer."""
+    asked = {name: found for name, found in vars(DECISIONS[decision]).items() if not name.startswith("_")}
+    return {
+        name: (not isinstance(found, property), get_type_hints(getattr(found, "fget", found))["return"])
+        for name, found in asked.items()
+    }
+
+
+def _within(answer: int, most: int, least: int = 0) -> str:
+    return "" if least <= answer <= most else f"a whole number from {least} to {most}"
+
+
+def _not_negative(answer: int | None, *_: object) -> str:
+    return "" if answer is None or answer >= 0 else "nothing negative"
+
+
+def _listed(names: Sequence[str] | Mapping[str, object]) -> str:
+    return ", ".join(sorted(names)[:8]) or "there is none"
+
+
+def _route(answer: str | None, turn: TurnView, fleet: FleetView) -> str:
+    known = answer is None or fleet.with_room(answer, turn.oldest_version) is not None
+    return "" if known else "None, or the id of a worker that `least_loaded` or `with_room` has returned for this turn"
+
+
+def _moves(answer: Sequence[Move], loads: Sequence[LoadView], _: object) -> str:
+    if not answer:
+        return ""
+    turns = {turn for load in loads for turn in (*load.movable_pending(), *load.movable_executing())}
+    workers = {load.id for load in loads}
+    moved = [move.turn for move in answer]
+    if len(set(moved)) == len(moved) and turns.issuperset(moved) and all(move.to in workers for move in answer):
+        return ""
+    return f"moves of movable turns, each once, to workers among {_listed(list(workers))}"
+
+
+def _ordered(answer: Any, view: PassView) -> PassOrder:
+    return PassOrder(*listed(answer, view.rows))
+
+
+def _plan(answer: SeedingPlan, *_: object) -> str:
+    fits = answer.window_ns >= 0 and (answer.worker_bound or 0) >= 0
+    return "" if fits else "a window_ns and a worker_bound that are not negative"
+
+
+def _wanted(answer: int, offer: Offer, market: MarketView) -> str:
+    return _within(answer, market.available(offer.provider))
+
+
+def _stays(answer: Mapping[str, int], turns: Sequence[TurnView], leaving: LeavingView) -> str:
+    fits = answer.keys() == {turn.id for turn in turns} and all(0 <= ns <= leaving.left_ns for ns in answer.values())
+    return "" if fits else f"for each of the turns, from 0 to {leaving.left_ns}"
+
+
+def _launches(answer: int, batch: BatchView, _: object) -> str:
+    return _within(answer, LAUNCHES_MOST * max(1, batch.wanted))
+
+
+def _choice(answer: PlacementChoice | None, request: JobRequest, pool: PoolView) -> str:
+    if answer is None:
+        return ""
+    group = pool.groups.get(answer.group or "")
+    taken = [*answer.new, *answer.train]
+    if answer.group is not None and group is None:
+        return f"None as group, or one of the groups: {_listed(pool.groups)}"
+    if len(set(answer.rollout)) < len(answer.rollout) or not set(answer.rollout) <= set(group.rollout if group else ()):
+        return "rollout nodes of the group, each once"
+    if bool(answer.train) == (group is not None) or len(set(answer.train)) > 1:
+        return "training nodes of one kind for a new group, and none for another"
+    if any(kind not in pool.spec.kinds or taken.count(kind) > pool.free(kind) for kind in taken):
+        return f"kinds of nodes that are free, of {_listed(pool.spec.kinds)}"
+    nodes = len(answer.rollout) + len(answer.new)
+    return "" if nodes == request.rollout_nodes else f"{request.rollout_nodes} rollout nodes in all"
+
+
+def _relocations(answer: Sequence[Relocation], pool: PoolView, _: object) -> str:
+    members = {job for group in pool.groups.values() for job in group.members}
+    moved = [one.job for one in answer]
+    if len(set(moved)) < len(moved) or any(job not in members or not pool.movable(job) for job in moved):
+        return f"jobs that are movable, each once, of {_listed(list(members))}"
+    return next(filter(None, (_choice(one.to, pool.request(one.job), pool) for one in answer)), "")
+
+
+def _kept(answer: tuple[str, ...] | None, rollout: SliceView) -> str:
+    return "" if set(answer or ()) <= set(rollout.nodes) else f"None, or some of the nodes {_listed(rollout.nodes)}"
+
+
+def _strays(answer: str | None, group: JobGroup, _: object) -> str:
+    known = answer is None or answer in group.members
+    return "" if known else f"None, or a member of the group: {_listed(group.members)}"
+
+
+def _bills(answer: Mapping[str, int], shares: Sequence[BillShare], cost: int) -> str:
+    jobs = [share.job for share in shares]
+    fits = answer.keys() <= set(jobs) and min(answer.values(), default=0) >= 0 and sum(answer.values()) <= cost
+    return "" if fits else f"nothing negative for the members {_listed(jobs)}, and at most {cost} in all"
+
+
+def _budget(answer: Budget, total_pages: int, *_: object) -> str:
+    return _held(answer, total_pages)
+
+
+def _next_budget(answer: Budget, _: Budget, total_pages: int, *__: object) -> str:
+    return _held(answer, total_pages)
+
+
+def _held(answer: Budget, total_pages: int) -> str:
+    fits = 0 <= answer.pages <= total_pages and 0 <= answer.serving_pages <= total_pages
+    return "" if fits else f"from 0 to all {total_pages} pages, for rollouts and for serving"
+
+
+_ALLOWED: Mapping[str, Callable[..., str]] = {
+    "route": _route,
+    "moves": _moves,
+    "first": _plan,
+    "following": _plan,
+    "leases_wanted": _wanted,
+    "pause_ns": _not_negative,
+    "stays_ns": _stays,
+    "lead_ns": _not_negative,
+    "launches": _launches,
+    "cycle": _not_negative,
+    "place": _choice,
+    "relocations": _relocations,
+    "keeps": _kept,
+    "strays": _strays,
+    "bills": _bills,
+    "lease_ns": _not_negative,
+    "begin_step": _budget,
+    "observe": _next_budget,
+}
+"""By what is asked: what is allowed in place of an answer that is not, given the answer and what was asked; empty for
+one that is. Of other answers only the type is checked."""

@@ -1,0 +1,146 @@
+"""What policies of other packages answer is checked, and a fault names the policy, its package and what is allowed."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.compose.checked_policies import CheckedPolicy
+from elastic.core.cluster.policy import BillShare
+from elastic.core.device_sharing import Budget
+from elastic.core.policy import BatchView, Move, SeedingPlan
+from elastic.core.rows import PassOrder, PassView
+from elastic.core.types import PolicyFault
+
+WHOSE = "decision.theirs of the package theirs 1"
+TURN = SimpleNamespace(id="t", oldest_version=0)
+FLEET = SimpleNamespace(with_room=lambda worker, version: TURN if worker == "w" else None)
+LOADS = [SimpleNamespace(id="w", movable_pending=lambda: ["t"], movable_executing=lambda: ["u"])]
+MARKET = SimpleNamespace(available=lambda provider: 3)
+OFFER = SimpleNamespace(provider="spot")
+LEAVING = SimpleNamespace(left_ns=5)
+BATCH = BatchView(wanted=2, launched=0, running=0, finished=0, rejected=0)
+GROUP = SimpleNamespace(members={"a": None})
+SLICE = SimpleNamespace(nodes=("n", "m"))
+SHARES = [BillShare(job="a", used=1, alone=2)]
+VIEW = PassView(0, 2, {})
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A policy with the same answer to everything."""
+
+    answer: Any
+    weight: float = 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        def answered(*_: object) -> Any:
+            if isinstance(self.answer, BaseException):
+                raise self.answer
+            return self.answer
+
+        return answered
+
+
+@dataclass(frozen=True)
+class Sampling:
+    replaces_rejected: Any = field(default=1)
+
+
+def asked(decision: str, method: str, answer: Any, *arguments: Any) -> Any:
+    return getattr(CheckedPolicy(Answering(answer), decision, WHOSE), method)(*arguments)
+
+
+ASKED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "route": ("routing", (TURN, FLEET)),
+    "moves": ("balancing", (LOADS, {})),
+    "first": ("seeding", ()),
+    "following": ("seeding", (SeedingPlan(window_ns=1), None)),
+    "leases_wanted": ("provisioning", (OFFER, MARKET)),
+    "pause_ns": ("holding", (OFFER, None, None)),
+    "takes": ("departure", (TURN, LEAVING, 0)),
+    "stays_ns": ("departure", ([TURN], LEAVING)),
+    "lead_ns": ("replacement", (OFFER, None)),
+    "drop_reason": ("selection", ([0.0, 1.0],)),
+    "launches": ("sampling", (BATCH, [])),
+    "order": ("curriculum", (VIEW,)),
+    "keeps": ("tail", (SLICE,)),
+    "strays": ("drift", (GROUP, {})),
+    "bills": ("charging", (SHARES, 10)),
+    "allowance_ns": ("admission", (None,)),
+    "begin_step": ("memory", (9, ())),
+    "observe": ("memory", (Budget(pages=1, serving_pages=1), 9, 0, 0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "told"),
+    [
+        ("route", "nowhere", "route returned 'nowhere' (str); allowed: None, or the id of a worker that"),
+        ("route", 3, "returned 3 (int); allowed: str | None (ValidationError: Expected `str | null`, got `int`)"),
+        ("route", object(), "(object); allowed: str | None"),
+        ("moves", [Move(turn="t", to="v")], "allowed: moves of movable turns, each once, to workers among w"),
+        ("moves", [Move(turn="x", to="w")], "allowed: moves of movable turns"),
+        ("moves", [Move(turn="t", to="w"), Move(turn="t", to="w")], "each once"),
+        ("moves", [("t", "w")], "(list); allowed: "),
+        ("first", SeedingPlan(window_ns=NAN), "allowed: a SeedingPlan"),  # type: ignore[arg-type]
+        ("following", SeedingPlan(window_ns=-1), "allowed: a window_ns and a worker_bound that are not negative"),
+        ("leases_wanted", NAN, "returned nan (float); allowed: a whole number"),
+        ("leases_wanted", 10**12, "allowed: a whole number from 0 to 3"),
+        ("leases_wanted", True, "returned True (bool); allowed: a whole number"),
+        ("pause_ns", -1, "allowed: nothing negative"),
+        ("takes", "yes", "allowed: True or False"),
+        ("stays_ns", {}, "allowed: for each of the turns, from 0 to 5"),
+        ("stays_ns", {"t": 6}, "allowed: for each of the turns, from 0 to 5"),
+        ("lead_ns", None, "returned None (NoneType); allowed: a whole number"),
+        ("drop_reason", 0.5, "allowed: str | None"),
+        ("launches", 10**9, "allowed: a whole number from 0 to 200"),
+        ("order", PassOrder(first=[2]), "order returned 2 (int), which is no row; allowed: an int from 0 to 1"),
+        ("order", [0], "allowed: a PassOrder"),
+        ("keeps", ("k",), "allowed: None, or some of the nodes m, n"),
+        ("strays", "b", "allowed: None, or a member of the group: a"),
+        ("bills", {"a": 11}, "nothing negative for the members a, and at most 10 in all"),
+        ("allowance_ns", 0.5, "allowed: a whole number"),
+        ("begin_step", Budget(pages=10, serving_pages=0), "allowed: from 0 to all 9 pages"),
+        ("observe", None, "allowed: a Budget"),
+        ("route", KeyError("gone"), f"route raised KeyError: 'gone' ({__file__}, line "),
+        ("order", SystemExit(3), "order raised SystemExit: 3"),
+    ],
+)
+def test_an_answer_that_is_not_allowed_is_a_fault_that_says_whose(method: str, answer: Any, told: str) -> None:
+    decision, arguments = ASKED[method]
+    with pytest.raises(PolicyFault) as fault:
+        asked(decision, method, answer, *arguments)
+    assert str(fault.value).startswith(f"{WHOSE}: {method} ")
+    assert told in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"),
+    [
+        ("route", "w"),
+        ("route", None),
+        ("moves", [Move(turn="u", to="w")]),
+        ("first", SeedingPlan(window_ns=1, memory={2: 3})),
+        ("leases_wanted", 3),
+        ("pause_ns", None),
+        ("stays_ns", {"t": 5}),
+        ("order", PassOrder(first=[1])),
+        ("keeps", None),
+        ("bills", {"a": 10}),
+        ("allowance_ns", -5),
+    ],
+)
+def test_an_answer_that_is_allowed_is_passed_on(method: str, answer: Any) -> None:
+    decision, arguments = ASKED[method]
+    found = asked(decision, method, answer, *arguments)
+    assert found == (PassOrder([1], []) if method == "order" else answer)
+
+
+def test_attributes_that_a_decision_asks_for_are_checked_and_others_are_the_policys_own() -> None:
+    with pytest.raises(PolicyFault, match=r"replaces_rejected returned 1 .int.; allowed: True or False"):
+        _ = CheckedPolicy(Sampling(), "sampling", WHOSE).replaces_rejected
+    one, other = (CheckedPolicy(Answering(0), "routing", WHOSE) for _ in range(2))
+    assert (one, one.weight, hash(one)) == (other, 1.0, hash(other))
