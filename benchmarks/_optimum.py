@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from elastic.core.cluster import JobRequest, PoolSpec
-from elastic.core.cluster.types import JobId
+from elastic.core.cluster.types import JobId, PhaseKind
 
 
 class Optimum(msgspec.Struct, frozen=True):
@@ -133,9 +133,9 @@ def fewest_nodes(items: tuple[tuple[int, int], ...], capacity_ns: int, memory_by
 
 def _rollout_ns(request: JobRequest) -> int:
     assert request.plan is not None
-    return request.plan.rollout_ns + request.plan.rollout_switch_ns
+    return request.plan.rollout_ns + request.plan.switching_ns(PhaseKind.ROLLOUT)
 
 
 def _train_ns(request: JobRequest) -> int:
     assert request.plan is not None
-    return request.plan.train_ns + request.plan.train_switch_ns
+    return request.plan.train_ns + request.plan.switching_ns(PhaseKind.TRAIN)

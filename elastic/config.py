@@ -1166,6 +1166,10 @@ class JobPlanConfig(_Section):
     )
     rollout_switch_s: float = Field(0.0, ge=0, le=PHASE_S_MAX, description="to resume and to park, together")
     train_switch_s: float = Field(0.0, ge=0, le=PHASE_S_MAX, description="resuming and parking of a training phase")
+    rollout_cold_s: float = Field(
+        0.0, ge=0, le=PHASE_S_MAX, description="starting the rollouts' engine on its device, once in each placement …"
+    )
+    rollout_parks: bool = Field(True, description="… or, if it cannot park there, before every rollout")
 
 
 class JobNeeds(_Section):

@@ -166,7 +166,7 @@ class PlacementRules:
         if not group.members or (self.keeps_slos and group.cycle_ns > newcomer.limit_ns):
             return
         member, alone_ns = newcomer.planned(len(group.train))
-        bound_ns = min(group.limit_ns, newcomer.limit_ns)
+        bound_ns = _bound_ns(group, newcomer, pool)
         if self.keeps_slos and (group.train_ns + member.train_ns > bound_ns or alone_ns > bound_ns):
             return
         train = pool.kind(group.train[0])
@@ -234,7 +234,8 @@ class PlacementRules:
     def _refusal(self, request: JobRequest, group: JobGroup, pool: PoolView) -> PlacementRefusal:
         """Return the first obstacle."""
         member, train = planned(request, len(group.train), ()), pool.kind(group.train[0])
-        bound_ns = min(group.limit_ns, member.limit_ns)
+        trains_ns, bound_ns = group.train_ns + member.train_ns, min(group.limit_ns, request.limit_ns)
+        started_ns = bound_ns - _bound_ns(group, Newcomer(request), pool)
         emptiest = max(group.rollout, key=lambda node: pool.kind(node).memory_bytes - group.rollout_bytes[node])
         tests = (
             ("it is saturated: load, s", group.load_ns / NS_PER_S, group.longest_ns / NS_PER_S, self.saturation),
@@ -248,7 +249,7 @@ class PlacementRules:
             (
                 "its cycle is longer than the job bears, s",
                 group.cycle_ns / NS_PER_S,
-                member.limit_ns / NS_PER_S,
+                request.limit_ns / NS_PER_S,
                 self.keeps_slos,
             ),
             (
@@ -259,9 +260,15 @@ class PlacementRules:
             ),
             (
                 "training in a cycle, s",
-                (group.train_ns + member.train_ns) / NS_PER_S,
+                trains_ns / NS_PER_S,
                 bound_ns / NS_PER_S,
                 self.keeps_slos,
+            ),
+            (
+                "a cycle, with the job's cold start spread over a member's steps, s",
+                (max(group.cycle_ns, member.alone_ns, trains_ns) + started_ns) / NS_PER_S,
+                bound_ns / NS_PER_S,
+                self.keeps_slos and request.first_ns > 0,
             ),
             (
                 "host memory of its emptiest rollout node, bytes",
@@ -281,6 +288,16 @@ class PlacementRules:
             request.rollout_nodes,
             sum(pool.free(kind.name) for kind in pool.spec.rollout if request.fits(kind, PhaseKind.ROLLOUT)),
         )
+
+
+def _bound_ns(group: JobGroup, newcomer: Newcomer, pool: GrowingView) -> Nanoseconds:
+    """Return the longest cycle that all bear with the newcomer. The members also wait for its cold start, which is
+    spread over the steps that they have left."""
+    bound_ns, first_ns = min(group.limit_ns, newcomer.limit_ns), newcomer.request.first_ns
+    if not first_ns:
+        return bound_ns
+    waited_ns = (member.limit_ns - -(-first_ns // pool.steps_left(job)) for job, member in group.members.items())
+    return min(bound_ns, *waited_ns)
 
 
 def _names(kinds: Sequence[NodeKind]) -> tuple[str, ...]:

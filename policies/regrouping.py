@@ -11,7 +11,16 @@ from typing import Protocol
 
 from elastic.core.cluster.groups import CycleModel, JobGroup, PlannedMember, planned
 from elastic.core.cluster.policy import PlacementChoice, PoolView, Relocation
-from elastic.core.cluster.types import GroupName, JobRequest, KindName, Nanoseconds, NodeId, NodeKind, PoolSpec
+from elastic.core.cluster.types import (
+    GroupName,
+    JobId,
+    JobRequest,
+    KindName,
+    Nanoseconds,
+    NodeId,
+    NodeKind,
+    PoolSpec,
+)
 
 LOOKED_AT = 24
 """Groups examined after one change. The next change causes another look."""
@@ -26,6 +35,7 @@ class GrowingView(Protocol):
     def spec(self) -> PoolSpec: ...
     def free(self, kind: KindName) -> int: ...
     def kind(self, node: NodeId) -> NodeKind: ...
+    def steps_left(self, job: JobId) -> int: ...
 
 
 class Newcomer:
@@ -35,7 +45,7 @@ class Newcomer:
 
     def __init__(self, request: JobRequest, limit_ns: Nanoseconds | None = None) -> None:
         self.request = request
-        self.limit_ns = request.limit_ns if limit_ns is None else limit_ns
+        self.limit_ns = request.cycle_limit_ns if limit_ns is None else limit_ns
         self.rollout_nodes = request.rollout_nodes
         self._planned: dict[int, tuple[PlannedMember, Nanoseconds]] = {}
 
@@ -139,14 +149,17 @@ class GroupsAfter:
     def kind(self, node: NodeId) -> NodeKind:
         return self.spec.kinds[self._new[node]] if node in self._new else self._pool.kind(node)
 
+    def steps_left(self, job: JobId) -> int:
+        return self._pool.steps_left(job)
+
     def cheapest(
         self, rules: WaysInto, newcomer: Newcomer, remaining_ns: Nanoseconds
     ) -> tuple[int, PlacementChoice] | None:
         """Return the place where the job costs least until it ends: new nodes, a longer life of the group, and the
         job's own nodes while it restarts."""
         request = newcomer.request
-        restart = self.spec.price_alone(request) * request.restart_ns
-        ends_ns = remaining_ns + request.restart_ns
+        restart = self.spec.price_alone(request) * request.moving_ns
+        ends_ns = remaining_ns + request.moving_ns
         best: tuple[int, PlacementChoice] | None = None
         for group, lives_ns in self._groups.values():
             longer = group.price(self.kind) * max(0, ends_ns - lives_ns)

@@ -94,7 +94,7 @@ class _Neighbourhood:
             movable=movable,
             left_ns=min(HORIZON_NS, pool.remaining_ns(member.job)),
             moved_limit_ns=pool.limit_after_restart_ns(member.job) if movable else 0,
-            move_cost=pool.spec.price_alone(request) * max(1, request.restart_ns),
+            move_cost=pool.spec.price_alone(request) * max(1, request.moving_ns),
         )
 
     def moves(self, rules: WaysInto) -> list[Relocation]:

@@ -7,8 +7,9 @@ import pytest
 
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
 from elastic.config import Config, JournalConfig, load_config
-from elastic.core.types import NS_PER_S
-from elastic.runtime.journal import GroupRow, RunDirectory, StepRow
+from elastic.core.events import LeaseGranted, WorkerJoined
+from elastic.core.types import NS_PER_S, Capabilities
+from elastic.runtime.journal import GroupRow, RunDirectory, StepRow, event_row
 from tests.journal_rows import step_record
 
 CONFIG = """
@@ -29,11 +30,19 @@ def config(tmp_path: Path) -> Config:
     return load_config(path)
 
 
-def timed(path: Path, *steps: tuple[float, float, float], lengths: tuple[int, ...] = (10, 20)) -> RunDirectory:
-    """A run whose steps took so long: rollouts, training, all of it, in seconds."""
+def timed(
+    path: Path, *steps: tuple[float, float, float], lengths: tuple[int, ...] = (10, 20), device: str = "cpu"
+) -> RunDirectory:
+    """A run whose steps took so long: rollouts, training, all of it, in seconds. Its workers start for 60 s and 40 s,
+    its trainer for longer."""
     path.mkdir(exist_ok=True)
     run = RunDirectory(path)
     journal = run.begin_journal(JournalConfig.model_validate({}))
+    said = Capabilities(engine="torch", replayable_sampling=True, max_context_tokens=1024, device=device)
+    for worker, started_s in (("reserved-1", 60), ("reserved-2", 40), ("trainer-1", 90)):
+        journal.append(event_row(LeaseGranted(lease=worker, workers=(worker,)), 5))
+        joined = WorkerJoined(worker=worker, epoch=1, capabilities=said, weights_version=None)
+        journal.append(event_row(joined, 5 + started_s * NS_PER_S))
     for number, (rollout_s, train_s, whole_s) in enumerate(steps):
         record = step_record(
             number,
@@ -63,6 +72,18 @@ def test_phases_at_a_quantile_are_those_that_were_seen(config: Config, tmp_path:
     run = timed(tmp_path, (90.0, 90.0, 200.0), (4.0, 3.0, 8.0), (5.0, 2.0, 7.0))
     plan = plan_of_run(run, config.model_copy(update={"job": job}))
     assert (plan.rollout_s, plan.train_s, plan.sync_s) == pytest.approx((4.0, 2.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "sleep_level", "parks"),
+    [("torch", "cuda", 0, True), ("vllm", "cuda", 0, False), ("vllm", "cuda", 1, True), ("vllm", "cpu", 0, True)],
+)
+def test_a_cold_start_is_that_of_the_slowest_worker_and_the_engine_tells_how_often(
+    config: Config, tmp_path: Path, kind: str, device: str, sleep_level: int, *, parks: bool
+) -> None:
+    changed = load_config(tmp_path / "run.toml", [f"engine.kind={kind}", f"engine.vllm.sleep_level={sleep_level}"])
+    plan = plan_of_run(timed(tmp_path / "run", (4.0, 3.0, 6.0), device=device), changed)
+    assert (plan.rollout_cold_s, plan.rollout_parks) == (60.0, parks)
 
 
 def test_one_step_is_better_than_none_and_none_is_said(config: Config, tmp_path: Path) -> None:

@@ -266,8 +266,15 @@ def placement_words(plan: PlacementPlan) -> str:
         where = f"{place.group} with {', '.join(place.members)}, on {', '.join(nodes)} ({place.how})"
     return (
         f"{where}, ${place.usd_per_hour:.2f} an hour more, planned slowdown {place.planned_slowdown:.3f} of at "
-        f"most {plan.slo:g} (cycle {place.cycle_s:.1f} s)"
+        f"most {plan.slo:g} (cycle {place.cycle_s:.1f} s){_cold_words(plan)}"
     )
+
+
+def _cold_words(plan: PlacementPlan) -> str:
+    if not plan.cold_s:
+        return ""
+    when = "its first rollout" if plan.parks else "each rollout, as its engine cannot park"
+    return f"; a cold start of {plan.cold_s:.1f} s is in {when}"
 
 
 def _show_plan(plan: PlacementPlan, pool: Path, *, as_json: bool) -> None:
@@ -537,7 +544,11 @@ def profile_job(
         emit({"job": settings.run.name, "plan": body})
     else:
         where = "at the token limit" if settings.job.plan_quantile is None else f"at {settings.job.plan_quantile:g}"
-        say(f"{settings.run.name}, {where}, from {steps} steps; what switching takes is not in it")
+        say(f"{settings.run.name}, {where}, from {steps} steps; of switching, a cold start alone is in it")
         typer.echo("[job]")
-        typer.echo("plan = { " + ", ".join(f"{key} = {value:.3g}" for key, value in body.items()) + " }")
+        typer.echo("plan = { " + ", ".join(f"{key} = {_shown(value)}" for key, value in body.items()) + " }")
     return 0
+
+
+def _shown(value: float | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:.3g}"

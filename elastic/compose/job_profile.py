@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 
 from elastic.config import Config, JobPlanConfig
-from elastic.core.types import NS_PER_S
-from elastic.runtime.journal import GroupRow, RunDirectory, StepRow
+from elastic.core.events import LeaseGranted, WorkerJoined
+from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId
+from elastic.engine import resolve_engine
+from elastic.runtime.journal import GroupRow, JournalReader, RunDirectory, StepRow
 
 PROFILED_STEPS = 3
 """The first one, in which everything is loaded, does not count."""
@@ -31,11 +33,12 @@ def profile_overrides(config: Config, steps: int = PROFILED_STEPS) -> list[str]:
 
 def plan_of_run(run: RunDirectory, config: Config) -> JobPlanConfig:
     """How long its phases last: at the token limit, or with `job.plan_quantile` as long as they did in that share of
-    its steps. Switching is not in it: alone, nothing is parked.
+    its steps. Of switching, a cold start of the rollouts' engine is in it: alone, nothing is parked.
 
     Raises `JobProfileError` for a run without a finished step, and `JournalError`.
     """
     with run.newest_journal() as journal:
+        cold_s, parks = _cold_start(journal, config)
         steps = [row.record for row in journal.rows(StepRow)]
         lengths = [length for row in journal.rows(GroupRow) for length in row.lengths]
     if not steps:
@@ -53,7 +56,22 @@ def plan_of_run(run: RunDirectory, config: Config) -> JobPlanConfig:
         sync_s=max(0.0, sync_s),
         rollout_switch_s=0.0,
         train_switch_s=0.0,
+        rollout_cold_s=cold_s,
+        rollout_parks=parks,
     )
+
+
+def _cold_start(journal: JournalReader, config: Config) -> tuple[float, bool]:
+    """Return how long the slowest worker took to start, its process included, and whether its engine can park."""
+    begun_ns: dict[WorkerId, Nanoseconds] = {}
+    longest_ns, device = 0, ""
+    for at_ns, event in journal.events_of(LeaseGranted.__name__, WorkerJoined.__name__):
+        if isinstance(event, LeaseGranted) and event.lease.startswith("reserved-"):
+            begun_ns |= dict.fromkeys(event.workers, at_ns)
+        elif isinstance(event, WorkerJoined) and (since_ns := begun_ns.pop(event.worker, None)) is not None:
+            longest_ns, device = max(longest_ns, at_ns - since_ns), event.capabilities.device
+    kind, settings = resolve_engine(config.engine, "the engine's settings")
+    return longest_ns / NS_PER_S, kind.parks(settings, device)
 
 
 def _to_the_limit(config: Config, lengths: Sequence[int]) -> tuple[float, float]:

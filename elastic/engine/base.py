@@ -219,6 +219,11 @@ class EngineKind(Protocol):
         return
 
     @staticmethod
+    def parks(settings: Any, device: str) -> bool:
+        """Whether its engines keep their process while another job has the device, which is "cpu" or a GPU's name."""
+        return True
+
+    @staticmethod
     def create(
         model_config: Mapping[str, Any],
         config: EngineConfig,

@@ -305,11 +305,13 @@ class NodeAgentHello(_PoolMessage):
 
 
 class DeviceFreed(_PoolMessage):
-    """The resident has parked. `switch_s` is how long it took to resume and to park."""
+    """The resident has parked. `switch_s` is how long it took to start an engine, to resume and to park; `cold_s` is
+    what of it went into starting."""
 
     permit: Count
     job: Text
     switch_s: Seconds = 0.0
+    cold_s: Seconds = 0.0
 
 
 class WorkerLeft(_PoolMessage):
@@ -462,10 +464,13 @@ class DeviceResumed(_PoolMessage):
 
 
 class Parked(_PoolMessage):
+    """`cold_s`: how long the resident was starting its engine under this permit."""
+
     permit: Count
     park_s: Seconds
     state_bytes: Count = 0
     rest_bytes: Count = 0
+    cold_s: Seconds = 0.0
 
 
 class Left(_PoolMessage):

@@ -359,7 +359,8 @@ class NodeAgentState:
         permit = message.permit
         if kept.permit != permit or kept.ending:
             return
-        freed = w.DeviceFreed(permit, job, kept.resume_s + message.park_s)
+        switch_s = message.cold_s + kept.resume_s + message.park_s
+        freed = w.DeviceFreed(permit, job, switch_s, message.cold_s)
         kept.permit, kept.resume_s = 0, 0.0
         self._drop_ticket(kept)
         if self.given()[0] == permit:

@@ -59,7 +59,8 @@ class NodeResidents(PoolRoom):
         if resident is not None and resident.permit == message.permit:
             resident.permit = 0
             self._jobs[message.job].deaths.pop(name, None)
-        self._slices.freed(name, message.job, message.permit, nanoseconds(message.switch_s))
+        switch_ns, cold_ns = nanoseconds(message.switch_s), nanoseconds(message.cold_s)
+        self._slices.freed(name, message.job, message.permit, switch_ns, cold_ns)
 
     def _wanted(self, name: NodeId, node: PoolNode) -> Iterator[tuple[JobId, JobRecord, w.WorkerTicketFrame | None]]:
         """Return the jobs whose residents belong on this node."""

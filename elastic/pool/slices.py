@@ -26,6 +26,7 @@ class Yielding(msgspec.Struct, kw_only=True):
     permit: int
     finished: bool = False
     switch_ns: int = 0
+    cold_ns: int = 0
     waiting: set[NodeId] = set()
 
 
@@ -236,12 +237,14 @@ class PoolSlices(PoolRoom):
         elif node.connected:
             self._ports.send_to_node_agent(name, w.TakeDevice(permit, job, self._times.park_ns / NS_PER_S))
 
-    def freed(self, name: NodeId, job: JobId, permit: int | None, switch_ns: Nanoseconds) -> None:
+    def freed(
+        self, name: NodeId, job: JobId, permit: int | None, switch_ns: Nanoseconds, cold_ns: Nanoseconds = 0
+    ) -> None:
         job_permits = self._jobs[job]
         for taking in (job_permits.yielding, job_permits.leaving):
             if taking is not None and taking.permit == permit and name in taking.waiting:
                 taking.waiting.discard(name)
-                taking.switch_ns = max(taking.switch_ns, switch_ns)
+                taking.switch_ns, taking.cold_ns = max(taking.switch_ns, switch_ns), max(taking.cold_ns, cold_ns)
         if permit is not None and job_permits.yields(permit):
             self._workers.ended(job, name, "its slice is over")
         self._settle(job)
@@ -254,7 +257,11 @@ class PoolSlices(PoolRoom):
             job_permits.known.discard(taking.permit)
             self._pool.feed(
                 e.PermitYielded(
-                    job=job, permit=taking.permit, finished=taking.finished, switch_ns=max(0, taking.switch_ns)
+                    job=job,
+                    permit=taking.permit,
+                    finished=taking.finished,
+                    switch_ns=max(0, taking.switch_ns),
+                    cold_ns=taking.cold_ns,
                 )
             )
         leaving = job_permits.leaving

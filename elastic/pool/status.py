@@ -201,7 +201,8 @@ class PlacementStatus(msgspec.Struct, kw_only=True):
 class PlacementPlan(msgspec.Struct, kw_only=True):
     """Where a job would go now, and why it cannot join each other group.
 
-    `placement` is None if the job would be queued (`why` says for what), or if its phases are not known yet.
+    `placement` is None if the job would be queued (`why` says for what), or if its phases are not known yet. A cold
+    start of its rollouts takes `cold_s`: once in a placement, or before every rollout unless the engine `parks`.
     """
 
     job: JobId
@@ -209,6 +210,8 @@ class PlacementPlan(msgspec.Struct, kw_only=True):
     placement: PlacementStatus | None = None
     refusals: list[PlacementRefusal] = []
     why: str = ""
+    cold_s: float = 0.0
+    parks: bool = True
 
 
 def pool_status(
@@ -270,6 +273,7 @@ def plan_of(cluster: Cluster, request: JobRequest) -> PlacementPlan:
     if request.plan is None:
         found.why = "its phases are not known yet: a few steps of it would be timed first"
         return found
+    found.cold_s, found.parks = request.plan.rollout_cold_ns / NS_PER_S, request.plan.rollout_parks
     choice, refusals = cluster.dry_run(request)
     found.refusals = list(refusals)
     if choice is None:

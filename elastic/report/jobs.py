@@ -26,7 +26,8 @@ class PooledJob(msgspec.Struct, frozen=True, kw_only=True):
 
     - `marginal_usd_per_hour`: what an hour of the pool cost more once it was in; `saved_if_left_usd_per_hour`: what it
       would cost less now without it; `alone_usd_per_hour`: as many nodes as it asked for, of those that it had last.
-    - `phases_s` and `cycle_s` are medians, switching left out of the phases. `switch_share` is of its cycles.
+    - `phases_s` and `cycle_s` are medians, switching left out of the phases. `switch_share` is of its cycles;
+      `cold_s` of `switch_s` went into cold starts of its rollouts.
     """
 
     name: str
@@ -51,6 +52,7 @@ class PooledJob(msgspec.Struct, frozen=True, kw_only=True):
     cycle_s: float | None
     switches: int
     switch_s: float
+    cold_s: float
     switch_share: float | None
     story: list[StoryPart]
 
@@ -238,7 +240,7 @@ def _tables_of_jobs(jobs: Sequence[PooledJob]) -> list[Table]:
         ),
         Table(
             title="Phases and switches",
-            header=["Job", "Rollout", "Training", "Cycle", "Switches", "Switching", "Of its cycles"],
+            header=["Job", "Rollout", "Training", "Cycle", "Switches", "Switching", "Of its cycles", "Cold starts"],
             rows=[
                 [
                     job.name,
@@ -246,11 +248,12 @@ def _tables_of_jobs(jobs: Sequence[PooledJob]) -> list[Table]:
                     f"{job.switches:,}",
                     units.duration(job.switch_s),
                     units.share(job.switch_share),
+                    units.duration(job.cold_s),
                 ]
                 for job in jobs
             ],
             note="Medians. A cycle is from one rollout phase to the next; switching is what resuming and parking took, "
-            "with states copied between device and host memory.",
+            "with states copied between device and host memory, and cold starts of the rollouts' engine.",
         ),
     ]
 

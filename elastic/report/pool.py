@@ -49,6 +49,7 @@ class JobTimeline(msgspec.Struct, kw_only=True):
     alone_ns: Nanoseconds = 0
     switch_ns: Nanoseconds = 0
     phase_switch_ns: Nanoseconds = 0
+    cold_ns: Nanoseconds = 0
     switches: int = 0
     phases_ns: dict[PhaseKind, list[Nanoseconds]] = {}
     cycles_ns: list[Nanoseconds] = []
@@ -186,6 +187,7 @@ class PoolTimeline:
         seen, key = self.jobs[turn.job], (turn.job, turn.phase)
         seen.alone_ns += length_ns - switch_ns
         seen.switch_ns += switch_ns
+        seen.cold_ns += 0 if yielded is None else min(yielded.cold_ns, length_ns)
         seen.switches += 1
         took_ns = self._goes_on.pop(key, 0) + length_ns - switch_ns
         if finished:
@@ -384,6 +386,7 @@ def _job(
         cycle_s=cycle_s,
         switches=seen.switches,
         switch_s=seen.switch_ns / NS_PER_S,
+        cold_s=seen.cold_ns / NS_PER_S,
         switch_share=seen.switch_ns / NS_PER_S / turned_s if turned_s else None,
         story=story_of(record),
     )

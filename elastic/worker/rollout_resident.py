@@ -140,6 +140,8 @@ class KeptEngine:
         self._sliced: SliceEngine | None = None
         self.source: RelaySource | None = None
         """The version that was ordered last, and whose signature counted."""
+        self.cold_s = 0.0
+        """How long an engine was being built since this was last set to zero."""
 
     def engine_for(self, welcome: wire.Welcome) -> RolloutEngine:
         """Return the engine that the orchestrator asks for: the kept one if it fits, else a new one. Blocks."""
@@ -147,9 +149,11 @@ class KeptEngine:
             asked = welcome.model, welcome.engine
             if self.engine is None or asked != self._asked:
                 self._close()
+                begun_s = here().monotonic()
                 engine = self._make(welcome)
                 engine.start(self._hear)
                 self.engine, self._asked = engine, asked
+                self.cold_s += here().monotonic() - begun_s
             self._sliced = SliceEngine(self.engine, self._order)
             return self._sliced
 
@@ -275,7 +279,8 @@ class RolloutResident:
             case Park(permit=permit):
                 await self._end_slice()
                 switch = await run_in_thread(SWITCH_TIMEOUT_S, self.kept.park)
-                self._link.send(Parked(permit, switch.seconds, switch.state_bytes, switch.rest_bytes))
+                cold_s, self.kept.cold_s = self.kept.cold_s, 0.0
+                self._link.send(Parked(permit, switch.seconds, switch.state_bytes, switch.rest_bytes, cold_s))
                 self._follow()
             case WorkAs(ticket=ticket):
                 await self._end_slice()

@@ -51,6 +51,9 @@ class View(NamedTuple):
     def remaining_ns(self, job: str) -> int:
         return self.requests[job].steps * 100
 
+    def steps_left(self, job: str) -> int:
+        return self.requests[job].steps
+
     def limit_after_restart_ns(self, job: str) -> int:
         return self.requests[job].limit_ns
 
@@ -116,10 +119,11 @@ class Driver:
     def ask(self, name: str, phase: PhaseKind, at_s: float) -> list[Permit]:
         return grants(self.tell(e.PhaseAsked(job=name, phase=phase), at_s))
 
-    def end(self, name: str, at_s: float, *, finished: bool = True) -> list[Permit]:
-        permit = self.cluster.jobs[name].permit
+    def end(self, name: str, at_s: float, *, finished: bool = True, cold_s: int = 0) -> list[Permit]:
+        permit, cold_ns = self.cluster.jobs[name].permit, cold_s * S
         assert permit is not None
-        return grants(self.tell(e.PermitYielded(job=name, permit=permit, finished=finished), at_s))
+        event = e.PermitYielded(job=name, permit=permit, finished=finished, switch_ns=cold_ns, cold_ns=cold_ns)
+        return grants(self.tell(event, at_s))
 
     def tick(self, at_s: float) -> list[c.ClusterCommand]:
         return self.tell(e.TimePassed(), at_s)

@@ -47,9 +47,9 @@ def test_the_next_job_has_the_device_once_the_one_before_has_parked():
     warm(state, "a", "b")
     assert state.handle(w.GiveDevice(1, "a", 10), 0) == [TellResident("a", w.Resume(1))]
     assert state.handle(w.TakeDevice(1, "a", 5), 1) == [TellResident("a", w.Park(1))]
-    freed = w.DeviceFreed(1, "a", 0.75)
+    freed = w.DeviceFreed(1, "a", 4.75, 4.0)
     state.handle(ResidentSaid("a", w.DeviceResumed(1, 0.25)), 1)
-    assert state.handle(ResidentSaid("a", w.Parked(1, 0.5)), 2) == [TellPool(freed)]
+    assert state.handle(ResidentSaid("a", w.Parked(1, 0.5, cold_s=4.0)), 2) == [TellPool(freed)]
     assert state.handle(w.GiveDevice(2, "b", 10), 3) == [TellResident("b", w.Resume(2))]
     assert state.handle(w.GiveDevice(1, "a", 10), 4) == [PermitRefused(1)]
     assert state.given() == (2, "b")

@@ -24,6 +24,8 @@ def jobs(draw: st.DrawFn) -> list[WorkloadJob]:
                 train_s=draw(SECONDS),
                 sync_s=draw(st.sampled_from((0.0, 7.0))),
                 rollout_switch_s=draw(st.sampled_from((0.0, 3.0))),
+                rollout_cold_s=draw(st.sampled_from((0.0, 20.0))),
+                rollout_parks=draw(st.booleans()),
                 train_switch_s=draw(st.sampled_from((0.0, 2.0))),
                 rollout_nodes=draw(st.integers(1, 2)),
                 train_nodes=draw(st.integers(1, 2)),

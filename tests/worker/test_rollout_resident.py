@@ -138,6 +138,7 @@ async def test_slice_after_slice_it_works_with_the_engine_that_it_keeps(job: Job
         assert job.of(worker, wire.Goodbye)
         parked = await job.node_agent.take()
         assert parked.state_bytes > 0
+        assert (parked.cold_s > 0) == (number == 0), "only its first slice starts an engine"
         assert parked.rest_bytes < parked.state_bytes
     assert said == [await fresh(tmp_path, 1)] * 4
 

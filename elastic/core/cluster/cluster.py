@@ -162,9 +162,12 @@ class Cluster:
         seat = record.reserved or record.seat
         return 0 if seat is None else record.steps_left * self.state.groups[seat.group].cycle_ns
 
+    def steps_left(self, job: JobId) -> int:
+        return self.state.jobs[job].steps_left
+
     def limit_after_restart_ns(self, job: JobId) -> Nanoseconds:
         record = self.state.jobs[job]
-        request, spent_ns = record.request, self.now_ns - record.accepted_ns + record.request.restart_ns
+        request, spent_ns = record.request, self.now_ns - record.accepted_ns + record.request.moving_ns
         left_ns = request.limit_ns * (request.steps - record.accepted_steps) - spent_ns
         return min(request.limit_ns, max(0, left_ns) // record.steps_left)
 
@@ -470,11 +473,13 @@ class Cluster:
         phase, slice_ns = permit.phase, self._rotation.yielded(permit, event.switch_ns)
         if permit.both:
             return  # A phase with the nodes of both pools is none of the two that are planned.
+        if event.cold_ns and phase is _ROLLOUT:
+            record.cold_ns = _mean_lately(record.cold_ns or None, event.cold_ns)
+            record.parks = record.began_cold or _ROLLOUT in record.cold
         record.phase_ns += max(0, slice_ns - event.switch_ns)
         if event.finished:
-            before_ns = record.measured_ns.get(phase)
             took_ns, record.phase_ns = record.phase_ns, 0
-            record.measured_ns[phase] = took_ns if before_ns is None else (3 * before_ns + took_ns) // 4
+            record.measured_ns[phase] = _mean_lately(record.measured_ns.get(phase), took_ns)
             if phase is _TRAIN:
                 self._watch_drift(record)
 
@@ -482,9 +487,9 @@ class Cluster:
         assert record.seat is not None
         group = self.state.groups[record.seat.group]
         measured = {
-            job: (found[_ROLLOUT], found[_TRAIN])
+            job: (found[_ROLLOUT] + (0 if member.parks else member.cold_ns), found[_TRAIN])
             for job in group.members
-            if len(found := self.state.jobs[job].measured_ns) == len(PhaseKind)
+            if len(found := (member := self.state.jobs[job]).measured_ns) == len(PhaseKind)
         }
         job = self.policies.drift.strays(group, measured)
         if job is not None and self.movable(job):
@@ -528,7 +533,7 @@ class Cluster:
         self._place_queued()
 
     def _replanned(self, record: JobRecord) -> JobRequest:
-        """Return the job's request with the phase times lately measured in its group."""
+        """Return the job's request with the times of phases and cold starts lately measured in its group."""
         request, measured = record.request, record.measured_ns
         plan, seat = request.plan, record.seat
         if plan is None or seat is None or len(measured) < len(PhaseKind):
@@ -538,6 +543,8 @@ class Cluster:
             plan,
             rollout_ns=max(1, measured[_ROLLOUT]),
             train_ns=max(1, plan.train_ns * measured[_TRAIN] // train_planned_ns),
+            rollout_cold_ns=record.cold_ns or plan.rollout_cold_ns,
+            rollout_parks=record.parks if record.cold_ns else plan.rollout_parks,
         )
         return msgspec.structs.replace(request, plan=replanned)
 
@@ -667,3 +674,7 @@ class Cluster:
     @property
     def permits(self) -> Mapping[int, Permit]:
         return self.state.permits
+
+
+def _mean_lately(before_ns: Nanoseconds | None, now_ns: Nanoseconds) -> Nanoseconds:
+    return now_ns if before_ns is None else (3 * before_ns + now_ns) // 4

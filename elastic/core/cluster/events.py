@@ -130,13 +130,14 @@ class PhaseAsked(_ClusterEvent):
 class PermitYielded(_ClusterEvent):
     """The phase has parked its state and left its nodes. `finished`: the phase needs no further slice.
 
-    `switch_ns` is the part of the slice that resuming and parking took.
+    `switch_ns` is the part of the slice that starting an engine, resuming and parking took; `cold_ns` that of starting.
     """
 
     job: JobId
     permit: int
     finished: bool
     switch_ns: Nanoseconds = 0
+    cold_ns: Nanoseconds = 0
 
 
 class RolloutProgressed(_ClusterEvent):

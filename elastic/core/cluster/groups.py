@@ -10,7 +10,16 @@ from typing import TypeAlias
 import msgspec
 
 from elastic.core.cluster.cycle import CycleMember
-from elastic.core.cluster.types import GroupName, JobId, JobRequest, Nanoseconds, NodeId, NodeKind, price_of
+from elastic.core.cluster.types import (
+    GroupName,
+    JobId,
+    JobRequest,
+    Nanoseconds,
+    NodeId,
+    NodeKind,
+    PhaseKind,
+    price_of,
+)
 
 CycleModel: TypeAlias = Callable[[Sequence[CycleMember]], Nanoseconds]
 
@@ -41,11 +50,11 @@ def planned(
     assert plan is not None
     return PlannedMember(
         job=request.id,
-        rollout_ns=plan.rollout_ns + plan.rollout_switch_ns,
-        train_ns=request.train_ns(train_nodes) + plan.train_switch_ns,
+        rollout_ns=plan.rollout_ns + plan.switching_ns(PhaseKind.ROLLOUT),
+        train_ns=request.train_ns(train_nodes) + plan.switching_ns(PhaseKind.TRAIN),
         sync_ns=plan.sync_ns,
         solo_ns=plan.solo_ns,
-        limit_ns=request.limit_ns if limit_ns is None else limit_ns,
+        limit_ns=request.cycle_limit_ns if limit_ns is None else limit_ns,
         nodes=nodes,
         rollout_bytes=request.rollout_bytes,
         train_bytes=request.train_bytes,

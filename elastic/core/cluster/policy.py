@@ -44,6 +44,10 @@ class PoolView(Protocol):
         """Return how long the job will still run at its group's present cycle."""
         ...
 
+    def steps_left(self, job: JobId) -> int:
+        """Return how many steps the job still has to do, at least one."""
+        ...
+
     def limit_after_restart_ns(self, job: JobId) -> Nanoseconds:
         """Return the longest cycle that the job accepts for its remaining steps if it moves now."""
         ...

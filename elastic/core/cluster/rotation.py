@@ -5,7 +5,7 @@
   pass.
 - Other jobs wait for a late job until a named deadline, and then skip it once; they skip it at once while a lost
   resident of it starts anew. A job whose resident was lost asks again.
-- A time slice in which residents start cold may take as long as a restart of the job besides.
+- A time slice in which residents start cold may take as long as a restart of the job, and its engine's, besides.
 - A phase that overruns its plan is told to give way, and killed if it does not. Its rest goes on in the next time
   slice.
 - A phase that needs both pools takes a time slice of training that closes the cycle's rollouts: it begins with all of
@@ -238,9 +238,11 @@ class Rotation:
         # A phase with both pools is not planned: it has as long as a step alone, which no cycle is shorter than.
         planned_ns = member.alone_ns if both else member.rollout_ns if phase is _ROLLOUT else member.train_ns
         length_ns = planned_ns + int(self._limits.overrun_share * planned_ns)
-        if warmed := [cold for cold in record.cold if both or cold is phase]:
+        warmed = [cold for cold in record.cold if both or cold is phase]
+        record.began_cold = bool(warmed)
+        if warmed:
             record.cold = [cold for cold in record.cold if cold not in warmed]
-            length_ns += record.request.restart_ns
+            length_ns += record.request.moving_ns if _ROLLOUT in warmed else record.request.restart_ns
         deadline_ns = now_ns + length_ns
         permit = Permit(
             number=number, job=job, phase=phase, nodes=nodes, since_ns=now_ns, deadline_ns=deadline_ns, both=both

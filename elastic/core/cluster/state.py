@@ -57,7 +57,9 @@ class JobRecord(msgspec.Struct, kw_only=True):
       training.
     - `cold`: phases whose residents have started since their last time slice. `down`: phases for which it has not
       asked since a resident of theirs was lost.
-    - `measured_ns`: the latest durations of its phases, without switching.
+    - `measured_ns`: the latest durations of its phases, without switching. `cold_ns`: that of cold starts in its
+      rollouts, 0 if none was seen. `parks`: none was seen but of residents that had started.
+    - `began_cold`: a resident of the present time slice has started since its last one.
     - `billed`: what it owes, in nano-dollars times nanoseconds per hour.
     """
 
@@ -83,6 +85,9 @@ class JobRecord(msgspec.Struct, kw_only=True):
     cold: list[PhaseKind] = []
     down: list[PhaseKind] = []
     measured_ns: dict[PhaseKind, Nanoseconds] = {}
+    cold_ns: Nanoseconds = 0
+    parks: bool = True
+    began_cold: bool = False
     phase_ns: Nanoseconds = 0
     billed: int = 0
 

@@ -63,6 +63,8 @@ class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
     """How long a job's phases last on the nodes that it asks for, as planned: at its token limit, or at a quantile.
 
     `sync_ns` holds no node. The two `switch_ns` are what resuming and parking take, before and after every phase.
+    `rollout_cold_ns` is what starting the rollouts' engine on its device takes: in the first rollout of a placement,
+    and in every one unless the engine parks (`rollout_parks`).
     """
 
     rollout_ns: Nanoseconds
@@ -70,6 +72,8 @@ class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
     sync_ns: Nanoseconds = 0
     rollout_switch_ns: Nanoseconds = 0
     train_switch_ns: Nanoseconds = 0
+    rollout_cold_ns: Nanoseconds = 0
+    rollout_parks: bool = True
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -83,13 +87,25 @@ class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
         """The length of the job's step if it runs alone on its requested nodes and never parks."""
         return self.rollout_ns + self.train_ns + self.sync_ns
 
+    def switching_ns(self, phase: PhaseKind) -> Nanoseconds:
+        """Return what every phase takes on its nodes besides its own time."""
+        if phase is PhaseKind.TRAIN:
+            return self.train_switch_ns
+        return self.rollout_switch_ns + (0 if self.rollout_parks else self.rollout_cold_ns)
+
+    @property
+    def first_ns(self) -> Nanoseconds:
+        """What the first rollout of a placement takes besides that."""
+        return self.rollout_cold_ns if self.rollout_parks else 0
+
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The request of a job: nodes, GPUs of a training node, host memory on each node, and the largest slowdown that the
     job accepts.
 
     `plan` is None until a step of the job has been timed. `steps` says how long the job runs. `train_efficiency` is the
-    share of each additional training node that speeds the job up. `restart_ns` is the cost of moving the job.
+    share of each additional training node that speeds the job up. `restart_ns` is the cost of moving the job, besides
+    a cold start of its rollouts.
     """
 
     id: JobId
@@ -146,7 +162,23 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     def alone_ns(self) -> Nanoseconds:
         """The length of the job's step if it is alone in a group, with switching."""
         assert self.plan is not None
-        return self.plan.solo_ns + self.plan.rollout_switch_ns + self.plan.train_switch_ns
+        return self.plan.solo_ns + sum(map(self.plan.switching_ns, PhaseKind))
+
+    @property
+    def first_ns(self) -> Nanoseconds:
+        """What the cold start in a placement's first rollout takes, as far as it is known."""
+        return 0 if self.plan is None else self.plan.first_ns
+
+    @property
+    def cycle_limit_ns(self) -> Nanoseconds:
+        """The longest cycle that the job accepts with the cold start in its first rollout, which is spread over its
+        steps; no shorter than its own step."""
+        return max(self.alone_ns, self.limit_ns - -(-self.first_ns // self.steps))
+
+    @property
+    def moving_ns(self) -> Nanoseconds:
+        """What the job loses if it moves."""
+        return self.restart_ns + self.first_ns
 
 
 class NodeKind(msgspec.Struct, frozen=True, kw_only=True):

@@ -76,6 +76,10 @@ class Vllm(EngineKind):
             raise ValueError(f"engine.vllm.base: {settings.base} has no config.json; allowed: a checkpoint's directory")
 
     @staticmethod
+    def parks(settings: VllmSettings, device: str) -> bool:
+        return settings.sleep_level > 0 or device == "cpu"
+
+    @staticmethod
     def create(
         model_config: Mapping[str, Any],
         config: EngineConfig,
@@ -92,7 +96,8 @@ class Vllm(EngineKind):
         from elastic.engine.vllm.engine import VllmEngine
         from elastic.engine.vllm.parking import ParkableVllmEngine
 
-        kind = ParkableVllmEngine if settings.sleep_level or name == OF_CPUS else VllmEngine
+        parks = Vllm.parks(settings, "cpu" if name == OF_CPUS else "cuda")
+        kind = ParkableVllmEngine if parks else VllmEngine
         return kind(model_config, config, settings, devices=devices)
 
 

@@ -71,6 +71,8 @@ class _SimulatedJob:
         self.step_began_ns: Nanoseconds | None = None
         self.syncing = False
         self.placement = 0
+        self.cold = True
+        """Whether its residents have started since its last rollout."""
 
     @property
     def between_steps(self) -> bool:
@@ -215,7 +217,7 @@ class JobsWorld:
 
     def _start(self, job: _SimulatedJob, placement: int, *, restart: bool) -> None:
         job.life += 1
-        job.placement = placement
+        job.placement, job.cold = placement, True
         job.permit, job.left_ns, job.stopping, job.phase = None, None, False, _ROLLOUT
         job.step_began_ns = None
 
@@ -254,14 +256,16 @@ class JobsWorld:
             self._send(e.PermitYielded(job=job.id, permit=number, finished=False))
             return
         plan = self._plan(job)
-        switch_ns = plan.rollout_switch_ns if phase is _ROLLOUT else plan.train_switch_ns
+        cold_ns = plan.rollout_cold_ns if phase is _ROLLOUT and (job.cold or not plan.rollout_parks) else 0
+        switch_ns = cold_ns + (plan.rollout_switch_ns if phase is _ROLLOUT else plan.train_switch_ns)
+        job.cold = job.cold and phase is not _ROLLOUT
         if job.left_ns is None:
             job.left_ns = self._drawn_ns(job, phase)
         job.permit, job.nodes, job.began_ns = number, permit.nodes, self.now_ns
 
         def over() -> None:
             if job.permit == number:
-                self._yield(job, switch_ns, finished=True)
+                self._yield(job, switch_ns, cold_ns=cold_ns, finished=True)
 
         self._later(job, switch_ns + job.left_ns, over)
 
@@ -276,11 +280,11 @@ class JobsWorld:
         self.alone_ns[job.id] += int(own_ns * drawn)
         return max(1, int(planned_ns * drawn))
 
-    def _yield(self, job: _SimulatedJob, switch_ns: Nanoseconds, *, finished: bool) -> None:
+    def _yield(self, job: _SimulatedJob, switch_ns: Nanoseconds, *, cold_ns: Nanoseconds = 0, finished: bool) -> None:
         assert job.permit is not None
         self._close_slices(job)
         permit, job.permit = job.permit, None
-        self._send(e.PermitYielded(job=job.id, permit=permit, finished=finished, switch_ns=switch_ns))
+        self._send(e.PermitYielded(job=job.id, permit=permit, finished=finished, switch_ns=switch_ns, cold_ns=cold_ns))
         if finished:
             job.left_ns = None
         if finished and job.phase is _TRAIN:

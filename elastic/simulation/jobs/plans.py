@@ -15,7 +15,7 @@ from elastic.core.cluster import Cluster, ClusterPolicies, PoolSpec, WaitLimits
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.groups import PlannedMember
-from elastic.core.cluster.types import JobId, JobState, Nanoseconds
+from elastic.core.cluster.types import JobId, JobState, Nanoseconds, PhaseKind
 from elastic.simulation.jobs.phases import Arrival
 from elastic.simulation.loop import EventLoop
 
@@ -166,8 +166,8 @@ class PlanWorld:
         assert request.plan is not None
         return msgspec.structs.replace(
             member,
-            rollout_ns=rollout_ns + request.plan.rollout_switch_ns,
-            train_ns=train_ns + request.plan.train_switch_ns,
+            rollout_ns=rollout_ns + request.plan.switching_ns(PhaseKind.ROLLOUT),
+            train_ns=train_ns + request.plan.switching_ns(PhaseKind.TRAIN),
         )
 
     def _tell_phases(self) -> None:
@@ -227,7 +227,8 @@ class PlanWorld:
             match command:
                 case c.StartJob(job=job, placement=placement, restart=restart):
                     self._accepted_ns.setdefault(job, self._now_ns)
-                    after_ns = self.cluster.request(job).restart_ns if restart else 0
+                    request = self.cluster.request(job)
+                    after_ns = request.moving_ns if restart else request.first_ns
                     self._loop.after(after_ns, lambda job=job, number=placement: self._started(job, number))
                 case c.StopJob(job=job):
                     self._loop.after(0, lambda job=job: self._stopped(job))
