@@ -1,6 +1,6 @@
 """The server's settings, as `elastic serve` gets them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
@@ -151,19 +151,31 @@ class ServerSettings:
     def without_places(self, message: str, project: str) -> str:
         """Return a message as the project may read it: with its files as its submissions name them, and without the
         server's directories."""
-        names = {self.uploads(project): "upload:", self.storage(project): ""}
-        for place, name in (names | dict.fromkeys((self.home, *self.models), "")).items():
-            message = message.replace(f"{place.resolve()}/", name)
-        return message
+        return _renamed(message, self._places(project))
 
     def shown_config(self, config: Mapping[str, Any], project: str) -> dict[str, Any]:
         """Return a run's configuration as the project may read it: it names files as submissions do."""
+        places = self._places(project)
 
         def shown(value: Any) -> Any:
             if isinstance(value, dict):
                 return {key: shown(inner) for key, inner in value.items()}
             if isinstance(value, list):
                 return [shown(inner) for inner in value]
-            return self.without_places(value, project) if isinstance(value, str) else value
+            return _renamed(value, places) if isinstance(value, str) else value
 
         return {section: shown(value) for section, value in config.items()}
+
+    def _places(self, project: str) -> list[tuple[str, str]]:
+        """Return directories of the server, the innermost first, each with what the project calls it."""
+        names = {self.uploads(project): "upload:", self.storage(project): ""}
+        return [
+            (f"{place.resolve()}/", name)
+            for place, name in (names | dict.fromkeys((self.home, *self.models), "")).items()
+        ]
+
+
+def _renamed(text: str, places: Sequence[tuple[str, str]]) -> str:
+    for place, name in places:
+        text = text.replace(place, name)
+    return text

@@ -3,6 +3,7 @@
 import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import sqlalchemy as sa
@@ -64,15 +65,15 @@ async def asking(request: Request) -> Requester:
 
 
 async def identified(request: Request) -> Requester:
-    """Authenticate the request and read its run, in one transaction. Raises `ApiProblem` without a valid key."""
-    return await run_in_threadpool(_asking, request, await state_of(request))
+    """Authenticate the request and read its run. Raises `ApiProblem` without a valid key."""
+    state = await state_of(request)
+    return await state.reads.read(partial(_asking, request))
 
 
-def _asking(request: Request, state: ServerState) -> Requester:
+def _asking(request: Request, connection: sa.Connection) -> Requester:
     run = request.path_params.get("run")
-    with state.store.reading() as connection:
-        caller = authenticated(connection, request)
-        found = None if run is None else runs.find(connection, run)
+    caller = authenticated(connection, request)
+    found = None if run is None else runs.find(connection, run)
     return Requester(caller, found if found is not None and caller.sees(found.project) else None)
 
 

@@ -3,15 +3,16 @@
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import sqlalchemy as sa
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from elastic.protocol.http_server import CONNECTION, ServedConnection
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.store import Store, StoreUnavailable
@@ -31,6 +32,31 @@ class _Claim(NamedTuple):
 
 Admits = Callable[[sa.Connection, Request, Action, str], bool]
 """Says whether a request's caller may do this in this project now."""
+
+
+class EventStreamResponse(StreamingResponse):
+    """Server-sent events. What is yielded goes past all that is between the application and the socket: many streams
+    wait for the same."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._connection: ServedConnection | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._connection = scope.get("extensions", {}).get(CONNECTION)
+        await super().__call__(scope, receive, send)
+
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        connection = self._connection
+        async for events in self.body_iterator:
+            if connection is None or not connection.chunked:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            elif events:
+                await connection.write_chunk(cast(bytes, events))
+        await send({"type": "http.response.body", "body": b""})
 
 
 class _WatchedResponse(Response):

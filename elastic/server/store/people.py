@@ -29,6 +29,7 @@ _keys = (
     .outerjoin(users, users.c.id == members.c.user)
 )
 
+_KEY = _keys.where(keys.c.id == sa.bindparam("key"))
 _KEY_OF_HASH = _keys.where(keys.c.hash == sa.bindparam("digest"))
 keys_seen = _keys.subquery("keys_seen")
 """Keys, each with what its person may do at present."""
@@ -72,7 +73,7 @@ def new_key(
 
 
 def key(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
-    return first(connection, _keys.where(keys.c.id == id_))
+    return first(connection, _KEY, key=id_)
 
 
 def key_of_secret(connection: sa.Connection, secret: str) -> sa.RowMapping | None:

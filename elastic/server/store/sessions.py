@@ -10,6 +10,10 @@ from elastic.server.store.people import hash_of
 from elastic.server.store.rows import first
 from elastic.server.store.tables import sessions, used_nonces
 
+_FIND = sa.select(sessions).where(
+    sessions.c.hash == sa.bindparam("digest"), sessions.c.expires_us > sa.bindparam("now_us")
+)
+
 
 def begin(tx: sa.Connection, lasts_s: float, *, key: str | None = None, member: str | None = None) -> str:
     """Make a session of a key or of a member; returns its secret, which is kept nowhere. Expired ones are dropped."""
@@ -36,8 +40,7 @@ def end(tx: sa.Connection, secret: str) -> None:
 
 def find(connection: sa.Connection, secret: str) -> sa.RowMapping | None:
     """The session with this secret, unless it has expired: its `key`, or its `member`."""
-    wanted = sa.select(sessions).where(sessions.c.hash == hash_of(secret), sessions.c.expires_us > now_us())
-    return first(connection, wanted)
+    return first(connection, _FIND, digest=hash_of(secret), now_us=now_us())
 
 
 def change_member(tx: sa.Connection, secret: str, member: str) -> None:

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
 
 from elastic.server.api.auth import credentials_of
 from elastic.server.api.routes.common import CallerDep, StateDep
-from elastic.server.api.routes.events import HEADERS, After, Follow, LastEventId, stream_rules
+from elastic.server.api.routes.events import After, Follow, LastEventId, stream_rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.run_changes import ChangedRun
 from elastic.server.api.state import ServerState
+from elastic.server.api.streams import EventStreamResponse
 from elastic.server.permissions import Action
 from elastic.server.store import StoreUnavailable
 
@@ -38,7 +38,7 @@ async def changes(
     `deleted` event.
     """
     body = _changes(state, caller.project, last_event_id or after or "", follow=follow)
-    whole = StreamingResponse(body, media_type="text/event-stream", headers=HEADERS)
+    whole = EventStreamResponse(body)
     return state.streams.while_admitted(request, credentials_of(request), Action.RUNS_READ, caller.project or "", whole)
 
 

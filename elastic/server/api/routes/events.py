@@ -19,6 +19,7 @@ from elastic.server.api.routes.common import RunDep, StateDep, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.routes.runs import RunId
 from elastic.server.api.state import ServerState
+from elastic.server.api.streams import EventStreamResponse
 from elastic.server.history.apart import CannotBeRead
 from elastic.server.history.events import EventBatch, EventLog, EventsGone, Position, as_sent
 from elastic.server.history.readers import ReadFiles
@@ -32,7 +33,6 @@ router = APIRouter(prefix="/v1/runs", tags=["streams"], route_class=ModelRoute)
 
 LOGS, LOG = "logs", ".log"
 SOURCE = "[A-Za-z0-9._-]{1,100}"
-HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 LastEventId = Annotated[str | None, Header(max_length=200, description="the id of the last event that was received")]
 After = Annotated[str | None, Query(max_length=200, description="as Last-Event-ID, for who cannot send headers")]
 Follow = Annotated[bool, Query(description="wait for more; with false the stream ends at what is there now")]
@@ -112,7 +112,7 @@ async def events(
 def streamed(state: ServerState, request: Request, run: HostedRunRow, body: AsyncIterator[bytes]) -> Response:
     """Return a stream about a run, which ends once its caller may not read the run any more."""
     credentials = credentials_of(request)
-    whole = StreamingResponse(body, media_type="text/event-stream", headers=HEADERS)
+    whole = EventStreamResponse(body)
     return state.streams.while_admitted(request, credentials, Action.RUNS_READ, run.project, whole)
 
 

@@ -43,7 +43,6 @@ from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.writes import WriteDep, WriteResult, created, edited
 from elastic.server.intake import submissions
 from elastic.server.intake.checking import checked
-from elastic.server.intake.differences import differences
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.quotas import budgets
@@ -147,14 +146,14 @@ def show_example(caller: CallerDep, state: StateDep) -> SubmissionExample:
 async def show(run: RunId, found: RunDep, state: StateDep, response: Response) -> HostedRunDetail:
     """Show a run: its phase, conditions, figures and configuration."""
     response.headers["etag"] = etag_of(found.generation)
-    config = state.settings.shown_config(json.loads(found.config), found.project)
+    shown = state.shown_config(found.config, found.project)
 
     def name() -> str:
         with state.store.reading() as connection:
             return people.name_of(connection, found.created_by)
 
     by = await state.looks.at(("name", found.created_by), name, fresh_s=NAMES_FRESH_S)
-    return runs.as_run_detail(found, config, differences(config), by)
+    return runs.as_run_detail(found, shown.config, shown.differences, by)
 
 
 @router.patch(
