@@ -666,7 +666,10 @@ class ProviderKind(_Resource):
 
 
 class HostedNode(_Resource):
-    """A node: its kind with site and price, the job that computes on it, and where its time went."""
+    """A node: its kind with site and price, the job that computes on it, and where its time went.
+
+    One that has `joined` is of another machine, and may be drained; one that is `draining` goes once no job needs it.
+    """
 
     name: str
     phase: str
@@ -677,6 +680,8 @@ class HostedNode(_Resource):
     account: str
     accounts_s: AccountSeconds
     job: str | None
+    joined: bool = False
+    draining: bool = False
 
 
 class HostedGroup(_Resource):

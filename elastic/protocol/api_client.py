@@ -226,6 +226,10 @@ class Client:
     def pool(self, pool: str) -> HostedPool:
         return self._get(f"/v1/pools/{pool}", HostedPool)
 
+    def drain_node(self, pool: str, node: str) -> HostedPool:
+        """Let a node of another machine go, once its jobs are at their step's end."""
+        return self._post(f"/v1/pools/{pool}/nodes/{node}/drain", HostedPool, None)
+
     def jobs(self, pool: str) -> Iterator[HostedJob]:
         """Every job of a pool, newest first."""
         return self._pages(f"/v1/pools/{pool}/jobs", HostedJob, {})

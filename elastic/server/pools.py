@@ -88,8 +88,9 @@ def as_pool(settings: ServerSettings, status: PoolStatus, name: str, project: st
         return job if project is None or job in own else ANOTHERS
 
     pool = HostedPool.model_validate(to_builtins(status) | {"id": name, "away": False})
-    for node in pool.nodes:
+    for node, told in zip(pool.nodes, status.nodes, strict=True):
         node.job = node.job and seen(node.job)
+        node.joined = told.machine is not None
     for permit in pool.permits:
         permit.job = seen(permit.job)
     for group in pool.groups:

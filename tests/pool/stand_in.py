@@ -116,7 +116,7 @@ class StandIn:
         return status
 
     def _answer(self, request: PoolRequest) -> PoolAnswer:
-        if isinstance(request, SubmitJob | CancelJob | ResubmitJob):
+        if isinstance(request, SubmitJob | CancelJob | ResubmitJob | DrainNode):
             self.commands.append(request.id)
         match request:
             case AskVersion():

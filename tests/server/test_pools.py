@@ -176,6 +176,22 @@ def test_roles_and_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> No
     assert viewer.get(f"{JOBS}/nobody").json()["type"] == "/problems/not-found"
 
 
+def test_who_looks_after_the_server_drains_a_pool_s_node(pooled: Site, pool: StandIn) -> None:
+    place = "/v1/pools/lab/nodes/rollout-2/drain"
+    refused = pooled.member(AccessRole.ADMIN).post(place)
+    assert (refused.status_code, refused.json()["type"]) == (403, "/problems/forbidden")
+    client = pooled.client()
+    first, second = (client.post(place, headers={"idempotency-key": "k"}) for _ in range(2))
+    assert (first.status_code, second.text) == (200, first.text), first.text
+    assert [node["name"] for node in first.json()["nodes"]] == ["rollout-1", "train-1"]
+    assert len(pool.commands) == 1
+    noted = [entry for entry in client.get("/v1/audit").json()["data"] if entry["resource"] == place]
+    assert [entry["status"] for entry in noted] == [200, 403]
+    gone = client.post(place)
+    assert gone.status_code == 400
+    assert "is no node of another machine" in gone.json()["detail"]
+
+
 def test_a_project_with_a_user_of_its_own_has_no_jobs_here(pooled: Site, job: dict[str, Any]) -> None:
     with pooled.store.writing() as tx:
         project = people.new_project(tx, "apart", "nobody")["id"]

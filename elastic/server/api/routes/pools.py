@@ -45,6 +45,7 @@ from elastic.server.store.pages import LIMIT, LIMIT_MAX
 router = APIRouter(prefix="/v1/pools", tags=["pools"], route_class=ModelRoute)
 PoolId = Annotated[str, Path(max_length=64)]
 JobId = Annotated[str, Path(max_length=100)]
+NodeName = Annotated[str, Path(max_length=100)]
 
 _OF_SUBMISSIONS = rules(
     Action.RUNS_WRITE,
@@ -89,6 +90,20 @@ def list_turns(
         for turn in turns
     ]
     return Listed(url=request.url.path, data=data, has_more=False)
+
+
+@router.post(
+    "/{pool}/nodes/{node}/drain",
+    response_model=HostedPool,
+    **rules(Action.SERVER_WRITE, "not-found", "job-conflict", "pool-away"),
+)
+def drain_node(pool: PoolId, node: NodeName, write: WriteDep) -> Response:
+    """Let a node of another machine go: its jobs go on elsewhere from their step's end. It is `draining` until then."""
+    if (former := write.answered(None)) is not None:
+        return former
+    asked(control_of(write.state.settings, pool).drain(node, _command_id(write)))
+    now = _pool(write.state.settings, pool, write.caller)
+    return write.carry_out(Action.SERVER_WRITE, None, lambda _: WriteResult(200, now))
 
 
 @router.get("/{pool}/jobs", **rules(Action.RUNS_READ, "not-found", "invalid-cursor", "pool-away"))
