@@ -2,10 +2,13 @@
 
 import asyncio
 import importlib.metadata
+import os
 import platform
 import shutil
 import sys
+import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +19,11 @@ from rich.table import Table
 
 from elastic.cli.capacity import examined, plan_of
 from elastic.cli.options import AsJson
-from elastic.cli.output import EXIT_FAILED, console, emit, program
+from elastic.cli.output import EXIT_FAILED, console, emit, program, say
 from elastic.cli.pool import SUPERVISOR
 from elastic.compose.execution import end_left_behind
 from elastic.compose.modal_deployment import rewards_fault
+from elastic.compose.plan import RunPlan
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool
 from elastic.compose.runs import is_claimed
 from elastic.compose.scheduling import short_limits
@@ -31,8 +35,12 @@ from elastic.runtime.journal import DirectoryStore
 from elastic.runtime.left_behind import left_behind
 from elastic.system.cores import cores
 from elastic.system.installed import installed, passed_over
+from elastic.system.plain_values import told
 from providers.base import ProviderUnavailable
+from providers.vendor_calls import CALL_NAME, called
 
+SHOWN_AFTER_S = 5.0
+"""After so long it is told for whom doctor waits."""
 ROOM_GB_MIN = 1.0
 """Room on disk for a short run's journal, checkpoints and weights, several times over."""
 PACKAGES = ("elastic-rl", "torch", "safetensors", "gymnasium", "numba", "xxhash", "zstandard")
@@ -62,14 +70,17 @@ def doctor(
     pools: Annotated[Path, typer.Option("--pools", help="Where pools are kept, which are looked at, too.")] = Path(
         "pools"
     ),
+    within_s: Annotated[
+        float, typer.Option("--within-s", min=0.1, help="Longest to wait for each answer, such as a driver's.")
+    ] = 60.0,
 ) -> int:
     """Check this machine and its pools; with CONFIG also what its providers' clouds say: credentials, quotas, reach.
 
     Example: elastic doctor examples/frozenlake.toml
     """
-    findings = findings_of(load_config(config) if config is not None else None)
+    findings = findings_of(load_config(config) if config is not None else None, within_s)
     for directory in sorted(path.parent for path in pools.glob(f"*/{POOL_CONFIG}")):
-        findings += _pool(directory)
+        findings += _answered(f"pool {directory.name}", "the pool's process", within_s, _pool, directory)
     healthy = all(finding.ok for finding in findings)
     if as_json:
         emit({"healthy": healthy, "findings": findings})
@@ -80,15 +91,50 @@ def doctor(
             judged = "ok" if finding.ok and not finding.warns else finding.fault
             table.add_row(judged, finding.what, finding.found, hint)
         console().print(table)
-    return 0 if healthy else EXIT_FAILED
+    code = 0 if healthy else EXIT_FAILED
+    if any(thread.name.startswith(CALL_NAME) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        os._exit(code)  # What has not answered by now would keep the process.
+    return code
 
 
-def findings_of(config: Config | None) -> list[Finding]:
-    """Return the findings about this machine."""
-    findings = [_python(), *_packages(), _device(), _cores(), _room(), *_entry_points()]
-    return findings + (
-        [*_limits(config), *_clouds(config), *_rewards(config), *_left_behind(config)] if config is not None else []
-    )
+def findings_of(config: Config | None, within_s: float = 60.0) -> list[Finding]:
+    """Return the findings about this machine. Whoever does not answer within that time is a finding, too."""
+    findings = [_python(), *_packages()]
+    findings += _answered("device", "torch and the GPUs' driver", within_s, _device)
+    findings += [_cores(), _room(), *_entry_points()]
+    if config is None:
+        return findings
+    release_s = config.scheduler.release_timeout_s
+    return [
+        *findings,
+        *_limits(config),
+        *_clouds(config, within_s),
+        *_answered("rewards", "Modal", within_s, _rewards, config),
+        *_answered("left behind", "providers of runs that are over", release_s + within_s, _left_behind, config),
+    ]
+
+
+def _answered(what: str, who: str, within_s: float, ask: Callable[..., list[Finding]], *of: object) -> list[Finding]:
+    """Ask on a thread of its own, which is left alone where it does not answer in time; a long wait is told of.
+
+    Raises `ConfigError`.
+    """
+    waits = threading.Timer(SHOWN_AFTER_S, say, [f"doctor waits for {who}, up to {within_s:g} s"])
+    waits.daemon = True
+    waits.start()
+    try:
+        return called(within_s, ask, *of)
+    except TimeoutError:
+        return [
+            Finding(what, False, f"no answer from {who} within {within_s:g} s", "--within-s waits longer", "silent")
+        ]
+    except ConfigError:
+        raise
+    except Exception as error:
+        return [Finding(what, False, told(error), f"it came from {who}", "failed")]
+    finally:
+        waits.cancel()
 
 
 def _pool(directory: Path) -> list[Finding]:
@@ -117,10 +163,18 @@ def findings_of_pool(name: str, config: PoolConfig, status: PoolStatus) -> list[
     return found
 
 
-def _clouds(config: Config) -> list[Finding]:
+def _clouds(config: Config, within_s: float) -> list[Finding]:
     """Credentials, quotas and reach of each provider that has a vendor to ask."""
     plan = plan_of(config, [], "the configuration")
-    found = [finding for _, examination in examined(plan) for finding in examination.findings]
+    findings: list[Finding] = []
+    for name, settings in plan.providers.items():
+        longest_s = within_s + getattr(settings, "answer_timeout_s", 0.0)
+        findings += _answered(name, f"the vendor of {name}", longest_s, _cloud, plan, name)
+    return findings
+
+
+def _cloud(plan: RunPlan, name: str) -> list[Finding]:
+    found = [finding for _, examination in examined(plan, [name]) for finding in examination.findings]
     return [Finding(one.what, one.ok, one.found, one.mend, "wrong") for one in found]
 
 
@@ -171,14 +225,14 @@ def _package(name: str) -> Finding:
         return Finding(name, False, "not installed", "pip install -e '.[train]' in a clone of elastic")
 
 
-def _device() -> Finding:
+def _device() -> list[Finding]:
     try:
         import torch
     except ImportError:
-        return Finding("device", False, "unknown", "install torch first")
+        return [Finding("device", False, "unknown", "install torch first")]
     if torch.cuda.is_available():
-        return Finding("device", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}")
-    return Finding("device", True, "CPU only: examples run, paced")
+        return [Finding("device", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}")]
+    return [Finding("device", True, "CPU only: examples run, paced")]
 
 
 def _cores() -> Finding:

@@ -3,13 +3,16 @@
 import contextlib
 import dataclasses
 import json
+import subprocess
+import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
+import structlog
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -18,7 +21,10 @@ from elastic.compose.plan import TRACE_PLAYERS
 from elastic.compose.pool_config import PoolConfig
 from elastic.config import Config, ConfigError
 from elastic.core.decisions import DECISIONS, OF_DEVICES, OF_POOLS, OF_RUNS
-from elastic.system.installed import installed, is_ours
+from elastic.system.installed import installed, is_ours, load_point
+from elastic.system.named_code import CodeUnusable
+
+log = structlog.get_logger(__name__)
 
 UNITS = {
     "usd_per_gpu_hour": "$/GPU-hour",
@@ -39,11 +45,14 @@ UNITS = {
 """By the end of a key's name; the first that fits."""
 _NAMES = {float: "number", int: "whole number", bool: "true or false", str: "text", Path: "path", dict: "section"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥", "max_length": "length ≤"}
+ENVIRONMENTS = "elastic.environments"
+ASKED_WITHIN_S = 60.0
+"""How long other packages' environments may take to be imported."""
 _INSTALLED = (
     ("providers.NAME", "elastic.providers", "for `kind = {kind!r}`"),
     ("engine", "elastic.engines", ""),
     ("trainer", "elastic.trainers", ""),
-    ("environment.settings", "elastic.environments", "of environment {kind!r}"),
+    ("environment.settings", ENVIRONMENTS, "of environment {kind!r}"),
     ("rewards.pool_settings", "elastic.function_pools", "of pool {kind!r}"),
 )
 """Where the settings of what is installed stand, its group of entry points, and when they apply."""
@@ -84,15 +93,39 @@ class KeyMeaning(msgspec.Struct, frozen=True, kw_only=True):
 def key_meanings() -> list[KeyMeaning]:
     """All keys, those of what is installed included, in the order of the models."""
     found = list(_of(Config, "", ""))
+    elsewhere: list[str] = []
     for place, group, applies in _INSTALLED:
-        for _, point in sorted(installed(group).items()):
-            if group == "elastic.environments" and not is_ours(point):
-                continue  # Env workers alone import those.
-            settings = getattr(point.load(), "Settings", None)
-            if isinstance(settings, type) and issubclass(settings, BaseModel):
-                section = f"{place}.{point.name}" if place in _BY_KIND else place
-                found += _of(settings, section, applies.format(kind=point.name))
-    return [*found, *_of(PoolConfig, "", "in POOL.toml"), *_of_policies()]
+        for name, point in sorted(installed(group).items()):
+            if group == ENVIRONMENTS and not is_ours(point):
+                elsewhere.append(name)  # Our processes import none of those.
+                continue
+            found += _of_installed(place, group, applies, name)
+    return [*found, *_asked_elsewhere(elsewhere), *_of(PoolConfig, "", "in POOL.toml"), *_of_policies()]
+
+
+def _of_installed(place: str, group: str, applies: str, name: str) -> Iterator[KeyMeaning]:
+    """Yield the keys of what is installed; none of what cannot be loaded, which the log names."""
+    try:
+        settings = getattr(load_point(installed(group)[name]), "Settings", None)
+    except CodeUnusable as error:
+        log.warning("keys not explained", group=group, reason=str(error))
+        return
+    if isinstance(settings, type) and issubclass(settings, BaseModel):
+        section = f"{place}.{name}" if place in _BY_KIND else place
+        yield from _of(settings, section, applies.format(kind=name))
+
+
+def _asked_elsewhere(environments: Sequence[str]) -> Sequence[KeyMeaning]:
+    """The keys of other packages' environments, which a process of its own imports."""
+    if not environments:
+        return ()
+    try:
+        command = [sys.executable, "-m", __name__, *environments]
+        told = subprocess.run(command, capture_output=True, check=True, timeout=ASKED_WITHIN_S).stdout
+        return msgspec.json.decode(told.splitlines()[-1], type=list[KeyMeaning])
+    except (subprocess.SubprocessError, OSError, IndexError, msgspec.DecodeError) as error:
+        log.warning("keys not explained", group=ENVIRONMENTS, environments=environments, reason=repr(error))
+        return ()
 
 
 class InstalledPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,13 +224,14 @@ def _unit(name: str) -> str:
     return next((unit for end, unit in UNITS.items() if name == end or name.endswith(f"_{end}")), "")
 
 
-def explained(asked: str) -> list[KeyMeaning]:
+def explained(asked: str, meanings: Sequence[KeyMeaning] | None = None) -> list[KeyMeaning]:
     """The meanings of a key, or of all keys of a section. A provider's section may be called by its kind, or by
-    the name that a configuration gives to a provider of any kind.
+    the name that a configuration gives to a provider of any kind. Where there is no such key, those are meant that end
+    like that: `executor.admission`. `meanings` are all there are, where they are known already.
 
     Raises `ConfigError` for a key that there is not, with those that are nearly it.
     """
-    meanings = key_meanings()
+    meanings = key_meanings() if meanings is None else meanings
     wanted = [asked]
     parts = asked.split(".")
     if parts[0] == "providers" and len(parts) > 1 and parts[1]:
@@ -206,12 +240,11 @@ def explained(asked: str) -> list[KeyMeaning]:
         meanings = [*own, *(one for one in meanings if one.applies.startswith(POLICIES))] if own else meanings
         wanted.append(".".join(["providers", "NAME", *parts[2:]]))
     for name in wanted if asked else ():
-        found = [one for one in meanings if one.key == name] or [
-            one for one in meanings if one.section == name or one.section.startswith(f"{name}.")
-        ]
-        if found:
+        if found := [one for one in meanings if one.key == name or f"{one.section}.".startswith(f"{name}.")]:
             return found
-    meanings = key_meanings()
+    ends = f".{asked}"
+    if asked and (found := [one for one in meanings if one.key.endswith(ends) or f"{ends}." in f"{one.section}."]):
+        return found
     named = [*(one.key for one in meanings), *(one.section for one in meanings if one.section)]
     known = list(dict.fromkeys(named))
     same = [key for key in known if key.rpartition(".")[2] == parts[-1]]
@@ -306,3 +339,9 @@ def _default(field: FieldInfo) -> str:
         return ""
     value = _plain(field)
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+if __name__ == "__main__":
+    place, group, applies = next(one for one in _INSTALLED if one[1] == ENVIRONMENTS)
+    found = [one for name in sys.argv[1:] for one in _of_installed(place, group, applies, name)]
+    sys.stdout.write(f"\n{msgspec.json.encode(found).decode()}\n")

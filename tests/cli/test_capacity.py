@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from elastic.cli.doctor import findings_of
+from elastic.config import load_config
 from tests.cli.conftest import Ended
 
 EC2 = """
@@ -38,6 +41,30 @@ def test_who_asks_nobody_has_no_offers(elastic: Callable[..., Ended], config: Pa
     assert (ended.code, json.loads(ended.out)) == (0, {})
 
 
+SILENT = """
+import threading
+
+from providers.base import ProviderSettings
+from providers.processes import LocalProvider
+
+answered = threading.Event()
+
+
+class Silent(LocalProvider):
+    Settings = ProviderSettings
+
+    @classmethod
+    def examine(cls, name, settings):
+        answered.wait(60)
+
+
+class Rude(Silent):
+    @classmethod
+    def examine(cls, name, settings):
+        raise KeyError("nothing")
+"""
+
+
 @pytest.mark.skipif(importlib.util.find_spec("boto3") is not None, reason="boto3 is here")
 def test_a_missing_client_is_named_with_what_installs_it(elastic: Callable[..., Ended], clouds: Path) -> None:
     ended = elastic("providers", "prices", str(clouds), "--providers", "ec2", "--json")
@@ -52,3 +79,21 @@ def test_a_provider_that_is_none_is_refused(
     elastic: Callable[..., Ended], refused: Callable[..., None], config: Path
 ) -> None:
     refused(elastic("providers", "offers", str(config), "--providers", "moon"), "unknown provider 'moon'")
+
+
+def test_doctor_says_who_has_not_answered_in_time_and_what_raises(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "silent-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: silent\nVersion: 1\n")
+    points = "[elastic.providers]\nsilent = silent_vendor:Silent\nrude = silent_vendor:Rude\n"
+    (about / "entry_points.txt").write_text(points)
+    (tmp_path / "silent_vendor.py").write_text(SILENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config.write_text(config.read_text() + "[providers.silent]\n[providers.rude]\n")
+    findings = {one.what: one for one in findings_of(load_config(config), 0.2)}
+    assert (findings["silent"].ok, findings["silent"].fault) == (False, "silent")
+    assert findings["silent"].found == "no answer from the vendor of silent within 0.2 s"
+    assert (findings["rude"].found, findings["rude"].fault) == ("KeyError: 'nothing'", "failed")
+    sys.modules["silent_vendor"].answered.set()

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks._shapes import write_chat_policy
 from elastic.cli.configuration import reference
-from elastic.compose.reference import changed, key_meanings
+from elastic.compose.reference import changed, explained, key_meanings
 from elastic.config import load_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -17,8 +17,30 @@ def test_the_page_is_current() -> None:
     assert PAGE.read_text() == reference(), "run: python -m elastic.cli.configuration > docs/configuration.md"
 
 
-def test_every_key_has_a_meaning() -> None:
-    assert [one.key for one in key_meanings() if not one.meaning] == []
+def test_every_key_has_a_meaning_and_every_section_is_found_also_by_its_end() -> None:
+    meanings = key_meanings()
+    assert [one.key for one in meanings if not one.meaning] == []
+    for section in {one.section for one in meanings if one.section}:
+        keys = {one.key for one in meanings if one.section == section}
+        for asked in (section, section.replace("NAME", "mine"), section.partition("NAME.")[2]):
+            assert not asked or keys <= {one.key for one in explained(asked, meanings)}, asked
+
+
+def test_keys_of_other_packages_are_explained(elastic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = tmp_path / "theirs-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    points = "[elastic.environments]\ntheirs = theirs:Theirs\n[elastic.providers]\ngone = nosuch:Gone\n"
+    (about / "entry_points.txt").write_text(points)
+    (tmp_path / "theirs.py").write_text(
+        "import sys\nfrom pydantic import BaseModel, Field\nassert 'elastic.cli.app' not in sys.modules\n"
+        "class Theirs:\n    class Settings(BaseModel):\n        highest: int = Field(9, description='up to this')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, out, err = elastic("config", "explain", "environment.settings.highest")  # A provider is broken meanwhile.
+    assert (code, out.splitlines()[1].strip()) == (0, "up to this"), err
+    assert "environment.settings.highest (of environment 'theirs'): whole number; default 9" in out
 
 
 @pytest.mark.parametrize(
@@ -40,6 +62,8 @@ def test_every_key_has_a_meaning() -> None:
         ),
         ("limits.silence_s", ("default 10.0", "node agent that says nothing")),
         ("job", ("job.slo: ", "job.plan.rollout_s: ")),
+        ("executor.admission", ("providers.NAME.executor.admission.settings.arriving_share (with policy slo)",)),
+        ("learning_rate", ("trainer.learning_rate: number > 0",)),
         ("engine.vllm", ("engine.vllm.restart_max_s",)),
     ],
 )
