@@ -3,11 +3,14 @@
 import sys
 from collections.abc import Sequence
 
+from elastic.system.imports import importing
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point, of this process's arguments or others. Ctrl-C says one line also while modules are imported."""
     try:
-        from elastic.cli.app import main as run
+        with importing():
+            from elastic.cli.app import main as run
 
         run(arguments)
     except KeyboardInterrupt:

@@ -17,6 +17,7 @@ from typer.main import get_command, get_group
 
 from elastic.cli.output import EXIT_FAILED, bad_input, prepare_streams, say, whole_output
 from elastic.cli.whole_help import WholeHelp
+from elastic.system.imports import importing
 from elastic.system.logs import STANDARD_ERROR, log_to
 
 OURS = ("elastic.", "functions.", "policies.", "providers.", "traces.")
@@ -137,7 +138,8 @@ class Commands(Mapping[str, Any]):
 @functools.cache
 def _imported(name: str) -> Any:
     place, words = COMMANDS[name]
-    found = getattr(importlib.import_module(f"elastic.cli.{place}"), name.replace("-", "_"))
+    with importing():
+        found = getattr(importlib.import_module(f"elastic.cli.{place}"), name.replace("-", "_"))
     if isinstance(found, typer.Typer):
         _settle(found)
         return get_group(found)

@@ -17,10 +17,10 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 import msgspec
 import typer
-from rich.console import Console
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from rich.console import Console
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -106,8 +106,10 @@ def program() -> str:
     return "elastic" if shutil.which("elastic") else str(Path(sys.executable).with_name("elastic"))
 
 
-def console(*, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False) -> "Console":
     """On standard output, or on standard error. In pipes and files no line is cut; brackets are what they are."""
+    from rich.console import Console  # Most commands that programs start show nothing.
+
     stream = sys.stderr if stderr else sys.stdout
     return Console(file=cast(IO[str], _Unfailing(stream)), stderr=stderr, width=_width(stream), markup=False)
 

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from elastic.system.imports import importing
+
 
 def pool_run(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The pool's directory.")],
@@ -16,10 +18,12 @@ def pool_run(
     Example: elastic pool-run pools/lab
     """
     if supervise is not None:
-        from elastic.cli.pool import supervise_pool
+        with importing():
+            from elastic.cli.pool import supervise_pool
 
         return supervise_pool(directory, supervise)
-    from elastic.compose.pool import run_pool
+    with importing():
+        from elastic.compose.pool import run_pool
 
     return run_pool(directory)
 
@@ -29,7 +33,8 @@ def pool_host() -> int:
 
     Example: elastic pool-host
     """
-    from elastic.compose.pool_host import run_pool_host
+    with importing():
+        from elastic.compose.pool_host import run_pool_host
 
     return run_pool_host()
 
@@ -42,6 +47,7 @@ def pool_site(
 
     Example: elastic pool-site nodes/lab-rollout-1/site --host 10.0.0.7
     """
-    from elastic.compose.site_relay import run_site_relay
+    with importing():
+        from elastic.compose.site_relay import run_site_relay
 
     return run_site_relay(directory, host)

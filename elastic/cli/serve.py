@@ -24,6 +24,7 @@ from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildca
 from elastic.protocol.proxies import HttpSettingsError, proxy_for
 from elastic.protocol.sockets import listening_socket
 from elastic.system.given import read_text
+from elastic.system.imports import importing
 from elastic.system.installed import installed
 from providers.base import USD_MAX
 
@@ -257,7 +258,8 @@ def support_bundle(
 def _packages() -> Iterator[None]:
     """Around the imports of the server. Raises `ConfigError` where what it needs is not installed."""
     try:
-        yield
+        with importing():
+            yield
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; {MISSING}") from error
 

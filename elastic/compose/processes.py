@@ -20,6 +20,7 @@ from elastic.pool.messages import NODE_AGENT_VARIABLE, QUIET_VARIABLE, UNFIT_STA
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.tickets import TicketRefused, read_ticket
 from elastic.system.devices import mismatch, named_devices
+from elastic.system.imports import importing
 from elastic.system.last_words import RUN_KEY
 from elastic.system.logs import STANDARD_ERROR, log_to
 from elastic.system.machine import collect_between_decisions, defer_full_collections, quietly
@@ -53,7 +54,8 @@ def run_worker(
     node agent uses its device when the node agent says so (`elastic.pool.messages.NODE_AGENT_VARIABLE`).
 
     A worker with a ticket logs to somebody's terminal: how its pace holds only with `pace`."""
-    from elastic.worker.agent import leave_process, run_agent
+    with importing():
+        from elastic.worker.agent import leave_process, run_agent
 
     joining = joining_ticket(join, ticket_file)
     ticket = joining or worker_ticket(join)
@@ -79,12 +81,13 @@ def _log_pace() -> None:
 
 def run_serving_host() -> int:
     """Be a serving host until a signal, with the settings that its provider put into the environment."""
-    from elastic.compose.device_sharing import sharing_policies
-    from elastic.worker import serving_host
-    from elastic.worker.accounts import DeviceAccounts
-    from elastic.worker.agent import run_agent
-    from elastic.worker.connection import JOIN_TIMEOUT_S, Ticket
-    from elastic.worker.warmup import warm_up
+    with importing():
+        from elastic.compose.device_sharing import sharing_policies
+        from elastic.worker import serving_host
+        from elastic.worker.accounts import DeviceAccounts
+        from elastic.worker.agent import run_agent
+        from elastic.worker.connection import JOIN_TIMEOUT_S, Ticket
+        from elastic.worker.warmup import warm_up
 
     async def start_agent(order: "LendOrder", share: serving_host.HostShare) -> None:
         wait_s = settings.orchestrator_timeout_s or JOIN_TIMEOUT_S
@@ -133,7 +136,8 @@ def run_pool_resident() -> NoReturn:
 
 def run_front(run_dir: Path, descriptor: int) -> None:
     """Be a front of the run in this directory, on an inherited socket, until the run is over or a signal."""
-    from elastic.front.process import serve_front
+    with importing():
+        from elastic.front.process import serve_front
 
     run_loop(serve_front(run_dir, descriptor))
 
@@ -255,12 +259,13 @@ def _load_resident() -> None:
 
 def _load(work: Callable[[], object]) -> None:
     """Do a resident's imports; while other jobs may compute on its node, at the lowest priority."""
-    if not os.environ.pop(QUIET_VARIABLE, ""):
-        work()
-        return
-    import numpy  # noqa: F401  # It starts threads that compute later on, too.
+    with importing():
+        if not os.environ.pop(QUIET_VARIABLE, ""):
+            work()
+            return
+        import numpy  # noqa: F401  # It starts threads that compute later on, too.
 
-    quietly(work)
+        quietly(work)
 
 
 def _check_devices(*, counted: bool) -> None:

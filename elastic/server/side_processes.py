@@ -34,6 +34,12 @@ ANSWER_BYTES_MAX = 256 * 2**20
 STUCK_S = 1.0
 """Where for so long no order was answered, they are stuck, and another process begins for one that waits."""
 _READY, _FORK = b"r", b"f"
+_ANSWERING = """
+from elastic.system.imports import importing
+with importing():
+    from {module} import main
+main({descriptor})
+"""
 
 
 class NoneFree(Exception):
@@ -200,7 +206,7 @@ class _ImportedModule:
         with theirs:
             # Not the server's own environment: no order needs its secrets.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"from {self._module} import main; main({theirs.fileno()})"],
+                [sys.executable, "-P", "-c", _ANSWERING.format(module=self._module, descriptor=theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.compose.pool import PoolPrograms, PoolWiring, run_pool
-from elastic.core.cluster.types import NodeId, PhaseKind
-from elastic.pool import messages as w
-from elastic.pool.ports import JobEnding, JobEntry
-from elastic.system.logs import STANDARD_ERROR, log_to
-from tests.pool.stubs import STUB
+from elastic.system.imports import importing
+
+with importing():
+    from elastic.compose.pool import PoolPrograms, PoolWiring, run_pool
+    from elastic.core.cluster.types import NodeId, PhaseKind
+    from elastic.pool import messages as w
+    from elastic.pool.ports import JobEnding, JobEntry
+    from elastic.system.logs import STANDARD_ERROR, log_to
+    from tests.pool.stubs import STUB
 
 STUB_POOL = (sys.executable, str(Path(__file__).resolve()))
 

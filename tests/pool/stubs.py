@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic.core.cluster.types import PhaseKind
-from elastic.pool import messages as w
-from elastic.pool.client import PoolClient, membership_here
-from elastic.pool.connection import TO_RESIDENT, show_life
-from elastic.protocol.connection import ConnectionLost, over_socket
-from elastic.system.logs import STANDARD_ERROR, log_to
+from elastic.system.imports import importing
+
+with importing():
+    from elastic.core.cluster.types import PhaseKind
+    from elastic.pool import messages as w
+    from elastic.pool.client import PoolClient, membership_here
+    from elastic.pool.connection import TO_RESIDENT, show_life
+    from elastic.protocol.connection import ConnectionLost, over_socket
+    from elastic.system.logs import STANDARD_ERROR, log_to
 
 STUB = (sys.executable, str(Path(__file__).resolve()))
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN

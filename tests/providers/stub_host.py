@@ -3,9 +3,12 @@
 import asyncio
 import os
 
-from elastic.engine.base import DeviceShare
-from elastic.worker.serving_host import parse_settings, serve_host
-from providers.serving_messages import HOST_VARIABLE, LendOrder
+from elastic.system.imports import importing
+
+with importing():
+    from elastic.engine.base import DeviceShare
+    from elastic.worker.serving_host import parse_settings, serve_host
+    from providers.serving_messages import HOST_VARIABLE, LendOrder
 
 
 async def agent(order: LendOrder, share: DeviceShare) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from elastic.config import EngineConfig
 from elastic.engine.base import DeviceShare, EngineKind, EngineSettings
+from elastic.system.imports import importing
 
 if TYPE_CHECKING:
     from elastic.engine.torch.engine import TorchEngine
@@ -38,7 +39,8 @@ class Torch(EngineKind):
         """Raises `ModelConfigError` for a `config.json` that is not a supported Qwen3 model."""
         if devices:
             raise ValueError("engine.kind: 'torch' is where engine.device says; on several devices: 'vllm'")
-        from elastic.engine.model.config import Qwen3Config
-        from elastic.engine.torch.engine import TorchEngine
+        with importing():
+            from elastic.engine.model.config import Qwen3Config
+            from elastic.engine.torch.engine import TorchEngine
 
         return TorchEngine(Qwen3Config.from_dict(model_config), config, share)
