@@ -6,5 +6,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
-# A script's own directory comes first on the path, where `providers.py` would hide the package of that name.
-sys.path[:] = [path for path in sys.path if Path(path).resolve() != HERE]
+# A script's own directory comes first on the path, where `providers.py` would hide the package of that name; and `tests`
+# are these, whatever else is installed.
+sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path).resolve() not in (HERE, ROOT))]
