@@ -69,11 +69,9 @@ def measure(quick: bool) -> Figures:
             directory = Path(name) / f"run-{number}"
             number += 1
             one = Disturbed(directory, aws, policy)
-            try:
+            with one.run:
                 one.go(rng, totals, min(LEASES_OF_A_RUN, leases - totals.leases), kills, orchestrators)
                 one.end()
-            finally:
-                one.run.discard()
             one.check(totals)
         return totals.figures(aws)
 

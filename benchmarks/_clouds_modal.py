@@ -16,7 +16,7 @@ from benchmarks._common import Figures
 from benchmarks._crashes import CrashingRun
 from benchmarks._runs import POLL_S, elastic
 from benchmarks._shapes import write_policy
-from benchmarks._waiting import comes
+from benchmarks._waiting import until
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.core.ids import tagged
 from elastic.protocol.run_secrets import RunSecrets
@@ -78,13 +78,12 @@ def _run(
 ) -> Figures:
     policy = write_policy(directory / "policy")
     settings = [*SETTINGS, f"model.checkpoint={policy}", f"providers.modal.lease_s={lease_s}"]
-    run = CrashingRun.of_example(directory / "runs", *settings, providers="modal")
     chance = random.Random(7)
     kills = [chance.choice(KILLS) for _ in range(container_kills)] + ["orchestrator"] * orchestrator_kills
     chance.shuffle(kills)
-    left, done, followed = deque(kills), 0, _Followed(run)
-    with contextlib.ExitStack() as undo:
-        undo.callback(run.discard)
+    left, done = deque(kills), 0
+    with CrashingRun.of_example(directory / "runs", *settings, providers="modal") as run:
+        followed = _Followed(run)
         run.until("the run has gone on", run.has_gone_on, TOKENS_TIMEOUT_S)
         secret = RunSecrets.of(run.run_dir).host_token(f"modal {PROVIDER}")
         name = f"{tagged(run.run_dir.name, secret)}/{PROVIDER}"
@@ -109,7 +108,7 @@ def _run(
         elastic("stop", str(run.run_dir))
         with contextlib.suppress(Exception):
             run.process.wait(GONE_TIMEOUT_S)
-    comes(lambda: not platform.running(), GONE_TIMEOUT_S)
+    until("the end of all containers", lambda: not platform.running(), GONE_TIMEOUT_S, must=False)
     orphans = platform.running()
     record = platform.record()
     ours = [one for one in record["containers"] if one["run"] == name]

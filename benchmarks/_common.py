@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Coroutine, Mapping
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import HERE, ROOT
+from benchmarks._processes import scratch_directory
 
 TRAINERS_PYTHON = ROOT / ".cache" / "trainers" / "bin" / "python"
 WITHOUT_PEFT = "peft is not installed in .cache/trainers: `make .cache/trainers/installed`"
@@ -50,7 +50,7 @@ def benchmark(
 ) -> Figures:
     """Run a benchmark by its command line: print the figures that `measure` comes to, and return them.
 
-    A coroutine goes on until SIGINT or SIGTERM ends it with all that it started, and logs faults alone.
+    Nothing that it starts outlives it. A coroutine logs faults alone.
     """
     began_s = time.monotonic()
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -59,8 +59,7 @@ def benchmark(
     for add in own:
         add(options)
     arguments = options.parse_args(namespace=Arguments())
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        arguments.scratch = Path(scratch).resolve()
+    with scratch_directory() as arguments.scratch:
         figures = measure(arguments)
         if isinstance(figures, Coroutine):
             from benchmarks._live import run_to_end

@@ -16,8 +16,8 @@ from typing import Literal, TypeAlias
 
 import psutil
 
-from benchmarks._runs import POLL_S, CommandRun, processes_of
-from benchmarks._waiting import comes
+from benchmarks._runs import CommandRun, processes_of
+from benchmarks._waiting import until
 from elastic.core.types import NS_PER_S
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.journal import AGENTS, JournalError, JournalReader, RunDirectory
@@ -108,9 +108,9 @@ class CrashingRun(CommandRun):
             victim = victims[0]
             if rng.random() >= WHILE_RESUMING or len(self.exec_ns) == 1:
                 self.until("a token, or the end", lambda: self.has_gone_on() or self.ended())
-            comes(self.ended, rng.uniform(0.0, WAIT_S), POLL_S)
+            until("its end", self.ended, rng.uniform(0.0, WAIT_S), must=False)
             if victim != "orchestrator":
-                comes(lambda victim=victim: self.ended() or self.processes(victim), END_TIMEOUT_S, POLL_S)
+                until(victim, lambda v=victim: self.ended() or self.processes(v), END_TIMEOUT_S, must=False)
             if self.ended():
                 return
             self.kill(victims.popleft())

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks._common import Figures
 from benchmarks._hosted import CONFIG, HostedSite, forks
 from benchmarks._http_load import request
-from benchmarks._waiting import Child
+from benchmarks._processes import Child
 from elastic.compose.relay import weights_relay
 from elastic.config import Config, validate
 from elastic.protocol.api import AccessRole, NewKey

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 import psutil
 
 from benchmarks import ROOT
-from benchmarks._waiting import comes
+from benchmarks._waiting import until
 from elastic.server.settings import ServerSettings
 from elastic.system.sqlite import open_sqlite
 
@@ -198,8 +198,7 @@ class HostedSite:
 
     def wait_up(self) -> None:
         """Until the API answers. Raises `TimeoutError`."""
-        if not comes(lambda: answers(self.port), UP_TIMEOUT_S):
-            raise TimeoutError(f"{self.url} is not up after {UP_TIMEOUT_S:g} s: {self.log('api').read_text()[-2000:]}")
+        until(f"an answer of {self.url}; see {self.log('api')}", lambda: answers(self.port), UP_TIMEOUT_S)
 
     def logged(self, part: Part) -> list[dict[str, Any]]:
         """What a part has logged as JSON."""

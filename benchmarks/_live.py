@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import structlog
 from pydantic import BaseModel
 
+from benchmarks._processes import end_soon
 from benchmarks._waiting import awaited
 from elastic.compose.execution import RunOutcome, execute
 from elastic.compose.plan import ChosenEnvironment, RunPlan
@@ -144,5 +145,5 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 async def _until_signal(work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.current_task()
     assert task is not None
-    act_on(TERMINATION, task.cancel)
+    act_on(TERMINATION, task.cancel, end_soon)
     return await work

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks._pools import LivePool, write_pool
-from benchmarks._runs import RunFailed, elastic
+from benchmarks._pools import LivePool, started_pool, write_pool
+from benchmarks._runs import elastic
 
 NETWORK = "10.78.3"
 TRAINING_SITE = f"{NETWORK}.1"
@@ -145,13 +145,9 @@ def machines_pool(directory: Path, policy: str, machines: int, train: int) -> It
         rollout={"kind": "joined", "memory_gb": 4.5},
         limits={"silence_s": SILENCE_S},
     )
-    with Machines(directory / "machines", machines) as those:
-        start = ["ip", "netns", "exec", those.training, *COMMAND, "pool", "start", str(file), "--json"]
-        out = subprocess.run(start, check=True, capture_output=True, text=True, timeout=300).stdout
-        pool = LivePool(Path(json.loads(out.splitlines()[-1])["directory"]))
-        try:
-            those.join(pool)
-            yield pool, those
-        finally:
-            with contextlib.suppress(RunFailed):
-                elastic("pool", "stop", str(pool.directory), "--now")
+    with (
+        Machines(directory / "machines", machines) as those,
+        started_pool(file, ("ip", "netns", "exec", those.training)) as pool,
+    ):
+        those.join(pool)
+        yield pool, those

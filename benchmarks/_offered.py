@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks._common import Figures
-from benchmarks._served import DoorsRun, client, step_on, under_way
+from benchmarks._served import DoorsRun, client, step_on
 from benchmarks._shapes import write_chat_policy
 from elastic.engine.model.stored import stored_tensors
 from elastic.runtime.journal import PullRow, RunDirectory
@@ -28,7 +28,7 @@ SETTINGS = ("engine.kv_blocks=64", "engine.max_context_tokens=256")
 def measured_update(directory: Path, memory: Path) -> Figures:
     """`memory` is a directory in memory, as relays of runs are."""
     base = write_chat_policy(directory / "large", "61m")
-    with under_way(directory, *SETTINGS, policy=base) as run:
+    with DoorsRun(directory, *SETTINGS, policy=base) as run:
         run.until("a turn", lambda: _answers(run), TIMEOUT_S)
         offered = [_written(run, number, base) for number in range(1, OFFERS + 1)]
         answered_s, pulled = list[float](), list[int]()

@@ -5,9 +5,11 @@ process, is missing.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeAlias, cast
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 from elastic.compose import scheduling
 from elastic.compose.checkpoints import discard_checkpoint
@@ -21,7 +23,7 @@ from elastic.environments.base import Environment
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.run_secrets import RunSecrets
-from elastic.protocol.tls import Certificate
+from elastic.protocol.tls import run_certificate
 from elastic.runtime.agents import AgentsWiring
 from elastic.runtime.journal import RunDirectory, SqliteJournal
 from elastic.runtime.orchestrator import Orchestrator, Wiring
@@ -94,23 +96,35 @@ class OwnWorkers:
         return ""
 
 
-def orchestrator(
+class OrchestratedRun(NamedTuple):
+    """A run, and where its journal is."""
+
+    orchestrator: Orchestrator
+    kept: RunDirectory
+    journal: SqliteJournal
+
+
+@contextlib.contextmanager
+def orchestrated(
     config: Config,
-    run: RunDirectory,
-    journal: SqliteJournal,
+    directory: Path,
     providers: Iterable[OwnWorkers],
-    make_environment: Callable[[], Environment],
-    certificate: Certificate | None = None,
-    relay: str = "",
+    make_environment: Callable[[], object],
     *,
+    encrypted: bool = False,
+    relay: str = "",
     decided: Decided = lambda event, commands: None,
     make_scheduler: Callable[..., Scheduler] = Scheduler,
-    agents: AgentsWiring | None = None,
-) -> Orchestrator:
-    """That of a run which has not begun; one of the `providers` is the trainer's. `decided` as of `Orchestrator`.
+    make_agents: Callable[[RunDirectory], AgentsWiring | None] = lambda kept: None,
+) -> Iterator[OrchestratedRun]:
+    """A run in this directory which has not begun, with a journal on the disk, until the block's end; over TLS if
+    `encrypted`. One of the `providers` is the trainer's. `decided` as of `Orchestrator`.
 
-    With `agents` these drive it, and not the environment.
+    `make_agents` says how agents drive it, if they do in place of the environment.
     """
+    directory.mkdir(exist_ok=True)
+    kept = RunDirectory(directory)
+    agents, environment = make_agents(kept), cast(Callable[[], Environment], make_environment)
 
     def make_providers(endpoint: Endpoint, _: object) -> Mapping[str, Provider]:
         for provider in providers:
@@ -121,7 +135,7 @@ def orchestrator(
     plan = run_plan(resolve(config, [], RUN))
     wiring = Wiring(
         make_providers=make_providers,
-        token_level={} if agents else {one.name: make_environment for one in config.mixture},
+        token_level={} if agents else {one.name: environment for one in config.mixture},
         welcome=wire.Welcome(
             session_key="",
             epoch=0,
@@ -133,11 +147,12 @@ def orchestrator(
             relay=relay,
             run=RUN,
         ),
-        secrets=RunSecrets.of(run.path),
-        kept=run,
-        discard=partial(discard_checkpoint, run.path),
-        certificate=certificate,
+        secrets=RunSecrets.of(directory),
+        kept=kept,
+        discard=partial(discard_checkpoint, directory),
+        certificate=run_certificate(directory, ["localhost"]) if encrypted else None,
         agents=agents,
     )
     scheduler = make_scheduler(plan, scheduling.limits(config), policies(config), 0)
-    return Orchestrator(config, scheduler, journal, wiring, decided=decided)
+    with contextlib.closing(kept.begin_journal(config.journal)) as journal:
+        yield OrchestratedRun(Orchestrator(config, scheduler, journal, wiring, decided=decided), kept, journal)

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from benchmarks._common import Figures
 from benchmarks._hosted import CONFIG, HostedSite
-from benchmarks._waiting import comes
+from benchmarks._waiting import until
 from elastic.protocol.api import NewWebhook, RunPhase
 from elastic.protocol.api_client import ApiError, Client, ClientError
 from elastic.server.store import Store, webhooks
@@ -60,8 +60,9 @@ def poisoned(site: HostedSite) -> Figures:
         time.sleep(AFTER_S)
         delays_s = other.stop()
         lost = other.untold()
-        went_on = comes(lambda: all(client.run(run).phase is RunPhase.FINISHED for run in ended), PATIENCE_S)
-        settled = comes(lambda: _poisons_tried(site), PATIENCE_S)
+        over = lambda: all(client.run(run).phase is RunPhase.FINISHED for run in ended)  # noqa: E731
+        went_on = until("the runs' ends", over, PATIENCE_S, must=False)
+        settled = until("all tries", lambda: _poisons_tried(site), PATIENCE_S, must=False)
         died = [not process.is_alive() for process in site.processes.values()]
     return {
         "webhooks": WEBHOOKS,
@@ -92,7 +93,7 @@ class _Other:
         self._over.set()
         for thread in self._threads:
             thread.join(PATIENCE_S)
-        comes(lambda: not self.untold(), PATIENCE_S)
+        until("all messages", lambda: not self.untold(), PATIENCE_S, must=False)
         arrived = [self._heard[one] - sent_s for one, sent_s in self._sent.items() if one in self._heard]
         return [*arrived, *self._checks_s]
 
@@ -119,7 +120,7 @@ def _ends_by_signal(site: HostedSite, client: Client, project: str) -> list[str]
     found = [client.submit(CONFIG, ["spot"], project=project).id for _ in range(ENDS)]
     for run, number in zip(found, itertools.count(signal.SIGRTMIN + 1), strict=False):
         begun = site.server_home / "runs" / run / "begun"
-        comes(lambda begun=begun: begun.exists() and begun.read_text().endswith("\n"), PATIENCE_S)
+        until("its process", lambda begun=begun: begun.exists() and begun.read_text().endswith("\n"), PATIENCE_S)
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(begun.read_text().split()[0]), number)
     return found

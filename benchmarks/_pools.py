@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks import ROOT
 from benchmarks._runs import RunFailed, elastic, sets
-from benchmarks._waiting import comes
+from benchmarks._waiting import until
 from elastic.compose.pool_config import POOL_CONFIG, load_pool
 from elastic.core.cluster import Cluster
 from elastic.core.cluster.commands import ClusterCommand
@@ -97,7 +97,7 @@ class LivePool:
             except ControlError:
                 if time.monotonic() > until_s:
                     raise
-                time.sleep(0.05)
+                time.sleep(0.01)
             else:
                 return {**msgspec.to_builtins(reply.status), "pid": reply.pid}
 
@@ -132,6 +132,11 @@ class LivePool:
         victim = rng.choice(found)
         victim.send_signal(signal.SIGKILL)
         return int(victim.pid)
+
+    def stop(self) -> None:
+        """At once, unless it is over."""
+        with contextlib.suppress(RunFailed):
+            elastic("pool", "stop", str(self.directory), "--now")
 
     def report(self) -> dict[str, Any]:
         return json.loads(elastic("report", str(self.directory), "--json").splitlines()[-1])
@@ -169,15 +174,15 @@ def live_pool(directory: Path, policy: str, rollout: int, train: int, limits: Ke
 
 
 @contextlib.contextmanager
-def started_pool(file: Path) -> Iterator[LivePool]:
-    """Starts the pool of this configuration, and stops it with everything it has."""
-    started = json.loads(elastic("pool", "start", str(file), "--json").splitlines()[-1])
+def started_pool(file: Path, within: Sequence[str] = ()) -> Iterator[LivePool]:
+    """Starts the pool of this configuration, by the command `within` if there is one, and stops it with everything it
+    has."""
+    started = json.loads(elastic("pool", "start", str(file), "--json", within=within).splitlines()[-1])
     pool = LivePool(Path(started["directory"]))
     try:
         yield pool
     finally:
-        with contextlib.suppress(RunFailed):
-            elastic("pool", "stop", str(pool.directory), "--now")
+        pool.stop()
 
 
 @contextlib.contextmanager
@@ -232,7 +237,7 @@ def moments(pool: LivePool) -> list[Moment]:
 def left_over(directory: Path, within_s: float = 10.0) -> int:
     """Processes that have to do with a directory once its pool has stopped; those that are ending get some time."""
     place = str(directory.resolve())
-    comes(lambda: not _of(place), within_s, 0.2)
+    until("their ends", lambda: not _of(place), within_s, 0.2, must=False)
     return len(_of(place))
 
 

@@ -10,7 +10,7 @@ from benchmarks._common import Figures
 from benchmarks._configurations import configuration
 from benchmarks._live import live_run, reserved, run_to_end
 from benchmarks._paced import FixedTask, TaskSettings
-from benchmarks._served import under_way
+from benchmarks._served import DoorsRun
 from benchmarks._shapes import write_chat_policy
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import RunDirectory, SampleRow
@@ -44,7 +44,7 @@ def measured_rates(place: Path) -> Figures:
 def _requests_rate(directory: Path) -> float:
     settings = [f"engine.{key}={value}" for key, value in ENGINE.items()]
     seen = SeenRequests()
-    with under_way(directory, *settings, workers=WORKERS) as run:
+    with DoorsRun(directory, *settings, workers=WORKERS) as run:
         asyncio.run(asked(run, EPISODES, seen, 0, at_once=AT_ONCE, tokens=TOKENS))
         run.until("its tokens", lambda: _counted(run.run_dir))
         if seen.failed:

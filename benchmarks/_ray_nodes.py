@@ -19,7 +19,7 @@ from benchmarks._live import Capacity, LiveRun, live_run, reserved
 from benchmarks._paced import LimitedSettings, LimitedTask
 from benchmarks._runs import processes_of
 from benchmarks._shapes import write_policy
-from benchmarks._waiting import comes
+from benchmarks._waiting import until
 from elastic.protocol.sockets import listening_socket
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
@@ -104,7 +104,7 @@ class RayNodes:
         ray: Any = importlib.import_module("ray")
         ray.init(self.cluster.address, log_to_driver=False, logging_level="ERROR")
         try:
-            comes(lambda: not _named(ray.util), GONE_TIMEOUT_S, 0.5)
+            until("their ends", lambda: not _named(ray.util), GONE_TIMEOUT_S, 0.5, must=False)
             return _named(ray.util)
         finally:
             ray.shutdown()

@@ -23,7 +23,7 @@ import psutil
 import uvloop
 
 from benchmarks import ROOT
-from benchmarks._waiting import Child
+from benchmarks._processes import Child, program
 from elastic.system.machine import raise_descriptor_limit
 from elastic.system.processes import inherited
 
@@ -95,29 +95,24 @@ async def litellm(tokens_per_s: float) -> AsyncIterator[LiteLLMProxy]:
         config.write_text(CONFIG.format(port=await asyncio.to_thread(stub.hear)))
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        program = [str(ENVIRONMENT / "bin" / "litellm"), "--config", str(config)]
+        command = [str(ENVIRONMENT / "bin" / "litellm"), "--config", str(config)]
         key = f"sk-{secrets.token_hex(32)}"
         alone = {"NO_PROXY": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
-        process = await asyncio.create_subprocess_exec(
-            *(*program, "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"),
+        with program(
+            [*command, "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"],
             env={**inherited(), **alone, "PATH": os.environ["PATH"]},
             cwd=directory,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        try:
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:
             await _up(process, port)
             yield LiteLLMProxy(port, key, psutil.Process(process.pid))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
 
 
-async def _up(process: asyncio.subprocess.Process, port: int) -> None:
+async def _up(process: "subprocess.Popen[bytes]", port: int) -> None:
     ends_s = time.monotonic() + UP_S
     while time.monotonic() < ends_s:
-        if process.returncode is not None:
+        if process.poll() is not None:
             raise ConnectionError(f"LiteLLM's proxy has ended with {process.returncode}")
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 POLL_S = 0.05
 TIMEOUT_S = 240.0
+ELASTIC = (sys.executable, "-m", "elastic.cli")
 EXAMPLE = ROOT / "examples" / "frozenlake.toml"
 
 
@@ -26,10 +27,11 @@ class RunFailed(Exception):
     pass
 
 
-def elastic(*arguments: str, timeout_s: float = 900) -> str:
-    """Run a command of `elastic` from the repository's root; its standard output."""
+def elastic(*arguments: str, timeout_s: float = 900, within: Sequence[str] = ()) -> str:
+    """Run a command of `elastic` from the repository's root, by the command `within` if there is one; its standard
+    output."""
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.cli", *arguments],
+        [*within, *ELASTIC, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -98,7 +100,7 @@ class CommandRun:
         with self.log.open("wb") as out:
             self.exec_ns.append(time.monotonic_ns())
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "elastic.cli", *arguments],
+                [*ELASTIC, *arguments],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -124,6 +126,12 @@ class CommandRun:
             return value
 
         return until(f"{what}; see {self.log}", found, timeout_s, POLL_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
 
     def discard(self) -> None:
         """End what is left of it, whatever happened."""

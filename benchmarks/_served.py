@@ -1,9 +1,8 @@
 """A run that others train, by `elastic serve-rollouts`, whose processes may be killed, and a trainer that offers it
 weights."""
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +66,6 @@ class DoorsRun(FrontedRun):
         with RunDirectory(self.run_dir).newest_journal() as journal:
             key = journal.meta()[PUBLISHER]
         return Puller(open_relay(str(self.run_dir / "weights")), Trust(self.run_dir.name, key)).pull(version, WAIT_S)
-
-
-@contextlib.contextmanager
-def under_way(directory: Path, *settings: str, **others: Any) -> Iterator[DoorsRun]:
-    """A run; whatever is left of it is ended afterwards."""
-    run = DoorsRun(directory, *settings, **others)
-    try:
-        yield run
-    finally:
-        run.discard()
 
 
 def write_version(run: DoorsRun, version: int, share: float = 1.0) -> Path:

@@ -14,14 +14,15 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel
 
 from benchmarks._configurations import configuration
-from benchmarks._orchestrated import OwnWorkers, orchestrator
+from benchmarks._orchestrated import OwnWorkers, orchestrated
+from benchmarks._processes import Child
 from benchmarks._stand_ins import (
     PATIENCE_S,
     TOKENS_PER_S,
@@ -32,15 +33,13 @@ from benchmarks._stand_ins import (
     StandInPace,
     stand_ins,
 )
-from benchmarks._waiting import Child
 from elastic.compose.plan import TRAINER_PROVIDER
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Chunks
-from elastic.environments.base import Environment, StepResult
-from elastic.protocol.tls import run_certificate
+from elastic.environments.base import StepResult
 from elastic.runtime.agents import AgentsWiring
 from elastic.runtime.journal import RunDirectory, SqliteJournal
 from elastic.runtime.orchestrator import Orchestrator
@@ -200,9 +199,9 @@ class StreamedRun:
     """A run under way, and where its journal is."""
 
     orchestrator: Orchestrator
-    fleet: StandInFleet
     kept: RunDirectory
     journal: SqliteJournal
+    fleet: StandInFleet
 
     @property
     def scheduler(self) -> Scheduler:
@@ -231,7 +230,7 @@ def streaming_config(workers: int, streams: int, *kinds: str, policy: Path | str
 
 
 @contextlib.asynccontextmanager
-async def live_run(
+async def streamed_run(
     config: Config,
     workers: int,
     fleet: StandInFleet,
@@ -240,37 +239,30 @@ async def live_run(
     make_environment: Callable[[], object] = PausingEnvironment,
     decided: Callable[[e.Event, Sequence[c.Command]], None] = lambda event, commands: None,
     make_scheduler: Callable[..., Scheduler] = Scheduler,
-    agents: Callable[[RunDirectory], AgentsWiring | None] = lambda kept: None,
+    make_agents: Callable[[RunDirectory], AgentsWiring | None] = lambda kept: None,
 ) -> AsyncIterator[StreamedRun]:
-    """A run from before its begin to its end, with a journal on the disk; over TLS if `encrypted`.
-
-    `agents` says how agents drive it, if they do.
-    """
+    """A run of these workers from before its begin to its end; what else is as of `orchestrated`."""
     raise_descriptor_limit()
     providers = [OwnWorkers(TRAINER_PROVIDER, 1, fleet.work), OwnWorkers("spot", workers - 1, fleet.work)]
-    with tempfile.TemporaryDirectory() as directory:
-        kept = RunDirectory(Path(directory))
-        journal = kept.begin_journal(config.journal)
-        certificate = run_certificate(kept.path, ["localhost"]) if encrypted else None
-        environment = cast(Callable[[], Environment], make_environment)
-        ours = orchestrator(
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        orchestrated(
             config,
-            kept,
-            journal,
+            Path(directory),
             providers,
-            environment,
-            certificate,
+            make_environment,
+            encrypted=encrypted,
             decided=decided,
             make_scheduler=make_scheduler,
-            agents=agents(kept),
-        )
-        run = asyncio.create_task(ours.run())
+            make_agents=make_agents,
+        ) as ours,
+    ):
+        run = asyncio.create_task(ours.orchestrator.run())
         try:
-            yield StreamedRun(ours, fleet, kept, journal)
+            yield StreamedRun(*ours, fleet)
         finally:
-            ours.stop("measured")
+            ours.orchestrator.stop("measured")
             await run
-            journal.close()
             fleet.close()
 
 

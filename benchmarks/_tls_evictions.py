@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks._common import Figures
 from benchmarks._crowds import ELSEWHERE, GATHERS_S, PATIENCE_S, asked_for, attackers, figures, log_here
 from benchmarks._hosted import forks
-from benchmarks._waiting import Child
+from benchmarks._processes import Child
 from elastic.protocol import tls, wire
 from elastic.protocol.endpoint import Address
 from elastic.runtime.gateway import Gateway

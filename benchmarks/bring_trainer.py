@@ -32,7 +32,7 @@ from benchmarks._common import Arguments, Figures, benchmark, option, skipped_wi
 from benchmarks._offered import measured_update
 from benchmarks._peers import PEERS, TIMEOUT_S, TOKENS, WITH_ADAPTERS, CallFailed, FrontSeen, PeerTurn, Play
 from benchmarks._rates import measured_rates
-from benchmarks._served import DoorsRun, under_way, write_adapter, write_version
+from benchmarks._served import DoorsRun, write_adapter, write_version
 from benchmarks._shapes import write_chat_policy
 from elastic.protocol.http_clients import sync_client
 from elastic.protocol.run_secrets import RunSecrets
@@ -68,7 +68,7 @@ def measured_adapters(directory: Path, *, quick: bool = False) -> Figures:
     if why := skipped_without_vllm() or ("--quick" if quick else ""):
         return {name: {"calls": 0, "passed": None, "skipped_because": why} for name in WITH_ADAPTERS}
     base = write_chat_policy(directory / "base", "smallest-for-vllm")
-    with under_way(directory, options=OPTIONS, kind="adapted", policy=base) as run:
+    with DoorsRun(directory, options=OPTIONS, kind="adapted", policy=base) as run:
         secrets = RunSecrets.of(run.run_dir)
         front = FrontSeen(run.url(), MODEL, secrets.control_key(), secrets.requests_key())
         run.until("a turn of the base", lambda: _answers(front), VLLM_START_S)
@@ -134,7 +134,7 @@ def main(arguments: Arguments) -> Figures:
         whole, adapters = Path(place) / "whole", Path(place) / "adapters"
         whole.mkdir()
         adapters.mkdir()
-        with under_way(whole, workers=WORKERS, options=OPTIONS) as run:
+        with DoorsRun(whole, workers=WORKERS, options=OPTIONS) as run:
             doors = measured_doors(run)
             churn = measured_churn(run, UPDATES * len(PEERS), requests)
         update = LEFT_OUT if arguments.quick else _updates(Path(place))
@@ -146,7 +146,7 @@ def main(arguments: Arguments) -> Figures:
 def _hours(hours: float) -> Figures:
     with (
         tempfile.TemporaryDirectory() as place,
-        under_way(Path(place), f"journal.forget_mb={FORGET_MB}", workers=WORKERS, options=OPTIONS) as run,
+        DoorsRun(Path(place), f"journal.forget_mb={FORGET_MB}", workers=WORKERS, options=OPTIONS) as run,
     ):
         return measured_hours(run, 0, hours)
 

@@ -216,8 +216,7 @@ def measure(names: Sequence[str], pace: PlayPace, directory: Path) -> Figures:
     """What came of each client's calls."""
     policy = write_scripted_policy(directory / MODEL)
     members = max(2, sum(CLIENTS[name].trajectories for name in names))
-    run = AgentsRun(directory, *RUN, f"rollout.group_size={members}", f"model.checkpoint={policy}")
-    try:
+    with AgentsRun(directory, *RUN, f"rollout.group_size={members}", f"model.checkpoint={policy}") as run:
         stage = ClientStage(run, policy)
         players: list[Player] = []
         for name in names:
@@ -231,8 +230,6 @@ def measure(names: Sequence[str], pace: PlayPace, directory: Path) -> Figures:
         for _ in range(members - sum(len(player.trajectories()) for player in players)):
             stage.end(stage.begin()["id"], cause="nobody plays it")
         run.wait()
-    finally:
-        run.discard()
     return dict(zip(names, checked(RunDirectory(run.run_dir), players, Tokenizer(policy)), strict=True))
 
 

@@ -26,7 +26,7 @@ from datetime import datetime
 from benchmarks._common import Arguments, Figures, benchmark, option
 from benchmarks._hosted import CONFIG, HostedSite, Part
 from benchmarks._poisons import poisoned
-from benchmarks._waiting import comes
+from benchmarks._waiting import until
 from elastic.protocol.api import HostedRun, RunPhase
 from elastic.protocol.api_client import ApiError, Client, ClientError
 from elastic.server.runner.loop import LOCK
@@ -148,7 +148,7 @@ def _wait_for_work(site: HostedSite, submitter: Submitter) -> None:
         accepted = len(submitter.acknowledged) > before or submitter.following >= RUNS_AT_ONCE
         return accepted and lock.exists() and lock.read_text() == pid
 
-    comes(at_work, END_TIMEOUT_S, 0.02)
+    until("work", at_work, END_TIMEOUT_S, 0.02, must=False)
 
 
 def _checked(site: HostedSite, submitter: Submitter, submitting: list[threading.Thread]) -> dict[str, int]:

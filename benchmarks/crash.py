@@ -71,21 +71,15 @@ def begin(directory: Path, steps: int, trainer: Sequence[str], *settings: str) -
 
 def crash(directory: Path, steps: int, victims: deque[Victim], rng: random.Random, trainer: Sequence[str]) -> Figures:
     """Disturb runs with these settings of their trainer until there are no more victims."""
-    calm = begin(directory, steps, trainer)
-    try:
+    with begin(directory, steps, trainer) as calm:
         calm.wait()
-    finally:
-        calm.discard()
     expected = trajectories(RunDirectory(calm.run_dir))
     totals, kills, resumed_s = Counter[str](), Counter[str](), list[float]()
     same = seen = 0
     for settings in itertools.cycle(VARIANTS):
-        run = begin(directory, steps, trainer, *settings)
-        try:
+        with begin(directory, steps, trainer, *settings) as run:
             run.disturb(rng, victims)
             totals["leftovers"] += len(run.leftovers())
-        finally:
-            run.discard()
         kept = RunDirectory(run.run_dir)
         kills += run.kills
         resumed_s += run.resumed_s()

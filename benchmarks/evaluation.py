@@ -62,25 +62,19 @@ def begin(directory: Path, *settings: str) -> CommandRun:
 
 def ended(run: CommandRun) -> Path:
     """The directory of a run once it has come to its end."""
-    try:
+    with run:
         run.until("its end", run.ended)
-    finally:
-        run.discard()
     return run.run_dir
 
 
 def killed(directory: Path) -> Path:
     """A run that is killed while its second evaluation is under way, and comes to its end in another process."""
-    run = begin(directory, *EVALUATED)
-    try:
+    with begin(directory, *EVALUATED) as run:
         run.until("the middle of an evaluation", lambda: _is_amid(run.run_dir, version=1))
         run.process.kill()
         run.process.wait()
         run.start("run", "--resume", str(run.run_dir))
-    except BaseException:
-        run.discard()
-        raise
-    return ended(run)
+        return ended(run)
 
 
 def _is_amid(run_dir: Path, version: int) -> bool:

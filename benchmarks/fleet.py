@@ -37,7 +37,7 @@ from benchmarks._streaming import (
     StandInFleet,
     StreamedRun,
     comes_to,
-    live_run,
+    streamed_run,
     streaming_config,
     used,
 )
@@ -87,7 +87,7 @@ class Trouble:
 async def _measure(workers: int, run_s: float, drift_s: tuple[float, float]) -> Figures:
     streams = workers * STREAMS_PER_WORKER
     fleet, trouble = StandInFleet(PROCESSES, STREAMS_PER_WORKER), Trouble()
-    async with live_run(
+    async with streamed_run(
         streaming_config(workers, streams),
         workers,
         fleet,

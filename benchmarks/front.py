@@ -57,6 +57,7 @@ from benchmarks._chatters import (
     chatters,
 )
 from benchmarks._common import Arguments, Figures, benchmark, option
+from benchmarks._processes import Child
 from benchmarks._relays import cpu_s, install, litellm, skipped_without_litellm
 from benchmarks._spoken import CHAT, ROUTES
 from benchmarks._stand_ins import Look, StandInPace, TellTimes, TurnTimes
@@ -65,12 +66,12 @@ from benchmarks._streaming import (
     STREAMS_PER_WORKER,
     StandInFleet,
     StreamedRun,
-    live_run,
     percentile_ms,
+    streamed_run,
     streaming_config,
     used,
 )
-from benchmarks._waiting import Child, awaited
+from benchmarks._waiting import awaited
 from elastic.compose.agents import agents_wiring
 from elastic.compose.plan import resolve
 from elastic.compose.processes import run_loop
@@ -187,7 +188,7 @@ async def fronted_run(
 
         fleet = StandInFleet(1, STREAMS_PER_WORKER, pace=pace)
         agents = ending.enter_context(Child(chatters))
-        async with live_run(config, workers, fleet, agents=wired) as run:
+        async with streamed_run(config, workers, fleet, make_agents=wired) as run:
             url = await asyncio.wait_for(served, START_S)
             at = Address.parse(url.removeprefix("http://").removesuffix("/v1"))
             key = RunSecrets.of(run.kept.path).driver_key("main")

@@ -28,9 +28,8 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
 def play(directory: Path, seed: int, *, quick: bool) -> Figures:
-    run, found = AgentsRun(directory, *RUN), Counter[str]()
-    figures: Figures = {"requests": 0, "operations": 0}
-    try:
+    found, figures = Counter[str](), Figures({"requests": 0, "operations": 0})
+    with AgentsRun(directory, *RUN) as run:
         url, key = run.url(), run.driver_key()
         known = _opened(run, url, key)
         for number in range(1 if quick else ROUNDS):
@@ -40,8 +39,6 @@ def play(directory: Path, seed: int, *, quick: bool) -> Figures:
             found += failures(report)
         figures["failures"] = len(found)
         figures["alive"] = _answers(url, key, known["id"][0])
-    finally:
-        run.discard()
     for failure, count in found.most_common():
         print(f"{count} x {failure}", file=sys.stderr)
     return figures

@@ -31,8 +31,9 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._crashes import CrashingRun
+from benchmarks._processes import program
 from benchmarks._runs import elastic, prepare
-from benchmarks._waiting import comes
+from benchmarks._waiting import until
 from elastic.report.texts import Reading, with_texts
 from elastic.report.tracking import LOGGERS, SampleBounds, StepSource, TrackedRow, TrackedRun, logger_named
 from elastic.runtime.journal import RunDirectory
@@ -95,21 +96,18 @@ def crash(directory: Path, loggers: Sequence[str], kills: int, steps: int, after
     rng = random.Random(SEED)
     to = json.dumps(list(loggers))
     settings = (f"run.steps={steps}", f"logging.to={to}", *SETTINGS)
-    run = TrackedCrashes.of_example(directory / "runs", *settings, seed=SEED)
     struck = 0
-    try:
+    with TrackedCrashes.of_example(directory / "runs", *settings, seed=SEED) as run:
         for number in range(kills):
             run.until("a token, or the end", lambda: run.has_gone_on() or run.ended())
             pause_s = rng.uniform(*WAIT_S)
-            comes(run.ended, pause_s)
+            until("its end", run.ended, pause_s, must=False)
             if run.ended():
                 break
             run.kill_either(KINDS[number % len(KINDS)])
             struck += 1
         run.wait()
         leftovers = run.leftovers()
-    finally:
-        run.discard()
     for _ in range(afterwards):
         struck += begun_and_killed(run.run_dir, loggers, rng.uniform(*WAIT_S))
     elastic("track", str(run.run_dir), "--to", ",".join(loggers))
@@ -133,11 +131,9 @@ def crash(directory: Path, loggers: Sequence[str], kills: int, steps: int, after
 def begun_and_killed(run_dir: Path, loggers: Sequence[str], pause_s: float) -> bool:
     """Whether `elastic track` was killed before its end."""
     command = [sys.executable, "-m", "elastic.cli", "track", str(run_dir), "--to", ",".join(loggers)]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(pause_s)
-    process.kill()
-    return process.wait() == -signal.SIGKILL
+    with program(command, ends_within_s=pause_s, stderr=subprocess.DEVNULL) as process:
+        pass
+    return process.returncode == -signal.SIGKILL
 
 
 def times(run_dir: Path, loggers: Sequence[str], directory: Path) -> Figures:

@@ -156,8 +156,7 @@ def wrong_adapter(directory: Path) -> Figures:
         "providers.reserved.max_workers=1",
     )
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent / "_keeps_adapters"), str(ROOT)])
-    run = CommandRun.of_example(directory / "runs", *settings, example=example)
-    try:
+    with CommandRun.of_example(directory / "runs", *settings, example=example) as run:
         run.until("its end", run.ended, RUN_TIMEOUT_S)
         found = json.loads(elastic("report", str(run.run_dir), "--json"))["mismatches"]
         if not found:
@@ -185,8 +184,6 @@ def wrong_adapter(directory: Path) -> Figures:
             "found_at_version": found[0]["version"],
             "serves": serves,
         }
-    finally:
-        run.discard()
 
 
 def _in(python: Path, what: str, directory: Path) -> Figures:

@@ -27,7 +27,7 @@ from benchmarks._streaming import (
     PausingEnvironment,
     StandInFleet,
     grows_to,
-    live_run,
+    streamed_run,
     streaming_config,
 )
 
@@ -81,7 +81,7 @@ async def _bytes(trajectories: int, filled: int) -> Figures:
     fleet = StandInFleet(1, credit, produces=False)
     thoughts = Thoughts()
     none_bytes = await _settled_bytes()
-    async with live_run(config, WORKERS, fleet, make_environment=lambda: ThinkingEnvironment(thoughts)) as run:
+    async with streamed_run(config, WORKERS, fleet, make_environment=lambda: ThinkingEnvironment(thoughts)) as run:
         workers, turns = run.scheduler.fleet.workers, run.scheduler.turns
         await grows_to("open trajectories", lambda: thoughts.thinking, trajectories)
         await grows_to("workers", lambda: sum(worker.connected for worker in workers.values()), WORKERS)

@@ -44,8 +44,8 @@ from benchmarks._configurations import configuration
 from benchmarks._episodes import EpisodePlayer, PlayedEpisode, episode
 from benchmarks._live import live_run
 from benchmarks._paced import FixedTask, TaskSettings
+from benchmarks._processes import Child
 from benchmarks._shapes import write_policy
-from benchmarks._waiting import Child
 from elastic.config import Config
 from elastic.core.types import WeightMode
 from elastic.environments.base import Environment, StepResult

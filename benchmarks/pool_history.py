@@ -14,7 +14,6 @@ import contextlib
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,9 @@ from typing import Any
 import msgspec
 
 from benchmarks._common import Arguments, Figures, benchmark
+from benchmarks._pools import LivePool
+from benchmarks._processes import program
+from benchmarks._runs import ELASTIC
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
 from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, PhasePlan
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
@@ -33,7 +35,6 @@ from elastic.pool.control_messages import PoolControl
 from elastic.pool.journal import JOURNAL, PoolJournal
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
-from elastic.protocol.run_control import ControlError
 from elastic.system.isolation import ItemAttempt
 from policies.clusters import CLUSTER_POLICIES
 
@@ -161,23 +162,11 @@ def live_through(config: PoolConfig, directory: Path, jobs: int) -> list[float]:
 @contextlib.contextmanager
 def process_of(directory: Path) -> Any:
     """A context: the pool's process; its value is how many seconds passed from exec to its first status."""
-    control, began_s = PoolControl(directory), time.monotonic()
-    command = [sys.executable, "-m", "elastic.cli", "pool-run", str(directory)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        while True:
-            try:
-                asyncio.run(control.status())
-                break
-            except ControlError:
-                if process.poll() is not None or time.monotonic() - began_s > UP_S:
-                    raise
-                time.sleep(0.01)
+    pool, began_s = LivePool(directory), time.monotonic()
+    with program([*ELASTIC, "pool-run", str(directory)], UP_S, stdout=subprocess.DEVNULL):
+        pool.status(UP_S)
         yield time.monotonic() - began_s
-    finally:
-        with contextlib.suppress(ControlError):
-            asyncio.run(control.stop(now=True))
-        process.wait(UP_S)
+        pool.stop()
 
 
 def main(arguments: Arguments) -> Figures:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from benchmarks import HERE, ROOT
 from benchmarks._agents import MODEL, AgentsRun, Sampling, played, trained, wrongly_trained
 from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._harness import HarnessSettings, MadeCall
+from benchmarks._processes import program
 from elastic.core.ids import parse_turn
 from elastic.runtime.journal import RunDirectory
 from tests.proof import trajectories
@@ -134,7 +135,7 @@ class Harnesses:
         names = [f"{time.monotonic_ns()}-{number}" for number in range(groups)]
         started: dict[str, subprocess.Popen[str]] = {}
         said = {client: self._directory / f"{client}.json" for client in self.clients}
-        try:
+        with ExitStack() as ending:
             for place, (client, python) in enumerate(self.clients.items()):
                 mine = HarnessSettings(
                     client=client.rstrip("23"),
@@ -147,11 +148,9 @@ class Harnesses:
                     **settings,
                 )
                 with said[client].open("w") as out:
-                    started[client] = subprocess.Popen(
-                        [python, str(HERE / "_harness.py"), json.dumps(asdict(mine))],
-                        stdout=out,
-                        stderr=subprocess.PIPE,
-                        text=True,
+                    command = [python, str(HERE / "_harness.py"), json.dumps(asdict(mine))]
+                    started[client] = ending.enter_context(
+                        program(command, stdout=out, stderr=subprocess.PIPE, text=True)
                     )
             yield list(started.values())
             for client, process in started.items():
@@ -161,10 +160,6 @@ class Harnesses:
                 made = [MadeCall(**call) for call in json.loads(said[client].read_text().splitlines()[-1])]
                 self.calls += made
                 self.by[client] += len(made)
-        finally:
-            for process in started.values():
-                process.kill()
-                process.communicate()
 
 
 def harnesses_over(processes: Sequence["subprocess.Popen[str]"]) -> bool:
@@ -200,8 +195,7 @@ def play(directory: Path, storm: Storm) -> Figures:
     clients, missing = installed_clients()
     groups = storm.groups + 1
     steps = -(-groups // 5)
-    run = AgentsRun(directory, f"run.steps={steps}", f"rollout.groups={groups // steps}", *RUN)
-    try:
+    with AgentsRun(directory, f"run.steps={steps}", f"rollout.groups={groups // steps}", *RUN) as run:
         with Cuttable(int(run.url().rpartition(":")[2])) as connections:
             harnesses = Harnesses(run, connections.url, clients, directory)
             with harnesses.playing(storm.groups, turns=storm.turns) as playing:
@@ -219,8 +213,6 @@ def play(directory: Path, storm: Storm) -> Figures:
                         inject(run, connections, "worker", rng)
         run.wait()
         leftovers = run.leftovers()
-    finally:
-        run.discard()
     return {
         **checked(RunDirectory(run.run_dir), harnesses.calls),
         "equal_after_delivery": sum(call.equal for call in harnesses.calls),

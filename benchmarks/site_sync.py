@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from benchmarks._common import PRINTED, Arguments, Figures, benchmark
+from benchmarks._processes import Child, program
 from benchmarks._throttle import LinkedPort
-from benchmarks._waiting import Child
 from elastic.pool.messages import SiteRelay, SiteServed
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.client import WeightsClient
@@ -101,15 +101,11 @@ def _relay(directory: Path) -> Iterator[SiteServed]:
     """A relay as a pool's node has one, on this machine."""
     directory.mkdir(parents=True)
     command = [sys.executable, "-P", "-m", "elastic.cli", "pool-site", str(directory), "--host", "127.0.0.1"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
+    with program(command, 20, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
         yield msgspec.json.decode(process.stdout.readline(), type=SiteServed)
-    finally:
         process.stdin.close()
-        process.wait(20)
-        process.stdout.close()
 
 
 def _publish(far: SiteServed) -> int:

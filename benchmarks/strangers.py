@@ -269,25 +269,21 @@ async def _measure(run: AttackedRun, attacks: Sequence[str], targets: Sequence[T
 async def measure(quick: bool, directory: Path) -> Figures:
     figures: Figures = {}
     at_once, least_s, crowds_s = (3, 1.0, QUICK_S) if quick else (1, 10.0, 10.0)
-    run = AttackedRun(directory)
-    try:
-        with crowds() as arms:
-            targets = await run.targets()
-            for begin in range(0, len(ATTACKS), at_once):
-                attacks = list(ATTACKS)[begin : begin + at_once]
-                rounds = [targets] if quick else [[target] for target in targets]
-                found = [await _measure(run, attacks, group, least_s) for group in rounds]
-                worst = {key: max(one[key] for one in found) for key in found[0]}
-                figures |= dict.fromkeys(attacks, worst)
-            doors = [OpenPort(one.port, ASKED, run.log) for one in targets if one.name != "orchestrator"]
-            for together in crowd_rounds(arms, quick):
-                measured = [
-                    asyncio.to_thread(arms[name].measured, crowds_s, doors if name == "redial_1500" else [])
-                    for name in together
-                ]
-                figures |= dict(zip(together, await asyncio.gather(*measured), strict=True))
-    finally:
-        run.discard()
+    with AttackedRun(directory) as run, crowds() as arms:
+        targets = await run.targets()
+        for begin in range(0, len(ATTACKS), at_once):
+            attacks = list(ATTACKS)[begin : begin + at_once]
+            rounds = [targets] if quick else [[target] for target in targets]
+            found = [await _measure(run, attacks, group, least_s) for group in rounds]
+            worst = {key: max(one[key] for one in found) for key in found[0]}
+            figures |= dict.fromkeys(attacks, worst)
+        doors = [OpenPort(one.port, ASKED, run.log) for one in targets if one.name != "orchestrator"]
+        for together in crowd_rounds(arms, quick):
+            measured = [
+                asyncio.to_thread(arms[name].measured, crowds_s, doors if name == "redial_1500" else [])
+                for name in together
+            ]
+            figures |= dict(zip(together, await asyncio.gather(*measured), strict=True))
     return figures
 
 

@@ -48,18 +48,18 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from benchmarks._common import Arguments, Figures, benchmark, multiple_of, option
+from benchmarks._processes import Child
 from benchmarks._stand_ins import TOKENS_PER_S, Look, Rest, Tell
 from benchmarks._streaming import (
     STREAMS_PER_WORKER,
     Acceptances,
     StandInFleet,
     comes_to,
-    live_run,
     percentile_ms,
+    streamed_run,
     streaming_config,
     used,
 )
-from benchmarks._waiting import Child
 from elastic.compose.processes import run_loop
 
 SIZES_QUICK, SIZES = (64, 1_000), (64, 1_000, 4_000, 16_384)
@@ -149,7 +149,7 @@ async def _orchestrate(results: Pipe, workers: int, streams: int, seconds: float
     fleet = StandInFleet(-(-streams // PROCESS_STREAMS), -(-streams // workers))
     frames_per_s = workers / config.scheduler.flush_interval_s
     acceptances = Acceptances(stride=max(1, round(frames_per_s / SAMPLED_FRAMES_PER_S)))
-    async with live_run(config, workers, fleet, encrypted=encrypted, decided=acceptances.note) as run:
+    async with streamed_run(config, workers, fleet, encrypted=encrypted, decided=acceptances.note) as run:
         started = await comes_to(run.streaming, STARTED_SHARE * streams, START_S)
         await asyncio.sleep(SETTLE_S)
         before = await fleet.ask(Look())

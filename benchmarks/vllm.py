@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 from benchmarks._common import Arguments, Figures, benchmark, option, skipped_without_vllm
 from benchmarks._configurations import KINDS, configuration
 from benchmarks._hosted import answers
+from benchmarks._processes import program
 from benchmarks._shapes import write_policy
 from benchmarks._waiting import until
 
@@ -368,15 +369,10 @@ def _server(policy: Path) -> Iterator[str]:
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [part for key, value in arguments.items() for part in (f"--{key}", str(value))]
-    server = subprocess.Popen(command, env=environment, stdout=2)
-    try:
+    with program(command, 30, env=environment, stdout=2) as server:
         _await_port(port, server)
         yield f"http://127.0.0.1:{port}"
-    finally:
         server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(30)
-        server.kill()
 
 
 def _await_port(port: int, server: "subprocess.Popen[bytes]") -> None:

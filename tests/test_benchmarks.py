@@ -1,11 +1,17 @@
 """The benchmarks are run in one way, and their tables have what they name."""
 
+import os
 import re
+import select
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks import HERE, _configurations
+from benchmarks import HERE, ROOT, _configurations
 from benchmarks._common import flattened
 from benchmarks._configurations import KINDS, configuration
 from benchmarks._shapes import SHAPES
@@ -39,3 +45,32 @@ def test_every_shape_is_one() -> None:
 
 def test_figures_within_figures_have_dots() -> None:
     assert flattened({"a": 1, "b": {"c": {"d": 2}, "e": []}}) == [("a", 1), ("b.c.d", 2), ("b.e", [])]
+
+
+BENCHMARK = """
+import subprocess, time
+from benchmarks._processes import Child, scratch_directory
+
+if __name__ == "__main__":
+    with scratch_directory() as scratch:
+        program = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        child = Child(lambda pipe: time.sleep(600))
+        print(program.pid, child._process.pid, scratch, flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_a_benchmark_that_is_ended(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", BENCHMARK], cwd=ROOT, stdout=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        *pids, scratch = benchmark.stdout.readline().split()
+        started = [os.pidfd_open(int(pid)) for pid in pids]
+        benchmark.send_signal(number)
+        for descriptor in started:
+            assert select.select([descriptor], [], [], 60)[0]
+            os.close(descriptor)
+    ended_s = time.monotonic() + 60
+    while Path(scratch).exists():
+        assert time.monotonic() < ended_s
+        time.sleep(0.01)

@@ -12,11 +12,12 @@ import httpx
 import pytest
 
 from benchmarks import _agents
+from benchmarks._agents import AgentsRun
 from elastic.core.ids import parse_agent_id, turn_of
 from elastic.core.types import TrajectoryId
 from elastic.front.rendering.tokenizer import Tokenizer
 from tests.front.fronted import Served, fronted, says
-from tests.front.live import agents_run, bearer
+from tests.front.live import bearer
 
 GROUP_SIZE = 32
 CONTEXT_TOKENS = 2048
@@ -119,7 +120,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
         "providers.reserved.max_workers=0",
         "rollout.max_turns=40",
     )
-    with agents_run(tmp_path_factory.mktemp("live"), *settings) as under_way:
+    with AgentsRun(tmp_path_factory.mktemp("live"), *settings) as under_way:
         yield LiveRun(under_way)
 
 
@@ -128,7 +129,7 @@ def killable(tmp_path: Path) -> Iterator[LiveRun]:
     """A run with a worker that can be killed, and the trainer's device while there is no other."""
     settings = ("run.steps=1", "rollout.groups=1", "rollout.group_size=2", "front.tool_parser=hermes")
     seeding = ("seeding.policy=fixed", "seeding.window_s=0")
-    with agents_run(tmp_path, *settings, *seeding) as under_way:
+    with AgentsRun(tmp_path, *settings, *seeding) as under_way:
         yield LiveRun(under_way)
 
 

@@ -25,8 +25,8 @@ WITHIN_NATS = 0.02
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
-    with _served.under_way(tmp_path, "run.orchestrator_timeout_s=120") as under_way:
-        yield under_way
+    with _served.DoorsRun(tmp_path, "run.orchestrator_timeout_s=120") as run:
+        yield run
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._agents import AgentsRun
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
-from tests.front.live import agents_run
 
 pytestmark = pytest.mark.environments
 
@@ -54,7 +54,7 @@ def test_a_run_with_tools_ends_with_metrics_of_each_step(tmp_path: Path) -> None
         'environment.settings.rewards=["mine.py:length", "mine.py:digits", "mine.py:judged"]',
         "front.chats_max=64",
     )
-    with agents_run(tmp_path, *settings) as run:
+    with AgentsRun(tmp_path, *settings) as run:
         run.wait()
         assert run.leftovers() == []
         summary = summarise(RunDirectory(run.run_dir))

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks._agents import AgentsRun
 from elastic.core import events as e
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.agents import notes
 from elastic.runtime.journal import RunDirectory
 from tests import proof
-from tests.front.live import agents_run
 
 pytestmark = pytest.mark.environments
 
@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
         *("environment.name=agent", "environment.processes=2", "environment.settings.rollout=mine.py:play"),
         *("environment.settings.client=none", "environment.settings.concurrency=4", "environment.max_restarts=50"),
     )
-    with agents_run(tmp_path, *settings) as under_way:
+    with AgentsRun(tmp_path, *settings) as under_way:
         yield under_way
 
 

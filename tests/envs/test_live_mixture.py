@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks._agents import AgentsRun
 from elastic.runtime.journal import GroupRow, RunDirectory, StepRow
 from tests import proof
 from tests.envs.test_live_env_workers import FUNCTION
-from tests.front.live import agents_run
 
 pytestmark = pytest.mark.environments
 
@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"Row {n}", "n": n}) + "\n" for n in range(ROWS)))
     settings = (f"run.steps={STEPS}", f"rollout.groups={GROUPS}", f"rollout.group_size={SIZE}")
-    with agents_run(tmp_path, *settings, environments=ENVIRONMENTS.format(rows=rows)) as under_way:
+    with AgentsRun(tmp_path, *settings, environments=ENVIRONMENTS.format(rows=rows)) as under_way:
         yield under_way
 
 

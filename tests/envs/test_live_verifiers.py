@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks._agents import AgentsRun
 from elastic.protocol.sampled import Sampled, SampledBranch, ids_of
 from elastic.runtime.journal import RunDirectory
 from tests import proof
 from tests.envs.test_kinds import python_of
-from tests.front.live import agents_run
 
 pytestmark = pytest.mark.environments
 
@@ -75,7 +75,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         *("environment.name=verifiers", f'environment.python="{python}"', "environment.settings.id=twice_sums"),
         f"environment.settings.config={{ agent = {agent} }}",
     )
-    with agents_run(tmp_path, *settings) as under_way:
+    with AgentsRun(tmp_path, *settings) as under_way:
         yield under_way
 
 

@@ -3,26 +3,13 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks._agents import AgentsRun
-
 REPEAT_S = 0.1
 BUSY = (429, 503)
-
-
-@contextlib.contextmanager
-def agents_run(directory: Path, *settings: str, **others: Any) -> Iterator[AgentsRun]:
-    """A run under way; whatever is left of it is ended afterwards."""
-    run = AgentsRun(directory, *settings, **others)
-    try:
-        yield run
-    finally:
-        run.discard()
 
 
 class Answer(NamedTuple):

@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from benchmarks import _agents
+from benchmarks._agents import AgentsRun
 from elastic.runtime.journal import RunDirectory
 from tests import proof
-from tests.front.live import Agent, Answer, agents_run
+from tests.front.live import Agent, Answer
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +36,7 @@ WAIT_S = 120
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
     """A run of one step with one group of two, a dedicated worker, and the trainer's device while there is no other."""
-    with agents_run(tmp_path, *SETTINGS) as under_way:
+    with AgentsRun(tmp_path, *SETTINGS) as under_way:
         yield under_way
 
 
@@ -146,7 +147,7 @@ async def test_the_trainers_process_is_killed(run: Any, victim: str) -> None:
 
 @pytest.mark.nightly
 async def test_a_supervised_run_goes_on_by_itself(tmp_path: Path) -> None:
-    with agents_run(tmp_path, *SETTINGS, options=["--supervise"]) as run:
+    with AgentsRun(tmp_path, *SETTINGS, options=["--supervise"]) as run:
 
         def kill_processes() -> None:
             run.kill_processes("orchestrator", [child.pid for child in psutil.Process(run.process.pid).children()])

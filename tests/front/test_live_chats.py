@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks._agents import AgentsRun
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.runtime.agents import CHATS_NOTE
 from elastic.runtime.journal import RunDirectory, TurnRow
 from tests.front.exposed import Exposed, exposed
-from tests.front.live import agents_run, bearer
+from tests.front.live import bearer
 from tests.front.test_live_agents import SETTINGS, WAIT_S, ended, playing, proven
 
 pytestmark = [pytest.mark.nightly, pytest.mark.alone]
@@ -24,7 +25,7 @@ CHAT = {"messages": [{"role": "user", "content": "Go on."}], "stream": True, "ig
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
-    with agents_run(tmp_path, *SETTINGS, "providers.reserved.max_workers=2") as under_way:
+    with AgentsRun(tmp_path, *SETTINGS, "providers.reserved.max_workers=2") as under_way:
         yield under_way
 
 

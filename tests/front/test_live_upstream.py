@@ -14,9 +14,10 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks._agents import AgentsRun
 from elastic.report import as_markdown, summarise
 from elastic.runtime.journal import RunDirectory
-from tests.front.live import Agent, agents_run, bearer
+from tests.front.live import Agent, bearer
 from tests.front.upstream_server import Exchange, upstream_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -53,7 +54,7 @@ async def test_two_policies_and_a_judge_elsewhere(tmp_path: Path, monkeypatch: p
         await exchange.answer(200, json.dumps(JUDGED).encode())
 
     async with upstream_server(answers) as server:
-        with agents_run(tmp_path, *settings(server.url)) as run:
+        with AgentsRun(tmp_path, *settings(server.url)) as run:
             url = await asyncio.to_thread(run.url)
             async with httpx.AsyncClient(base_url=url, timeout=WAIT_S, trust_env=False) as client:
                 solvers = [await Agent.begin(client, run.driver_key(), "one", model="solver") for _ in range(2)]

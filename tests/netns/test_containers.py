@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks._agents import AgentsRun
 from elastic.environments.container import FOLDER
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
 from elastic.system.last_words import RUN_KEY
-from tests.front.live import agents_run
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
 
@@ -80,7 +80,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         *("environment.max_restarts=20", "environment.settings.concurrency=2", 'run.pass_env=["FRONT_PORT"]'),
     )
     existed = Path(FOLDER).exists()
-    with agents_run(tmp_path, *settings) as under_way:
+    with AgentsRun(tmp_path, *settings) as under_way:
         yield under_way
     if not existed:
         shutil.rmtree(FOLDER, ignore_errors=True)

@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from benchmarks import ROOT
 from benchmarks._configurations import configuration
 from benchmarks._live import replay
-from benchmarks._orchestrated import RUN, OwnWorkers, orchestrator
+from benchmarks._orchestrated import RUN, OwnWorkers, orchestrated
 from elastic.compose.plan import TRAINER_PROVIDER
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Account, Capabilities
-from elastic.environments.base import Environment, StepResult
+from elastic.environments.base import StepResult
 from elastic.protocol import wire
 from elastic.protocol.connection import ConnectionLost
 from elastic.report.history import history_of
@@ -221,23 +221,17 @@ async def play(frames: int, seed: int) -> PlayedRun:
         live, fleet = list(run.scheduler.turns.live), list(run.scheduler.fleet.workers)
         return [*live[:4], *fleet[:2], "trainer-1", "0/0"]
 
-    def environment() -> Environment:
-        return cast(Environment, PacedEnvironment(told, numbers))
-
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        kept = RunDirectory(directory / RUN)
-        kept.path.mkdir()
-        honest = Honest(CONFIG, kept.path)
+        honest = Honest(CONFIG, directory / RUN)
         providers = [
             OwnWorkers(TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
             OwnWorkers("spot", HONEST, honest.work),
             *([OwnWorkers(BYZANTINE, SESSIONS, ByzantineWorkers(told, Random(seed), names).work)] if frames else []),
         ]
-        journal = kept.begin_journal(CONFIG.journal)
-        run = orchestrator(CONFIG, kept, journal, providers, environment, relay=str(directory / "relay"))
-        failed = await run.run()
-        journal.close()
+        environment, relay = partial(PacedEnvironment, told, numbers), str(directory / "relay")
+        with orchestrated(CONFIG, directory / RUN, providers, environment, relay=relay) as (run, kept, _):
+            failed = await run.run()
         played = PlayedRun(
             failed, told.of_kind, sum(refused.count for refused in run._door.refusals() if refused.worker)
         )
@@ -270,19 +264,15 @@ async def play_beside(arm: str, steps: int, token_s: float) -> RunBeside:
     config = configuration("all-capacity", "lied-to", "lied-to-by-one", policy=".", run={"steps": steps})
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        kept = RunDirectory(directory / RUN)
-        kept.path.mkdir()
-        honest = Honest(config, kept.path, BESIDE_CREDIT, token_s)
+        honest = Honest(config, directory / RUN, BESIDE_CREDIT, token_s)
         providers = [
             OwnWorkers(TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
             OwnWorkers("spot", 1, honest.work),
             *([OwnWorkers(BYZANTINE, 1, partial(_lone_byzantine, arm), loses_barred=True)] if arm else []),
         ]
-        journal = kept.begin_journal(config.journal)
-        environment = cast(Callable[[], Environment], partial(ModelEnvironment, NoSettings()))
-        run = orchestrator(config, kept, journal, providers, environment, relay=str(directory / "relay"))
-        failed = await run.run()
-        journal.close()
+        environment, relay = partial(ModelEnvironment, NoSettings()), str(directory / "relay")
+        with orchestrated(config, directory / RUN, providers, environment, relay=relay) as (run, kept, _):
+            failed = await run.run()
         turns, fenced = 0, set[str]()
         for _, _, commands in replay(config, kept.path, run.scheduler):
             for command in commands:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 def test_four_steps_while_workers_are_killed(tmp_path: Path) -> None:
     model, out, log = tmp_path / "tiny", tmp_path / "out", tmp_path / "trainer.log"
-    with _served.under_way(tmp_path, workers=2, options=("--model-name", str(model))) as run:
+    with _served.DoorsRun(tmp_path, workers=2, options=("--model-name", str(model))) as run:
         command = [sys.executable, str(PROGRAM), str(model), run.url(), str(run.root), str(out), str(STEPS)]
         environment = {**os.environ, KEY_VARIABLE: run.control_key(), "HF_HUB_OFFLINE": "1"}
         with log.open("wb") as output, _served.client(run) as client:

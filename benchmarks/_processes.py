@@ -1,0 +1,152 @@
+"""Processes that a benchmark starts, none of which outlives it, however it ends.
+
+Whatever these start in turn has the benchmark's scratch directory for its temporary files, and is known by that.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks import ROOT
+from elastic.system.processes import END_S, end_with_parent, pids
+from elastic.system.signals import handled
+
+SCRATCH = "TMPDIR"
+"""The variable that every process of a run, a pool or a server inherits."""
+ANSWER_S = 240.0
+POLL_S = 0.05
+UNWIND_S = 30
+"""From a signal that ends a benchmark, until it is killed."""
+
+
+@contextlib.contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """An empty directory, which is gone after the block, as are all processes that were started in it.
+
+    SIGTERM ends the block. Where this process is killed, a keeper does the rest.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="bench-")).resolve()
+    # As any directory for temporary files: some processes are other users'.
+    directory.chmod(0o1777)
+    keeper = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(os.getpid()), str(directory)],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.environ[SCRATCH] = str(directory)
+    try:
+        with handled((signal.SIGTERM,), lambda number, _: end_soon() or sys.exit(128 + number)):
+            yield directory
+    finally:
+        _end_in(directory)
+        keeper.kill()
+        keeper.wait()
+
+
+def end_soon() -> None:
+    """Have the keeper do what is not done in time, once a signal has come that ends this process."""
+    signal.alarm(UNWIND_S)
+
+
+def _end_in(directory: Path) -> None:
+    """SIGKILL whatever was started with this directory for its temporary files, and remove it."""
+    mark = f"{SCRATCH}={directory}".encode()
+    ends_s = time.monotonic() + END_S
+    while (left := [pid for pid in pids() if _carries(pid, mark)]) and time.monotonic() < ends_s:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _carries(pid: int, mark: bytes) -> bool:
+    """Whether it is started in this directory or in one below it, as by a benchmark that another one has started."""
+    with contextlib.suppress(OSError):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return any(variable == mark or variable.startswith(mark + b"/") for variable in variables)
+    return False
+
+
+@contextlib.contextmanager
+def program(command: Sequence[str], ends_within_s: float = 0.0, **options: Any) -> Iterator["subprocess.Popen[Any]"]:
+    """A program that runs beside the block, in the repository's root unless `options` of `subprocess.Popen` say
+    otherwise. It is killed after the block, unless it ends by itself within `ends_within_s`."""
+    with subprocess.Popen(command, **{"cwd": ROOT, "stdin": subprocess.DEVNULL, **options}) as process:
+        try:
+            yield process
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ends_within_s)
+        finally:
+            process.kill()
+
+
+class Child:
+    """A process that runs `work` with its end of a pipe and these arguments. It is killed at the end of the context,
+    unless it ends by itself within `ends_within_s`."""
+
+    def __init__(
+        self,
+        work: Callable[..., object],
+        *arguments: object,
+        context: Any = multiprocessing,
+        daemon: bool = True,
+        ends_within_s: float = 0.0,
+    ) -> None:
+        self.pipe, far = context.Pipe()
+        self._process = context.Process(target=_work, args=(work, far, *arguments), daemon=daemon)
+        self._ends_within_s = ends_within_s
+        self._process.start()
+        far.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._process.join(self._ends_within_s)
+        self.close()
+
+    def hear(self, within_s: float = ANSWER_S) -> Any:
+        """What it says next. Raises it where it is an exception, and `TimeoutError`."""
+        if not self.pipe.poll(within_s):
+            raise TimeoutError(f"a process said nothing for {within_s:g} s")
+        said = self.pipe.recv()
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    async def ask(self, question: object, within_s: float = ANSWER_S) -> Any:
+        self.pipe.send(question)
+        return await asyncio.to_thread(self.hear, within_s)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+
+def _work(work: Callable[..., object], *arguments: object) -> None:
+    end_with_parent()
+    # It may have been gone before.
+    if (parent := multiprocessing.parent_process()) is not None and parent.is_alive():
+        work(*arguments)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
+    _end_in(Path(sys.argv[2]))
