@@ -49,25 +49,31 @@ def why_not() -> str:
 
 
 class RayNodes:
-    """A head, on which nothing runs, and nodes with room for one worker each. With a place for its `storage` the head
-    can be restarted, and looks for lost nodes more often than by default."""
+    """A head, on which nothing runs, and so many nodes, to which more may be added, with room for one worker each. With
+    a place for its `storage` the head can be restarted, and looks for lost nodes more often than by default."""
 
-    def __init__(self, storage: Path | None = None) -> None:
+    def __init__(self, count: int, storage: Path | None = None) -> None:
         if storage is not None:
             os.environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(storage), **QUICK_TO_MISS}
         cluster_utils: Any = importlib.import_module("ray.cluster_utils")
         with listening_socket("127.0.0.1", 0) as one, listening_socket("127.0.0.1", 0) as other:
             port, gcs_port = one.getsockname()[1], other.getsockname()[1]
-        head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": port, "gcs_server_port": gcs_port}
-        self.cluster = cluster_utils.Cluster(
-            initialize_head=True, shutdown_at_exit=False, head_node_args={**head, "object_store_memory": STORE_BYTES}
-        )
+        head = {
+            "num_cpus": 0,
+            "include_dashboard": False,
+            "include_log_monitor": False,
+            "no_monitor": True,
+            "object_store_memory": STORE_BYTES,
+            "ray_client_server_port": port,
+            "gcs_server_port": gcs_port,
+        }
+        self.cluster = cluster_utils.Cluster(initialize_head=True, shutdown_at_exit=False, head_node_args=head)
         self.address = f"ray://127.0.0.1:{port}"
-        for _ in range(NODES):
-            self.add()
+        self.add(count)
 
-    def add(self) -> None:
-        self.cluster.add_node(wait=False, num_cpus=1, resources={"place": 1}, object_store_memory=STORE_BYTES)
+    def add(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.cluster.add_node(wait=False, num_cpus=1, resources={"place": 1}, object_store_memory=STORE_BYTES)
 
     def with_worker(self, run: str) -> list[Any]:
         """Nodes that have a worker of this run."""
@@ -116,8 +122,8 @@ def _named(util: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def ray_nodes(storage: Path | None = None) -> Iterator[RayNodes]:
-    nodes = RayNodes(storage)
+def ray_nodes(count: int, storage: Path | None = None) -> Iterator[RayNodes]:
+    nodes = RayNodes(count, storage)
     try:
         yield nodes
     finally:
@@ -128,7 +134,7 @@ async def kill_nodes(directory: Path, kills: int, until_s: float) -> Figures:
     """As many kills, if there is time for them until `until_s` (monotonic)."""
     policy = write_policy(directory / "ray-policy")
     run_dir = directory / f"ray-{time.time_ns()}"
-    with ray_nodes() as nodes:
+    with ray_nodes(NODES) as nodes:
         config = endless(policy=policy, turns=TURNS, weights={"relay": nodes.address, "pull_timeout_s": 60})
         given = {"address": nodes.address, "max_workers": WORKERS, "num_gpus": 0, "resources": {"place": 1.0}}
         providers: dict[str, Capacity] = {

@@ -277,8 +277,8 @@ def plain(directory: Path, jobs: Jobs, providers: str, settings: Sequence[str]) 
     return ArmSeen(max(walls), usd, None, None, told, runs, cpu=cpu, held=held, paced=paced)
 
 
-def episodes(arm: ArmSeen) -> dict[tuple[str, str], TrajectoryRow]:
-    return {(name, key): row for name, run in arm.runs.items() for key, row in trajectories(RunDirectory(run)).items()}
+def episodes(runs: Mapping[str, Path]) -> dict[tuple[str, str], TrajectoryRow]:
+    return {(name, key): row for name, run in runs.items() for key, row in trajectories(RunDirectory(run)).items()}
 
 
 def seeded(directory: Path, jobs: Jobs, kills: int, *, quick: bool) -> dict[str, ArmSeen]:
@@ -346,9 +346,9 @@ def main(arguments: Arguments) -> Figures:
             lived = [seeded(directory, Jobs(names, steps, seed, policy), kills, quick=quick) for seed in seeds]
         same = total = lost = twice = imbalance = 0
         for arms in lived:
-            expected = episodes(arms["apart_strict"])
+            expected = episodes(arms["apart_strict"].runs)
             for arm in arms.values():
-                found = episodes(arm)
+                found = episodes(arm.runs)
                 same += sum(same_episode(row, found.get(key)) for key, row in expected.items())
                 total += len(expected.keys() | found.keys())
                 for run in arm.runs.values():

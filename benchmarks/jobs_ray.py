@@ -2,9 +2,9 @@
 
 Three Ray nodes have room for one of the pool's two rollout nodes each, so that there is one to spare. Once both jobs
 run, the head (its GCS, whose state is on disk, and its client server) is killed and started again; then a Ray node that
-has a rollout node is killed with all its processes, and a new one is added. The jobs are those of `jobs_live.py`:
-FrozenLake, paced. `identical_share` of all trajectories are the same, token for token, as of each job alone on nodes
-of its own on this machine, and `weights_identical_share` of the jobs have the same last weights, bit for bit.
+has a rollout node is killed with all its processes, and a new one is added for the next round. The jobs are those of
+`jobs_live.py`: FrozenLake, paced. `identical_share` of all trajectories are the same, token for token, as of each job's
+run alone on this machine, unpaced, and `weights_identical_share` of the jobs have the same last weights, bit for bit.
 
 With `--quick` two small jobs, one restart and one kill. `replaced_s`: from each kill until the pool has all its nodes
 again. Needs the environment of `make test-ray`.
@@ -13,25 +13,25 @@ again. Needs the environment of `make test-ray`.
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks._common import Arguments, Figures, benchmark
-from benchmarks._pools import JOBS, LivePool, left_over, live_pool, started_pool, write_pool
-from benchmarks._ray_nodes import RayNodes, ray_nodes, why_not
-from benchmarks._runs import elastic
+from benchmarks._pools import JOBS, LivePool, left_over, started_pool, write_pool
+from benchmarks._ray_nodes import NODES, RayNodes, ray_nodes, why_not
+from benchmarks._runs import elastic, sets
 from benchmarks._shapes import write_policy
 from benchmarks.jobs_live import (
     ARM_WITHIN_S,
     FULL_STEPS,
     QUICK_NAMES,
+    RESERVED,
     ROLLOUT_NODES,
     TRAIN_NODES,
     ArmSeen,
     Jobs,
-    carried_out,
     episodes,
     seen,
 )
@@ -44,11 +44,17 @@ QUICK_STEPS = 4
 SILENCE_S = 5.0
 MEMORY_GB = 4.5
 NODES_WITHIN_S = 240.0
+UNPACED = (
+    "engine.pacing={prefill_tokens_per_s=1e9, decode_step_s={1=1e-6}}",
+    "trainer.pacing={train_tokens_per_s=1e9}",
+)
 
 
-def on_ray(directory: Path, jobs: Jobs, rounds: int, nodes: RayNodes) -> tuple[ArmSeen, list[float]]:
+def on_ray(
+    directory: Path, jobs: Jobs, rounds: int, nodes: RayNodes, adding: Future[None]
+) -> tuple[ArmSeen, list[float]]:
     """All jobs on a pool of the cluster, whose head, and then a node of which, is killed in each round; also how long
-    each lost node was missed."""
+    each lost node was missed. The pool and its jobs may come before the cluster's nodes."""
     files = str(directory / "nodes")
     ray = {"address": nodes.address, "directory": files, "poll_s": 0.5, "resources.place": 1.0}
     file = write_pool(
@@ -60,26 +66,32 @@ def on_ray(directory: Path, jobs: Jobs, rounds: int, nodes: RayNodes) -> tuple[A
     )
     replaced_s, rng = list[float](), random.Random(jobs.seed)
     with started_pool(file) as pool:
-        up = await_nodes(pool, frozenset())
         began_s = time.monotonic()
         submitted = jobs.submit(pool, jobs.names, directory / "runs")
+        adding.result()
+        up = await_nodes(pool, frozenset())
         pool.until("all jobs", lambda now: all(j["state"] == "running" or j["over"] for j in now["jobs"]), ARM_WITHIN_S)
         while len(replaced_s) < rounds and not all(job["over"] for job in pool.jobs()):
             nodes.restart_head()
             nodes.kill(rng.choice(nodes.with_words(files)))
             killed_s = time.monotonic()
-            nodes.add()
+            if len(replaced_s) + 1 < rounds:
+                nodes.add()
             up = await_nodes(pool, up)
             replaced_s.append(time.monotonic() - killed_s)
         pool.wait_over(jobs.names, ARM_WITHIN_S)
         return seen(pool, submitted, time.monotonic() - began_s, len(replaced_s)), replaced_s
 
 
-def each_alone(directory: Path, jobs: Jobs) -> ArmSeen:
-    """Each job on nodes of its own, side by side."""
-    many = len(jobs.names)
-    with live_pool(directory, "solo", many, many) as pool:
-        return carried_out(pool, directory / "runs", jobs)()
+def each_alone(directory: Path, jobs: Jobs) -> dict[str, Path]:
+    """The runs of the jobs, one after the other, each on a worker of its own at full speed."""
+    runs: dict[str, Path] = {}
+    for name in jobs.names:
+        place = directory / name
+        own = [f"run.directory={place}", *RESERVED[1], *jobs.settings(name), *UNPACED]
+        elastic("run", str(JOBS / f"{name}.toml"), "--providers", RESERVED[0], "--json", *sets(own))
+        (runs[name],) = (path for path in place.iterdir() if path.is_dir())
+    return runs
 
 
 def await_nodes(pool: LivePool, before: frozenset[int]) -> frozenset[int]:
@@ -99,15 +111,16 @@ def main(arguments: Arguments) -> Figures:
     quick, directory = arguments.quick, arguments.scratch
     for name in () if quick else QUICK_NAMES:
         elastic("prepare", str(JOBS / f"{name}.toml"))
-    with ThreadPoolExecutor(2) as beside:
+    with ThreadPoolExecutor(3) as beside:
         policy = beside.submit(write_policy, directory / "policy") if quick else None
         jobs = Jobs(QUICK_NAMES, QUICK_STEPS if quick else FULL_STEPS, SEED, policy)
-        apart = beside.submit(each_alone, directory / "apart", jobs)
-        with ray_nodes(directory / "gcs") as nodes:
-            lived, replaced_s = on_ray(directory / "ray", jobs, QUICK_ROUNDS if quick else FULL_ROUNDS, nodes)
+        with ray_nodes(0, directory / "gcs") as nodes:
+            adding = beside.submit(nodes.add, NODES)
+            apart = beside.submit(each_alone, directory / "apart", jobs)
+            lived, replaced_s = on_ray(directory / "ray", jobs, QUICK_ROUNDS if quick else FULL_ROUNDS, nodes, adding)
             actors = nodes.actors_left()
         alone = apart.result()
-    expected, found = episodes(alone), episodes(lived)
+    expected, found = episodes(alone), episodes(lived.runs)
     checks = [check_run(RunDirectory(run)) for run in lived.runs.values()]
     return {
         "measured": "live, on this machine; engines and training paced to modelled devices",
@@ -121,7 +134,7 @@ def main(arguments: Arguments) -> Figures:
         "imbalance_ns": sum(check.ledger_imbalance_ns for check in checks),
         "bill_residual_nano_usd": lived.residual_nano_usd,
         "identical_share": mean(same_episode(row, found.get(key)) for key, row in expected.items()),
-        "weights_identical_share": mean(same_weights(run, lived.runs[name]) for name, run in alone.runs.items()),
+        "weights_identical_share": mean(same_weights(run, lived.runs[name]) for name, run in alone.items()),
         "left_at_ray": len(actors),
         "processes_left": left_over(directory / "ray"),
     }
