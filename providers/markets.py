@@ -221,6 +221,7 @@ class SpotTraceSettings(BaseModel):
     start_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="where in the trace to begin")
     end_s: float | None = Field(None, gt=0, allow_inf_nan=False, description="where to end; else at its last event")
     repeat: bool = Field(False, description="begin again at the end")
+    notice_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="warning before an instance is taken back")
 
     @model_validator(mode="after")
     def _window(self) -> Self:
@@ -230,7 +231,6 @@ class SpotTraceSettings(BaseModel):
 
 class SpotSettings(ProviderSettings, SpotTraceSettings):
     boot_delay_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="from the grant to the worker's start")
-    notice_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="warning before an instance is taken back")
 
 
 class SpotMarket(Market[SpotSettings]):

@@ -27,10 +27,12 @@ REPLACED = "another node takes its place"
 
 
 class LostInstance(Protocol):
-    """An instance that is gone, by the name of the node that was on it."""
+    """An instance that is gone, or will be at `deadline_ns`, by the name of the node that is on it."""
 
     @property
     def lease(self) -> NodeId: ...
+    @property
+    def deadline_ns(self) -> Nanoseconds: ...
 
 
 class NodeMarket(Protocol):
@@ -42,7 +44,7 @@ class NodeMarket(Protocol):
         ...
 
     def advance(self, now_ns: Nanoseconds) -> Iterator[LostInstance]:
-        """Go on until now; yields the instances that were taken from nodes."""
+        """Go on until now; yields the instances that are taken from nodes."""
         ...
 
     def offer(self) -> Offer:
@@ -344,17 +346,24 @@ class NodeAgents(PoolRoom):
             self._await_market(kind)
 
     def market_changed(self, kind: KindName) -> None:
-        """Lose the nodes whose instances are gone, and start nodes on new ones."""
-        market = self._markets[kind]
-        for taken in market.advance(self._ports.now_ns()):
-            if taken.lease in self._nodes:
-                self.lose(taken.lease, "its instance was taken", renewed=False)
-            else:
+        """Lose the nodes whose instances are gone, drain those whose instances will be, and start nodes on new ones."""
+        market, now_ns = self._markets[kind], self._ports.now_ns()
+        for taken in market.advance(now_ns):
+            if taken.lease not in self._nodes:
                 self._end_joining(taken.lease)
+            elif taken.deadline_ns <= now_ns:
+                self.instance_taken(taken.lease)
+            else:
+                self._timers.set("instance", taken.lease, now_ns, taken.deadline_ns - now_ns)
+                self._pool.feed(e.NodeDrained(node=taken.lease))
         if not self._pool.stopping:
             for _ in range(market.offer().available):
                 self.start_anew(kind)
         self._await_market(kind)
+
+    def instance_taken(self, name: NodeId) -> None:
+        if name in self._nodes:
+            self.lose(name, "its instance was taken", renewed=False)
 
     def _await_market(self, kind: KindName) -> None:
         at_ns, now_ns = self._markets[kind].next_ns, self._ports.now_ns()
@@ -381,6 +390,7 @@ class NodeAgents(PoolRoom):
         return True
 
     def _give_back(self, name: NodeId) -> None:
+        self._timers.clear("instance", name)
         self._pool.devices.give_back(name)
         if (market := self._markets.get(kind_of_node(name))) is not None:
             market.forget(name)

@@ -76,6 +76,7 @@ class PoolShell(PoolRoom):
             "node_agent": self._node_agents.unheard,
             "new node agent": self._node_agents.start_anew,
             "market": self._node_agents.market_changed,
+            "instance": self._node_agents.instance_taken,
             "up": lambda key: self._residents.overdue(*key.split("/", 1)),
             "warm": self._slices.overdue,
             "script": self._scripts.overdue,
@@ -363,7 +364,7 @@ class PoolShell(PoolRoom):
     def _sleep_through(self) -> None:
         """Put off what is waited for by the time in which nobody could be heard. The market's times are its own."""
         if slept_ns := self._ports.slept_ns():
-            self._timers.put_off(slept_ns, ("market",))
+            self._timers.put_off(slept_ns, ("market", "instance"))
             self._pool.news.appendleft((e.PoolSuspended(for_ns=slept_ns), None, None))
 
     def _drain(self) -> None:

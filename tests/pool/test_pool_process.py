@@ -19,7 +19,7 @@ import pytest
 
 from elastic.cli.pool_report import live_report
 from elastic.compose.pool_config import PoolConfig, save_pool
-from elastic.core.cluster.events import NodeJoined, NodeLost
+from elastic.core.cluster.events import NodeDrained, NodeJoined, NodeLost, ResidentLost
 from elastic.core.cluster.history import cluster_digest, decoded, replay
 from elastic.core.cluster.types import JobRequest, PhaseKind, PhasePlan
 from elastic.pool.client import PoolClient, PoolMembership, PoolUnavailable
@@ -45,14 +45,14 @@ class Pool:
         self,
         tmp_path: Path,
         host: str = "127.0.0.1",
-        spot: Path | None = None,
+        spot: Mapping[str, Any] | None = None,
         kind: str = "local",
         ray: Mapping[str, Any] | None = None,
         devices: str = "cpu",
         **limits: float,
     ) -> None:
         nodes = {"usd_per_gpu_hour": 1.0, "memory_gb": 8}
-        market = {"kind": kind, "ray": ray} if spot is None else {"spot": {"trace": str(spot)}}
+        market = {"kind": kind, "ray": ray} if spot is None else {"spot": spot}
         self.config = PoolConfig.model_validate(
             {
                 "pool": {
@@ -145,7 +145,7 @@ class Pool:
 async def running(
     tmp_path: Path,
     host: str = "127.0.0.1",
-    spot: Path | None = None,
+    spot: Mapping[str, Any] | None = None,
     kind: str = "local",
     ray: Mapping[str, Any] | None = None,
     devices: str = "cpu",
@@ -309,7 +309,7 @@ async def test_rollout_nodes_come_and_go_with_the_instances_of_a_spot_market(tmp
     events = [(0, "add", "a"), (0, "add", "b"), (5, "remove", "a"), (10, "remove", "b"), (13, "add", "c")]
     path.write_text("time_s,event,instance_id\n" + "".join(f"{time},{what},{name}\n" for time, what, name in events))
     trace = read_spot_trace(path)
-    async with running(tmp_path, spot=path) as pool:
+    async with running(tmp_path, spot={"trace": str(path)}) as pool:
         for name in ("one", "two"):
             await pool.begin(name, steps=12, rollout_s=0.6)
         await pool.until(
@@ -335,6 +335,22 @@ async def test_rollout_nodes_come_and_go_with_the_instances_of_a_spot_market(tmp
                     assert len(there) <= max(len(trace.available(since_s)), len(trace.available(now_s)))
         assert lost >= 1
         assert there.isdisjoint({"rollout-1", "rollout-2"}), "the last instance has a node of its own"
+
+
+@pytest.mark.nightly
+async def test_with_notice_a_job_has_left_an_instance_before_it_is_taken(tmp_path: Path):
+    path = tmp_path / "spot.csv"
+    path.write_text("time_s,event,instance_id\n0,add,a\n0,add,b\n6,remove,a\n")
+    async with running(tmp_path, spot={"trace": str(path), "notice_s": 600.0}) as pool:
+        await pool.begin("one", steps=12, rollout_s=0.6)
+        await pool.until(
+            lambda status: [n["name"] for n in status["nodes"] if n["phase"] == "rollout"] == ["rollout-2"],
+            "the node is not let go",
+        )
+        await finished(pool, "one")
+        events = [entry.event for entry in decoded(read_records(pool.directory))[1]]
+        assert NodeDrained(node="rollout-1") in events
+        assert not any(isinstance(event, NodeLost | ResidentLost) for event in events)
 
 
 @pytest.mark.nightly

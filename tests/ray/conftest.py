@@ -15,8 +15,9 @@ def ray_cluster(nodes: int) -> Iterator[Any]:
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": port}
-    cluster = cluster_utils.Cluster(head_node_args={**head, "object_store_memory": STORE_BYTES}, initialize_head=True)
+    head = {"num_cpus": 0, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    head |= {"ray_client_server_port": port, "object_store_memory": STORE_BYTES}
+    cluster = cluster_utils.Cluster(head_node_args=head, initialize_head=True)
     cluster.client_address = f"ray://127.0.0.1:{port}"
     for _ in range(nodes):
         cluster.add_node(num_cpus=2, resources={"place": 1}, object_store_memory=STORE_BYTES)

@@ -115,7 +115,8 @@ def actors(cluster: Any) -> list[dict[str, str]]:
 
 def test_nodes_and_the_orchestrator_are_lost_under_load(tmp_path: Path, checkpoint: Path, cluster: Any) -> None:
     relay = f"weights.relay={cluster.client_address}"
-    live = OnRay(tmp_path, checkpoint, cluster, "providers.ray.max_workers=2", relay)
+    patient = f"run.orchestrator_timeout_s={PATIENCE_S}"
+    live = OnRay(tmp_path, checkpoint, cluster, "providers.ray.max_workers=2", relay, patient)
     with contextlib.ExitStack() as undo:
         undo.callback(live.run.discard)
         live.more_tokens()

@@ -155,6 +155,7 @@ def draw_pool(seed: int, faults: PoolFaults | None = None) -> PoolSetting:
         trace = rng.choice(("rlboost-a", "rlboost-b"))
         speed = read_spot_trace(traces.find(trace)).end_s * S / faults.until_ns  # All are there once faults end.
         played = {"trace": trace, "speed": speed, "max_workers": spec.rollout[0].nodes, "usd_per_gpu_hour": 1.0}
+        played["notice_s"] = Random(f"{seed}/notice").choice((0.0, 120.0))
         spot = SpotSettings.model_validate(played)
     plan = PoolSetting(
         seed=seed,
@@ -403,14 +404,23 @@ class PoolWorld:
             self._check_nodes()
 
     def _check_nodes(self) -> None:
-        """There is an instance for each rollout node."""
-        if self.shell is None or self.plan.spot is None:
+        """There is an instance for each rollout node, or was within its notice for one that is drained."""
+        if self.shell is None or (spot := self.plan.spot) is None:
             return
-        now_s = (self.loop.now_ns - 1000) / S * self.plan.spot.speed  # The market rounds to nanoseconds.
-        there = len(read_spot_trace(traces.find(self.plan.spot.trace)).available(max(0.0, now_s)))
-        nodes = sum(node.phase is _ROLLOUT for node in self.shell.cluster.state.nodes.values())
-        if nodes > there:
-            self.fail(f"{nodes} rollout nodes on {there} instances")
+        trace, now_s = (
+            read_spot_trace(traces.find(spot.trace)),
+            self.loop.now_ns / S - 1e-6,
+        )  # It rounds to nanoseconds.
+        there = trace.available(max(0.0, now_s * spot.speed))
+        since_s = max(0.0, (now_s - spot.notice_s) * spot.speed)
+        came = (event.instance for event in trace.events if since_s < event.time_s <= now_s * spot.speed)
+        lately = {*trace.available(since_s), *came, *there}
+        nodes = [node for node in self.shell.cluster.state.nodes.values() if node.phase is _ROLLOUT]
+        staying = sum(not node.draining for node in nodes)
+        if staying > len(there) or len(nodes) > len(lately):
+            self.fail(
+                f"{len(nodes)} rollout nodes, {staying} of them to stay, on {len(there)} of {len(lately)} instances"
+            )
 
     def _acts(self) -> None:
         """The shell does something: what that follows from is in the journal."""
