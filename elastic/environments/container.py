@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.environments.limits import GIB, ProcessLimits
+from elastic.system.installed import installed, is_ours, package_of
 from elastic.system.named_code import in_file
 
 ENGINES = ("docker", "podman")
@@ -76,16 +77,31 @@ def check_image(engine: str, image: str, python: str) -> None:
         )
 
 
-def dockerfile_lines() -> str:
-    """What makes an image one that env workers run in."""
+LIBRARIES = {
+    "frozenlake": "gymnasium",
+    "gymnasium": "gymnasium",
+    "openenv": "openenv",
+    "reasoning-gym": "reasoning-gym",
+    "verifiers": "verifiers",
+}
+"""The package that each of our kinds of environments imports besides Elastic."""
+
+
+def dockerfile_lines(kind: str = "") -> str:
+    """What makes an image one that env workers run in: of this kind of environment, which is installed, if one is
+    named."""
     from importlib.metadata import version
 
+    point = installed("elastic.environments")[kind] if kind else None
+    package = LIBRARIES.get(kind, "")
+    if point is not None and not is_ours(point):
+        package = package_of(point).replace(" ", "==")
     wheel = f"elastic_rl-{version('elastic-rl')}-py3-none-any.whl"
     return (
         "# Behind the lines of an image with Python 3.11 or later. The wheel is made in a clone of elastic, by\n"
         "# python -m pip wheel --no-deps --wheel-dir . .\n"
         f"COPY {wheel} /tmp/\n"
-        f"RUN python -m pip install --no-cache-dir /tmp/{wheel}\n"
+        f"RUN python -m pip install --no-cache-dir {' '.join([f'/tmp/{wheel}', *([package] if package else [])])}\n"
     )
 
 

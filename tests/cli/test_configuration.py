@@ -107,3 +107,9 @@ def test_a_run_that_others_train_holds_its_leases_unless_it_is_said_otherwise(el
         ended = elastic(*served, *said)
         assert ended.code == 0, ended.err
         assert json.loads(ended.out)["config"]["provisioning"]["hold"] == hold
+
+
+def test_an_image_is_told_what_its_kind_of_environment_needs(elastic, refused) -> None:
+    assert "0-py3-none-any.whl verifiers\n" in elastic("environments", "dockerfile", "verifiers").out
+    assert elastic("environments", "dockerfile").out.endswith("0-py3-none-any.whl\n")
+    refused(elastic("environments", "dockerfile", "calculator"), "found 'calculator'; allowed: agent, chat")
