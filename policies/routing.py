@@ -74,8 +74,8 @@ def _cheapest(turn: TurnView, workers: Sequence[WorkerView]) -> WorkerView:
         added_s = added_work_s(worker.kind, batch, max(1, context - cached), decode_tokens, context)
         if added_s is None:
             return workers[0]
-        if added_s / worker.standing < least_s:
-            cheapest, least_s = worker, added_s / worker.standing
+        if added_s / worker.reputation < least_s:
+            cheapest, least_s = worker, added_s / worker.reputation
     return cheapest
 
 

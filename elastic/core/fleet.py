@@ -1,4 +1,4 @@
-"""The fleet: every worker's state, credit, standing and load, indexed so that the least loaded is found in O(log n)."""
+"""The fleet: each worker's state, credit, reputation and load, indexed: the least loaded is found in O(log n)."""
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Container
@@ -21,11 +21,11 @@ from elastic.core.types import (
 _Load = tuple[int, float, int, WorkerId]
 _Place = tuple[WorkerKind, int]
 
-STANDING_KEPT = 1 / 2
-"""Factor on a worker's standing for each turn that it gives back."""
-LEAST_STANDING = 1 / 64
-STANDING_TOKENS = 1000
-"""Accepted tokens that take a worker's standing from nothing to 1."""
+REPUTATION_KEPT = 1 / 2
+"""Factor on a worker's reputation for each turn that it gives back."""
+LEAST_REPUTATION = 1 / 64
+REPUTATION_TOKENS = 1000
+"""Accepted tokens that take a worker's reputation from nothing to 1."""
 HOPELESS_DECLINES = 4
 """Declined turns in a row after which a resting worker does not count as help for the trainer's device."""
 STRUCK_OUT = 4
@@ -49,7 +49,7 @@ class Worker:
       loading weights (`loaded`) are those of the last report.
     - `engine_pending` is the length of the engine's queue: the last report's, adjusted for what was sent and ended
       since.
-    - `standing` falls with every turn that the worker returns and rises with accepted tokens, up to 1.
+    - `reputation` falls with every turn that the worker returns and rises with accepted tokens, up to 1.
     - `declines` counts turns in a row that it returned before it began them. After each it is `resting`; then it gets a
       single turn, until it has begun that.
     - `strikes` counts turns that it failed to bring to an end, the last one at `struck_ns`; those that it was sent
@@ -89,7 +89,7 @@ class Worker:
     turns: dict[TurnId, bool] = field(default_factory=dict[TurnId, bool])
     pending: int = 0
     due_tokens: int = 0
-    standing: float = 1.0
+    reputation: float = 1.0
     declines: int = 0
     resting: bool = False
     strikes: int = 0
@@ -260,8 +260,8 @@ class Fleet:
         self._out_of_order[worker.id] = worker
 
     def given_back(self, worker: Worker) -> None:
-        """Lower the standing of a worker that has given a turn back unasked."""
-        worker.standing = max(LEAST_STANDING, STANDING_KEPT * worker.standing)
+        """Lower the reputation of a worker that has given a turn back unasked."""
+        worker.reputation = max(LEAST_REPUTATION, REPUTATION_KEPT * worker.reputation)
         self._out_of_order[worker.id] = worker
 
     def rest(self, worker: Worker) -> None:
@@ -304,8 +304,8 @@ class Fleet:
     def progressed(self, worker: Worker, tokens: int) -> None:
         """Tokens of the worker were accepted."""
         worker.brought = True
-        if worker.standing < 1:
-            worker.standing = min(1.0, worker.standing + tokens / STANDING_TOKENS)
+        if worker.reputation < 1:
+            worker.reputation = min(1.0, worker.reputation + tokens / REPUTATION_TOKENS)
             self._out_of_order[worker.id] = worker
 
     def has_room(self, worker: Worker) -> bool:
@@ -430,7 +430,7 @@ class Fleet:
         if not (begins and batch is not None) and queued >= self._max_pending:
             return None
         queue = (0 if begins else 1 + queued) + (_LAST if worker.strikes else 0)
-        return (worker.kind, version), (queue, (turns + 1) / (places * worker.standing), worker.order, worker.id)
+        return (worker.kind, version), (queue, (turns + 1) / (places * worker.reputation), worker.order, worker.id)
 
     def _reindex_help(self, worker: Worker) -> None:
         counted, helps_with = self._helping.get(worker.id), self._helps_with(worker)

@@ -21,7 +21,7 @@ class WorkerView(Protocol):
     - `outstanding` turns are on it, `pending` of them not begun as far as is known; `due_tokens` is what all of them
       are expected to decode.
     - `has_place`: another turn would begin at once; without a place it would wait.
-    - `standing` is below 1 while it has recently returned turns.
+    - `reputation` is below 1 while it has recently returned turns.
     """
 
     @property
@@ -43,7 +43,7 @@ class WorkerView(Protocol):
     @property
     def has_place(self) -> bool: ...
     @property
-    def standing(self) -> float: ...
+    def reputation(self) -> float: ...
 
 
 class FleetView(Protocol):
@@ -58,7 +58,7 @@ class FleetView(Protocol):
         """Return the least loaded worker of each kind, among workers of a role with room for such a turn.
 
         The least loaded worker of all comes first: one with a free place in its batch, if any; then by turns per place
-        and standing. O(log n) in workers; kinds are few.
+        and reputation. O(log n) in workers; kinds are few.
         """
         ...
 

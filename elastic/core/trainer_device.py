@@ -115,7 +115,7 @@ class TrainerDevice:
         state = self._permit.state
         if state is PermitState.HELD:
             if self.order is not None and self.mode is TrainerMode.ASLEEP and not self.at_work:
-                self._tell(self.order)
+                self._send_order(self.order)
         elif state is PermitState.RECALLED:
             if self.mode in (TrainerMode.AWAKE, TrainerMode.WAKING):
                 self.rest("its permit is recalled")
@@ -169,7 +169,7 @@ class TrainerDevice:
     def train(self, step: int, group: Group, slot: int) -> None:
         run = self._run
         overtaken = group.oldest_token is not None and group.oldest_token < run.oldest_version
-        self._tell(
+        self._send_order(
             c.TrainGroup(
                 group=group.id,
                 trajectories=tuple(group.finished),
@@ -182,9 +182,11 @@ class TrainerDevice:
 
     def update(self, step: int, version: int, empty_slots: tuple[int, ...], source: str | UnsetType = UNSET) -> None:
         pulled = self._run.fleet.loading_versions
-        self._tell(c.UpdateWeights(step=step, version=version, empty_slots=empty_slots, pulled=pulled, source=source))
+        self._send_order(
+            c.UpdateWeights(step=step, version=version, empty_slots=empty_slots, pulled=pulled, source=source)
+        )
 
-    def _tell(self, order: c.TrainGroup | c.UpdateWeights) -> None:
+    def _send_order(self, order: c.TrainGroup | c.UpdateWeights) -> None:
         self.order = order
         self._run.wait("training", "trainer", self._run.limits.train_timeout_ns)
         self._run.out.append(order)
@@ -220,7 +222,7 @@ class TrainerDevice:
         if worker is not None:
             self._turns.take_away(worker, "seeding ended")
             if self.order is not None and self._permit.allows:
-                self._tell(self.order)
+                self._send_order(self.order)
 
     def _on_awoke(self, event: e.WorkerAwoke) -> None:
         worker = self._changed(event, TrainerMode.WAKING)

@@ -280,7 +280,7 @@ class TurnManager:
             run.ledger.lose(event.worker, sum(chunks.counts))
             return Changed.PROGRESS
         live, slots, now_ns, told = run.turns.live, worker.slots, run.now_ns, chunks.told
-        worker_id, running, unsettled = worker.id, TurnState.RUNNING, worker.standing < 1 or not worker.brought
+        worker_id, running, unsettled = worker.id, TurnState.RUNNING, worker.reputation < 1 or not worker.brought
         places, turns = list[int](), list[TurnId]()
         tokens = lost = longer = 0
         longest_ns, limit_ns, watched_ns = -1, 0, run.timers.until_ns("token", worker.id)
@@ -300,7 +300,7 @@ class TurnManager:
                 turn.accepted = start + count
                 if unsettled:
                     run.fleet.progressed(worker, count)
-                    unsettled = worker.standing < 1
+                    unsettled = worker.reputation < 1
                 if (took_ns := now_ns - turn.heard_ns) > longest_ns:
                     run.patience.note("token", took_ns, now_ns)
                     longest_ns, limit_ns = took_ns, run.patience.limit_ns("token", now_ns)
@@ -317,7 +317,7 @@ class TurnManager:
                 chunk = Chunk(slot, start, count, version, finish, detail, prefilled, cached)
                 turn, refused = self._take(worker, turn, chunk)
                 watched_ns = run.timers.until_ns("token", worker_id)
-                unsettled = worker.standing < 1 or not worker.brought
+                unsettled = worker.reputation < 1 or not worker.brought
                 if turn is None:
                     lost += refused
                     continue
@@ -365,7 +365,7 @@ class TurnManager:
             turn.computed = True
             run.fleet.begin(worker, turn.id)
         if count:
-            if not worker.brought or worker.standing < 1:
+            if not worker.brought or worker.reputation < 1:
                 run.fleet.progressed(worker, count)
             if turn.version != chunk.version:
                 turn.version = chunk.version

@@ -239,7 +239,7 @@ class FunctionPlayer:
                 continue
             try:
                 outcome = await self._played(begun)
-                await self._tell(begun, outcome)
+                await self._report_outcome(begun, outcome)
             finally:
                 self._link.holds.discard(begun.trajectory)
 
@@ -276,7 +276,7 @@ class FunctionPlayer:
         prompt, answer = rows.prompt(row), rows.answer(row)
         return EpisodeTask(number=number, seed=seed, place=begun.place, row=row, prompt=prompt, answer=answer)
 
-    async def _tell(self, begun: TrajectoryBegun, outcome: Outcome) -> None:
+    async def _report_outcome(self, begun: TrajectoryBegun, outcome: Outcome) -> None:
         """Say what a trajectory has come to. One that is over already, or is played elsewhere, is let be."""
         caller = AgentCaller(named=agent_id(begun.trajectory))
         cause = printable(RUN_KEY.sub(REMOVED, outcome.failed)[:CAUSE_CHARACTERS])

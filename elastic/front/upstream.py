@@ -143,7 +143,7 @@ class Upstream:
             await _fail(reply, broken.error)
         finally:
             duration_s = here().monotonic() - began_s
-            self._tell(UpstreamOver(number, metered.status, *metered.usage, duration_s))
+            self._send(UpstreamOver(number, metered.status, *metered.usage, duration_s))
 
     # The run
 
@@ -167,7 +167,7 @@ class Upstream:
         assert isinstance(answer, UpstreamAllowed)
         return answer.call
 
-    def _tell(self, over: UpstreamOver) -> None:
+    def _send(self, over: UpstreamOver) -> None:
         """Say what a call has come to, to the run's next process if there is none now."""
         if self._link.up:
             self._link.send(over)

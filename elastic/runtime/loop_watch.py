@@ -88,20 +88,20 @@ class LoopWatch:
                 continue  # The whole process stood still.
             if held_s < self._held_s and not (self._told_to_end_s and held_s > self._held_s / 2):
                 if told and held_s < 2 * BEAT_S:
-                    self._tell(f"the event loop goes on: {told} held it")
+                    self._report(f"the event loop goes on: {told} held it")
                     told = ""
                 continue
             holder = holder_of(sys._current_frames().get(self._main))
             if holder and not told and held_s >= self._held_s:
-                self._tell(f"{holder} holds the event loop since {held_s:.0f} s, and with it the whole run")
+                self._report(f"{holder} holds the event loop since {held_s:.0f} s, and with it the whole run")
                 told = holder
             if holder and self._told_to_end_s is not None:
                 signal.pthread_kill(self._main, _WAKE)
                 if looked_s - max(self._told_to_end_s, self._beat_s) > self._stubborn_s:
-                    self._tell(f"{holder} lets nothing interrupt it: the process ends without it")
+                    self._report(f"{holder} lets nothing interrupt it: the process ends without it")
                     os._exit(1)
 
-    def _tell(self, words: str) -> None:
+    def _report(self, words: str) -> None:
         log.warning("event loop", what=words)
         self._say(f"warning: {words}")
 

@@ -113,13 +113,13 @@ class GatewayTrainer:
     # What the run sees
 
     def train(self, order: c.TrainGroup, batch: list[RolloutTrajectory]) -> None:
-        self._tell(_train(order, batch))
+        self._send(_train(order, batch))
 
     def skip(self, order: c.DropGroup, dropped: list[RolloutTrajectory]) -> None:
-        self._tell(_skip(order, dropped))
+        self._send(_skip(order, dropped))
 
     def update(self, order: c.UpdateWeights) -> None:
-        self._tell(_update(order))
+        self._send(_update(order))
 
     def remember(self, order: Order) -> None:
         if order in self._orders:
@@ -247,7 +247,7 @@ class GatewayTrainer:
             case c.UpdateWeights():
                 return _update(order)
 
-    def _tell(self, messages: Sequence[wire.FromOrchestrator]) -> None:
+    def _send(self, messages: Sequence[wire.FromOrchestrator]) -> None:
         trainer = self._scheduler.trainer()
         if trainer is not None:
             for message in messages:

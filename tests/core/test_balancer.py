@@ -99,7 +99,7 @@ def test_what_the_source_still_has_comes_along(make_core) -> None:
 
 
 @pytest.mark.parametrize("brought", [0, 1])
-def test_who_has_brought_nothing_is_not_waited_for_and_loses_its_standing(make_core, brought: int) -> None:
+def test_who_has_brought_nothing_is_not_waited_for_and_loses_its_reputation(make_core, brought: int) -> None:
     core = make_core(group_size=8, balancing=True)
     core.trainer(capacity=0)
     idle = core.worker("spot", capacity=BATCH + 2)

@@ -99,10 +99,10 @@ def test_who_gives_a_begun_turn_up_goes_on_with_others(make_core) -> None:
     core.tokens(first, 0, start=2, finish=FinishReason.STALLED)
     record = core.scheduler.fleet.workers[worker]
     assert (record.resting, record.outstanding) == (False, 1)
-    assert 0 < record.standing < 1
+    assert 0 < record.reputation < 1
     core.tokens(second, 10, start=2)
     core.tokens(second, 80, start=12)
-    assert record.standing > 0.5
+    assert record.reputation > 0.5
     assert [start.turn for start in wait(core, 1.1 * BASE_S)] == [first.turn]
 
 
@@ -137,7 +137,7 @@ def test_a_turn_that_was_called_back_is_no_fault_of_the_worker(core) -> None:
     core.tell(e.LeaseNotice(lease=start.worker.partition("/")[0], deadline_ns=deadline_ns, reason="preemption"))
     core.tokens(start, 0, finish=FinishReason.ABORTED)
     assert core.one(c.StartTurn).worker in {first, second} - {start.worker}
-    assert core.scheduler.fleet.workers[start.worker].standing == 1
+    assert core.scheduler.fleet.workers[start.worker].reputation == 1
 
 
 def test_when_the_only_help_declines_for_long_the_trainers_device_takes_over(core) -> None:

@@ -144,7 +144,7 @@ def test_a_byzantine_worker_holds_a_run_up_once_and_then_loses_its_lease(make_co
     assert len(pair.sent) < 12
     blamed = [k.worker for k in pair.out if isinstance(k, c.BlameWorker)]
     assert set(blamed) == {pair.byzantine}
-    if lie is trickles:  # Its turns bring something: it holds the run up once, and has lost its standing.
+    if lie is trickles:  # Its turns bring something: it holds the run up once, and has lost its reputation.
         return
     assert len(blamed) == STRUCK_OUT
     fenced = [(k.worker, k.reason) for k in pair.out if isinstance(k, c.FenceWorker)]

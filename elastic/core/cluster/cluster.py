@@ -224,7 +224,7 @@ class Cluster:
                 if event.node in group.train or event.node in member.nodes
             ]
         for record in theirs:
-            self._tell(c.EndJob(job=record.request.id))
+            self._emit(c.EndJob(job=record.request.id))
             self._vacate(record)
             record.to(JobState.SUBMITTED, self.now_ns, f"node {event.node} was lost")
         if event.node in self.state.nodes:
@@ -256,7 +256,7 @@ class Cluster:
 
     def _release(self, node: NodeRecord) -> None:
         self._remove(node)
-        self._tell(c.ReleaseNode(node=node.id))
+        self._emit(c.ReleaseNode(node=node.id))
 
     def _remove(self, node: NodeRecord) -> None:
         """Remove a node of no group."""
@@ -340,7 +340,7 @@ class Cluster:
         if record.request.plan is None:
             record.to(JobState.PROFILING, self.now_ns, "its phases are not known yet")
             self.timers.set("profile", job, self.now_ns, self.limits.profile_ns)
-            self._tell(c.ProfileJob(job=job))
+            self._emit(c.ProfileJob(job=job))
             return
         problem = self._problem(record.request)
         if problem:
@@ -437,7 +437,7 @@ class Cluster:
         job = record.request.id
         train = self.state.groups[record.seat.group].train
         self.timers.set("start", job, self.now_ns, self.limits.start_ns + record.request.restart_ns)
-        self._tell(c.StartJob(job=job, seat=record.seat, train=train, placement=record.placement, restart=restart))
+        self._emit(c.StartJob(job=job, seat=record.seat, train=train, placement=record.placement, restart=restart))
 
     def _started(self, record: JobRecord, event: e.JobStarted) -> None:
         if record.state is not JobState.PLACED or record.placement != event.placement:
@@ -500,10 +500,10 @@ class Cluster:
         record.stopping = True
         wait_ns = self.limits.stop_ns + 2 * record.request.limit_ns
         self.timers.set("stop", job, self.now_ns, wait_ns)
-        self._tell(c.StopJob(job=job))
+        self._emit(c.StopJob(job=job))
 
     def _stop_overdue(self, job: JobId) -> None:
-        self._tell(c.EndJob(job=job))
+        self._emit(c.EndJob(job=job))
         self._go_on_elsewhere(self.state.jobs[job])
 
     def _stopped(self, record: JobRecord, event: e.JobStopped) -> None:
@@ -569,7 +569,7 @@ class Cluster:
         record.to(state, self.now_ns, reason)
         self.state.over[job] = None
         if state is JobState.REJECTED:
-            self._tell(c.RejectJob(job=job, reason=reason))
+            self._emit(c.RejectJob(job=job, reason=reason))
 
     def _over(self, record: JobRecord, state: JobState, cause: str) -> bool:
         """End the job in this cluster, if it has not ended."""
@@ -587,7 +587,7 @@ class Cluster:
         if state is JobState.FINISHED:
             record.steps_done = record.request.steps
         elif record.seat is not None:
-            self._tell(c.EndJob(job=job))
+            self._emit(c.EndJob(job=job))
         self._vacate(record)
         record.to(state, self.now_ns, cause)
         self.state.over[job] = None
@@ -654,7 +654,7 @@ class Cluster:
         node = self.state.nodes.get(event.node)
         if node is not None and event.job in node.residents:
             self._rotation.chill(record, node.phase)
-            self._tell(c.StartResident(job=event.job, node=event.node))
+            self._emit(c.StartResident(job=event.job, node=event.node))
 
     def _residency_measured(self, record: JobRecord, event: e.ResidencyMeasured) -> None:
         """Record a resident's host memory. A resident that exceeds its declaration is ended; its neighbours are not."""
@@ -664,11 +664,11 @@ class Cluster:
         declared = record.request.rollout_bytes if node.phase is _ROLLOUT else record.request.train_bytes
         if event.host_bytes > declared:
             reason = f"it holds {event.host_bytes} bytes of host memory on {event.node}; declared: {declared}"
-            self._tell(c.KillResident(job=event.job, node=event.node, reason=reason))
+            self._emit(c.KillResident(job=event.job, node=event.node, reason=reason))
             self._rotation.chill(record, node.phase)
-            self._tell(c.StartResident(job=event.job, node=event.node))
+            self._emit(c.StartResident(job=event.job, node=event.node))
 
-    def _tell(self, command: c.ClusterCommand) -> None:
+    def _emit(self, command: c.ClusterCommand) -> None:
         self._out.append(command)
 
     @property

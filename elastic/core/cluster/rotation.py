@@ -52,10 +52,10 @@ class Rotation:
         timers: Timers,
         limits: WaitLimits,
         tail: TailPolicy,
-        tell: Callable[[c.ClusterCommand], None],
+        emit: Callable[[c.ClusterCommand], None],
     ) -> None:
         self._state, self._books, self._timers, self._limits = state, books, timers, limits
-        self._tail, self._tell = tail, tell
+        self._tail, self._emit = tail, emit
 
     def join(self, record: JobRecord) -> None:
         """Add the job to the present cycle, at the end of the order."""
@@ -117,7 +117,7 @@ class Rotation:
         """Recall a permit whose phase has overrun its plan."""
         now_ns = self._state.now_ns
         permit = self._change(self._state.permits[int(number)], recalled=True, deadline_ns=now_ns)
-        self._tell(c.RecallPermit(permit=permit))
+        self._emit(c.RecallPermit(permit=permit))
         self._timers.set("yield", number, now_ns, self._limits.notice_ns)
 
     def kill(self, number: str) -> None:
@@ -126,7 +126,7 @@ class Rotation:
         for node_id in permit.nodes:
             node = self._state.nodes[node_id]
             self._books.settle(node)
-            self._tell(c.KillResident(job=permit.job, node=node_id, reason=f"permit {number} was not yielded in time"))
+            self._emit(c.KillResident(job=permit.job, node=node_id, reason=f"permit {number} was not yielded in time"))
             self._books.charge_instead(node, DeviceAccount.DOWN, self._limits.notice_ns)
         self._end(permit)
         record = self._state.jobs[permit.job]
@@ -134,7 +134,7 @@ class Rotation:
         for phase in PhaseKind if permit.both else (permit.phase,):
             self.chill(record, phase)
         for node_id in permit.nodes:
-            self._tell(c.StartResident(job=permit.job, node=node_id))
+            self._emit(c.StartResident(job=permit.job, node=node_id))
         self.grant(self._group(record))
 
     def pass_over(self, job: JobId) -> None:
@@ -167,7 +167,7 @@ class Rotation:
         )
         kept = self._tail.keeps(view)
         if kept and set(kept) < set(permit.nodes):
-            self._tell(c.MoveTail(permit=self._change(permit, tail_nodes=kept)))
+            self._emit(c.MoveTail(permit=self._change(permit, tail_nodes=kept)))
 
     def tail_moved(self, event: e.TailMoved) -> None:
         permit = self._state.permits.get(event.permit)
@@ -252,7 +252,7 @@ class Rotation:
         for node in nodes:
             self._hold(node, permit)
         self._timers.set("permit", str(number), now_ns, length_ns)
-        self._tell(c.GrantPermit(permit=permit))
+        self._emit(c.GrantPermit(permit=permit))
 
     def _widen(self, group: JobGroup) -> None:
         """Give a tail's nodes, once they are free, to the job that began beside the tail."""
@@ -268,7 +268,7 @@ class Rotation:
                 nodes = tuple(node for node in member.nodes if node in permit.nodes or node in more)
                 for node in more:
                     self._hold(node, permit)
-                self._tell(c.GrantPermit(permit=self._change(permit, nodes=nodes)))
+                self._emit(c.GrantPermit(permit=self._change(permit, nodes=nodes)))
 
     def _change(self, permit: Permit, **changes: Any) -> Permit:
         changed = self._state.permits[permit.number] = msgspec.structs.replace(permit, **changes)

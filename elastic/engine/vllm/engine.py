@@ -176,13 +176,13 @@ class VllmEngine:
                 self._alive[request.request_id] = _Live(request, request.start)
                 begun.append(request)
             self._charge()
-            self._tell(m.Submit(begun))
+            self._send(m.Submit(begun))
         self._emit(ended)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         with self._changed:
             if alive := [name for name in request_ids if name in self._alive]:
-                self._tell(m.AbortRequests(alive))
+                self._send(m.AbortRequests(alive))
 
     def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
         self._wanted = source
@@ -546,7 +546,7 @@ class VllmEngine:
 
     # What it is told
 
-    def _tell(self, message: m.Submit | m.AbortRequests) -> None:
+    def _send(self, message: m.Submit | m.AbortRequests) -> None:
         if self._line is None:
             if isinstance(message, m.Submit):
                 self._waiting.append(message)

@@ -120,7 +120,7 @@ class Chats:
             turn = self._turns[generated.id] = AgentTurn(asked, Opening(0, prompt_tokens, 0), generated)
             turns.append(turn)
         for turn in turns:
-            self._tell(self._credit.ask(turn.id, sampling.max_new_tokens, self._clock_ns()))
+            self._carry_out(self._credit.ask(turn.id, sampling.max_new_tokens, self._clock_ns()))
         self._asked.set()
         self.look()
         return turns, False
@@ -173,11 +173,11 @@ class Chats:
 
     def yield_places(self, worker: WorkerId) -> None:
         """A rollout's turn is about to go to the worker."""
-        self._tell(self._credit.yield_places(worker, self._clock_ns()))
+        self._carry_out(self._credit.yield_places(worker, self._clock_ns()))
 
     def leave_worker(self, worker: WorkerId) -> None:
         """The worker is about to do something else."""
-        self._tell(self._credit.leave(worker, self._clock_ns()))
+        self._carry_out(self._credit.leave(worker, self._clock_ns()))
 
     def beside(self, worker: WorkerId, pending: int, executing: int) -> tuple[int, int]:
         """How many of these turns of a worker, waiting and in execution, are of rollouts."""
@@ -196,7 +196,7 @@ class Chats:
             self._asked.clear()
 
     def look(self) -> None:
-        self._tell(self._credit.look(self._clock_ns()))
+        self._carry_out(self._credit.look(self._clock_ns()))
         given_up, self._credit.given_up = self._credit.given_up, []
         for spare, cause in given_up:
             self._count(spare)
@@ -219,7 +219,7 @@ class Chats:
 
     def _end(self, turn: AgentTurn) -> None:
         if (spare := self._credit.turns.get(turn.id)) is not None:
-            self._tell(self._credit.end(turn.id, self._clock_ns()))
+            self._carry_out(self._credit.end(turn.id, self._clock_ns()))
             self._count(spare)
 
     def _count(self, spare: SpareTurn) -> None:
@@ -229,7 +229,7 @@ class Chats:
         totals.prompt_tokens += 0 if turn is None else turn.at.prompt_tokens
         totals.gpu_s += spare.device_ns / NS_PER_S
 
-    def _tell(self, commands: Sequence[c.Command]) -> None:
+    def _carry_out(self, commands: Sequence[c.Command]) -> None:
         for command in commands:
             match command:
                 case c.StartTurn():
