@@ -375,6 +375,13 @@ class Listed(_Resource, Generic[T]):
     has_more: bool
 
 
+class ListedOfRun(Listed[T]):
+    """A list that a run's journals tell. `unreadable` is what of them cannot be read, each with its file: what stands
+    before that is in the list."""
+
+    unreadable: list[str] = []
+
+
 class RunEvent(_Resource):
     """Something that happened in a run. `id` is its place, after which a stream can be taken up again."""
 
@@ -458,6 +465,7 @@ class Metrics(_Resource):
     steps: list[StepMetrics]
     evaluations: list[EvaluationMetrics] = []
     samples: list[RunFigures]
+    unreadable: list[str] = Field(default=[], description="what of the journals cannot be read, each with its file")
 
 
 class HostedAgents(_Resource):

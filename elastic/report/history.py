@@ -28,6 +28,7 @@ from elastic.runtime.journal import (
     JournalReader,
     JournalRecord,
     SampleRow,
+    ShownJournal,
     StepRow,
     StoredRun,
     TrajectoryRow,
@@ -188,6 +189,11 @@ class History:
     def end_ns(self) -> Nanoseconds:
         return self.segments[-1].end_ns if self.segments else 0
 
+    @property
+    def broken(self) -> list[str]:
+        """What of the journals could not be read so far, each with its file."""
+        return [words for segment in self.segments for journal in segment.journals for words in journal.broken]
+
     def rows(self, kind: type[R]) -> list[R]:
         return [row for segment in self.segments for row in segment.rows(kind)]
 
@@ -245,8 +251,16 @@ class History:
         return [sample for sample in samples if sample[0] > behind_ns]
 
 
+def config_of(meta: Mapping[str, str]) -> dict[str, Any] | None:
+    """The configuration that a journal notes; None where what it notes is none."""
+    try:
+        return msgspec.json.decode(meta.get("config", "{}"), type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None
+
+
 @contextmanager
 def history_of(run: StoredRun) -> Iterator[History]:
-    """The whole history of a run. Raises `JournalError` where a journal of it cannot be read."""
-    with run.journals() as journals:
+    """The whole history of a run, of each journal as far as it goes. Raises `JournalError` where one cannot be read."""
+    with run.journals(ShownJournal) as journals:
         yield History(run.name, journals)

@@ -24,7 +24,7 @@ from elastic.report.diagnoses import Course, Diagnosis, diagnoses_of
 from elastic.report.environments import EnvironmentUsage, environments_of
 from elastic.report.evaluations import Evaluations, evaluations_of
 from elastic.report.functions import FunctionUsage, functions_of
-from elastic.report.history import History, Segment, history_of
+from elastic.report.history import History, Segment, config_of, history_of
 from elastic.report.lanes import WorkerLane, lanes, replacements
 from elastic.report.learning import StepLearning, learning_of
 from elastic.report.metrics import mean_metrics
@@ -62,6 +62,7 @@ from elastic.runtime.status import CPU_SATURATED_SHARE, EnvironmentStep, mean_re
 TRAINER = "trainer"
 """`Plan.trainer_provider` unless set otherwise; it stands first."""
 HISTOGRAM_BINS_PER_DECADE = 10
+CONFIGLESS = "a journal notes no configuration, so what the run was to do, and its prices, are missing"
 SHORTEST_S = 1e-3
 """Turns faster than this share the histogram's first bin."""
 
@@ -226,6 +227,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Calls of models elsewhere; their cost is among that of `functions`."""
     chats: ChatTotals
     """What spare credit has answered beside the rollouts."""
+    unreadable: list[str] = []
+    """What of the journals could not be read, each with its file; what stands before that is in the report."""
 
 
 def summarise(run: StoredRun) -> Summary:
@@ -240,7 +243,8 @@ def summarise(run: StoredRun) -> Summary:
 def _summary(history: History) -> Summary:
     metas = [segment.meta() for segment in history.segments]
     meta = metas[-1]
-    config = msgspec.json.decode(meta.get("config", "{}"))
+    configs = [config_of(meta) for meta in metas]
+    config = configs[-1] or {}
     samples, books, end_ns = history.samples(), history.books(), history.end_ns
     turns, moves = history.rows(TurnRow), history.rows(MoveRow)
     trajectories = history.rows(TrajectoryRow)
@@ -372,15 +376,15 @@ def _summary(history: History) -> Summary:
         environments=environments_of(
             trajectories, history.rows(GroupRow), status.environments if status is not None else {}
         ),
-        upstream=upstream_of(history) if _calls_upstream(metas) else [],
+        upstream=upstream_of(history) if _calls_upstream(configs) else [],
         chats=chats_of(meta.get(CHATS_NOTE, "{}") for meta in metas),
+        unreadable=[*history.broken, *([CONFIGLESS] if None in configs else [])],
     )
 
 
-def _calls_upstream(metas: Iterable[Mapping[str, str]]) -> bool:
+def _calls_upstream(configs: Iterable[Mapping[str, Any] | None]) -> bool:
     """Whether agents could call models elsewhere; looking for it reads all that was said of agents."""
-    configs = (msgspec.json.decode(meta.get("config", "{}")) for meta in metas)
-    return any((config.get("front") or {}).get("upstream") for config in configs)
+    return any(((config or {}).get("front") or {}).get("upstream") for config in configs)
 
 
 def _policies(trajectories: Sequence[TrajectoryRow], config: Mapping[str, Any]) -> list[PolicyUsage]:

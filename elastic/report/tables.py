@@ -171,7 +171,7 @@ def _mean_of(found: Evaluations, version: int) -> str:
 
 def warnings(summary: Summary) -> list[str]:
     """Warnings that a reader needs before trusting the figures."""
-    found: list[str] = []
+    found = [f"A part cannot be shown: {one}." for one in summary.unreadable]
     if summary.simulated:
         found.append("Simulated: devices, providers and environments are models, and times are virtual.")
         found += [f"{note}." for note in summary.notes]

@@ -17,7 +17,7 @@ from elastic.front.rendering.tokenizer import Tokenizer, TokenizerError
 from elastic.front.rendering.transcripts import SpokenMessage, Transcriber
 from elastic.protocol.api import HostedBranch, HostedCall, HostedContext, HostedMessage, HostedTrajectoryDetail
 from elastic.report.bounds import bounded, cut, whole
-from elastic.report.history import history_of
+from elastic.report.history import config_of, history_of
 from elastic.report.samples import Chosen, choose
 from elastic.report.trajectories import NoSuchTrajectory, spans_of
 from elastic.runtime.journal import JournalError, StoredRun
@@ -82,7 +82,7 @@ def told_samples(run: StoredRun) -> Chosen | None:
         chosen, meta = choose(history), history.segments[-1].meta()
     if chosen is None:
         return None
-    reading = Reading.of(msgspec.json.decode(meta.get("config", "{}")))
+    reading = Reading.of(config_of(meta) or {})
     return msgspec.structs.replace(chosen, details=with_texts(chosen.details, reading))
 
 

@@ -91,10 +91,10 @@ def _ranked(
     while True:
         places = journal.trajectory_places(here, behind, limit)
         rows = journal.trajectories_at(wanted, places)
-        for place, row in zip(places, rows, strict=True):
+        for place, row in zip(places, rows, strict=False):
             if not _recorded_again(row, wanted, later):
                 yield place, source, _retold(row, segment)
-        if len(places) < limit:
+        if len(rows) < limit:
             return
         behind = places[-1]
 

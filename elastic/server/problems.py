@@ -85,6 +85,9 @@ TYPES: Mapping[str, ProblemType] = {
     "precondition-required": ProblemType(428, "If-Match is missing", "Send the ETag of what you have read."),
     "internal": ProblemType(500, "The server failed", "The server's log has the cause, under the request's id."),
     "unavailable": ProblemType(503, "The store does not answer now", "Try again after `retry-after` seconds."),
+    "journal-unreadable": ProblemType(
+        503, "The run's journal cannot be read", "`detail` names the file; what needs no journal is still there."
+    ),
     "pool-away": ProblemType(503, "The pool's process does not answer now", "Try again: it is started again."),
     "issuer-unavailable": ProblemType(
         503, "The identity provider does not answer", "Try again, or sign in with a key."

@@ -21,7 +21,15 @@ import pytest
 
 from elastic.server.history.apart import LIMITS, PER_OWNER, CannotBeRead, ReadingProcesses
 from elastic.server.history.events import EventLog, Position
-from elastic.server.history.journals import Wanted, cost_nano_usd, figures_of, metrics_of, offers_of, workers_of
+from elastic.server.history.journals import (
+    Wanted,
+    cost_nano_usd,
+    entries_of,
+    figures_of,
+    metrics_of,
+    offers_of,
+    workers_of,
+)
 from tests.server.written_runs import write_run
 
 LIMIT_S = 20.0
@@ -77,9 +85,9 @@ def test_what_no_run_writes_cannot_be_read(processes: ReadingProcesses, tmp_path
     with contextlib.closing(sqlite3.connect(path)) as journal, journal:
         journal.execute("UPDATE events SET body = (SELECT body FROM events WHERE kind = 'WorkerJoined')")
         journal.execute("UPDATE events SET t_ns = 'noon'")
-    for read in (offers_of, workers_of, cost_nano_usd):
+    for read, of in ((entries_of, (offers_of,)), (entries_of, (workers_of,)), (cost_nano_usd, ())):
         with pytest.raises(CannotBeRead, match="run: its files say what no run writes"):
-            processes.read(LIMIT_S, read, path.parent)
+            processes.read(LIMIT_S, read, path.parent, *of)
     with pytest.raises(CannotBeRead):
         EventLog(path.parent).read(Position(0, 0))
 

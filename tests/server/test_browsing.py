@@ -1,6 +1,8 @@
 """What is in journals, a page at a time: exactly what the whole history has, in its order, for any filter and page."""
 
+import contextlib
 import os
+import sqlite3
 import time
 from pathlib import Path
 from typing import Literal
@@ -14,9 +16,11 @@ from elastic.config import JournalConfig
 from elastic.core import events as e
 from elastic.core.types import EndCause, Offer, WorkerRole
 from elastic.report.history import history_of
+from elastic.report.summary import CONFIGLESS
 from elastic.report.trajectories import NoSuchTrajectory
 from elastic.runtime.journal import (
     CONTINUES,
+    JournalError,
     JournalReader,
     RunDirectory,
     SampleRow,
@@ -27,7 +31,18 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.status import RunStatus
 from elastic.server.history.answers import ENTRY_BYTES, KeptAnswers
-from elastic.server.history.journals import SETTLED_S, Wanted, leases_of, metrics_of, offers_of, version_of
+from elastic.server.history.journals import (
+    SETTLED_S,
+    Wanted,
+    entries_of,
+    history_in,
+    leases_of,
+    metrics_of,
+    offers_of,
+    report_of,
+    version_of,
+    workers_of,
+)
 from elastic.server.history.kept_events import KeepingReader
 from elastic.server.history.trajectories import trajectories_of
 from tests.journal_rows import run_status, step_record
@@ -111,10 +126,10 @@ def test_pages_of_trajectories_are_the_whole(
 ) -> None:
     directory = written(tmp_path_factory.mktemp("run") / "run", journals)
     wanted = TrajectoryFilter(step=step, reward_min=reward_min, order=order)
-    whole, _ = trajectories_of(directory.path, wanted, "", 1_000)
+    whole, *_ = trajectories_of(directory.path, wanted, "", 1_000)
     told, after, has_more = list(whole[:0]), "", True
     while has_more:
-        page, has_more = trajectories_of(directory.path, wanted, after, limit)
+        page, has_more, _ = trajectories_of(directory.path, wanted, after, limit)
         assert len(page) == limit if has_more else len(page) <= limit
         told += page
         after = page[-1].id if page else ""
@@ -239,7 +254,8 @@ def test_offers_are_told_from_one_change_to_the_next_and_leases_with_what_they_g
     repeated = Offer(provider="spot", role=WorkerRole.ELASTIC, available=1, usd_per_gpu_hour=3.1)
     run.append(event_row(e.OfferChanged(offer=repeated), 600 * 10**9))
     run.close()
-    (spot,) = offers_of(tmp_path / "run")
+    with history_in(tmp_path / "run") as history:
+        (spot,), first = offers_of(history), leases_of(history)[-1]
     assert (spot.id, spot.gpus_per_lease) == ("spot", 1)
     assert [(one.at_s, one.available, one.usd_per_gpu_hour) for one in spot.moments] == [
         (0.0, 4, 2.4),
@@ -247,5 +263,35 @@ def test_offers_are_told_from_one_change_to_the_next_and_leases_with_what_they_g
         (300.0, 4, 2.4),
         (450.0, 1, 3.1),
     ]
-    first = leases_of(tmp_path / "run")[-1]
     assert first.accounts_s == {"decode": 300.0, "booting": 150.0, "idle": 150.0}
+
+
+def test_of_a_garbled_journal_what_stands_before_is_shown_and_where_it_is_broken(tmp_path: Path) -> None:
+    """An event, a sample and the note of the configuration are garbled; each part tells of its own."""
+    WrittenRun(tmp_path / "run", steps=20).close()
+    path = tmp_path / "run" / "journal.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as journal, journal:
+        (number,) = journal.execute("SELECT MAX(seq) FROM events WHERE kind = 'OfferChanged'").fetchone()
+        journal.execute("UPDATE events SET body = x'c1' WHERE seq = ?", (number,))
+        journal.execute("UPDATE samples SET status = '{' WHERE rowid = (SELECT rowid FROM samples LIMIT 1 OFFSET 10)")
+        journal.execute("UPDATE meta SET value = '' WHERE key = 'config'")
+    garbled = f"journal.sqlite: event {number} is garbled: "
+    *offers, (nothing, words) = entries_of(path.parent, offers_of)
+    assert (len(offers), nothing) == (1, "")
+    assert msgspec.json.decode(words).startswith(garbled)
+    assert len(msgspec.json.decode(offers[0][1])["moments"]) == 3
+    assert all(id_ for id_, _ in entries_of(path.parent, workers_of)), "of these nothing is broken"
+    metrics = metrics_of(path.parent, "run", Wanted(100))
+    assert (len(metrics.steps), len(metrics.samples), len(metrics.unreadable)) == (20, 10, 1)
+    report = msgspec.json.decode(report_of(path.parent, "json") or b"")
+    assert len(report["steps"]) == 20
+    assert [one.partition(":")[0] for one in report["unreadable"]] == ["journal.sqlite", CONFIGLESS]
+    assert b"A part cannot be shown" in (report_of(path.parent, "markdown") or b"")
+    with JournalReader(path) as reader, pytest.raises(JournalError, match=f"event {number} is garbled"):
+        list(reader.events_of("OfferChanged"))
+
+
+def test_of_no_kind_there_is_no_event(tmp_path: Path) -> None:
+    WrittenRun(tmp_path / "run", steps=2).close()
+    with JournalReader(tmp_path / "run" / "journal.sqlite") as reader:
+        assert list(reader.events_between(0, 100)) == []

@@ -158,6 +158,12 @@ def ended_run(site: Site, submission: Submission) -> str:
     return run
 
 
+def test_a_stream_refuses_a_filter_that_there_is_not(site: Site, ended_run: str) -> None:
+    answer = site.client().get(f"/v1/runs/{ended_run}/events", params={"kind": "LeaseEnded", "follow": "false"})
+    assert (answer.status_code, answer.json()["type"]) == (400, "/problems/invalid-request")
+    assert answer.json()["detail"] == "query: found 'kind'; allowed: after, follow, routine, tail, until"
+
+
 def test_streams_over_http(site: Site, ended_run: str) -> None:
     client, place = site.client(), f"/v1/runs/{ended_run}"
     for follow in ("true", "false"):
@@ -208,7 +214,7 @@ def test_a_journal_that_cannot_be_read_is_a_problem_and_no_cut_stream(site: Site
         journal.commit()
     *told, last = sse(site.client().get(place, params={"follow": follow}).text)
     assert [one["event"] for one in told] == ["stop.requested"] * 2
-    assert (last["event"], json.loads(last["data"])["type"]) == ("error", "/problems/unavailable")
+    assert (last["event"], json.loads(last["data"])["type"]) == ("error", "/problems/journal-unreadable")
 
 
 @pytest.mark.parametrize("follow", ["true", "false"])
@@ -354,5 +360,6 @@ def test_of_a_journal_that_is_cut_the_events_before_are_told_and_then_why_no_mor
         assert len([one for one in told if one["event"] == "stop.requested"]) > 300
         assert last["event"] == "error"
         problem = json.loads(last["data"])
+        assert problem["type"] == "/problems/journal-unreadable"
         assert problem["detail"].startswith("the run's journal cannot be read now: journal.sqlite: database disk image")
         assert str(site.settings.home) not in answer.text

@@ -2,7 +2,7 @@
 
 from elastic.runtime.journal.forgetting import forget_former
 from elastic.runtime.journal.frames import event_row, frame_row
-from elastic.runtime.journal.reader import JournalReader, open_journal, why_unreadable
+from elastic.runtime.journal.reader import JournalReader, ShownJournal, open_journal, why_unreadable
 from elastic.runtime.journal.records import (
     AGENTS,
     CONTINUES,

@@ -47,11 +47,14 @@ _EVENTS = TABLES[EventRow]
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode
 
 
-def _event(body: object) -> e.Event:
-    """Decode an event; of a journal that was cut some have no body."""
+def _event(number: int, body: object) -> e.Event:
+    """Decode the event of a number; of a journal that was cut some have no body."""
     if not isinstance(body, bytes):
         raise sqlite3.DatabaseError("database disk image is malformed")
-    return _decode_event(body)
+    try:
+        return _decode_event(body)
+    except msgspec.DecodeError as error:
+        raise sqlite3.DatabaseError(f"event {number} is garbled: {error}") from error
 
 
 def why_unreadable(error: Exception) -> str:
@@ -106,6 +109,8 @@ class JournalReader:
         if not path.is_file():
             raise JournalError(f"{path}: no such journal")
         self.path = path
+        self.broken: list[str] = []
+        """What could not be read of a journal that is only shown, each with its file."""
         with self._reading():
             self._connection = open_journal(path, "ro", cut=self.CUT)
         try:
@@ -149,8 +154,11 @@ class JournalReader:
 
     def rows(self, kind: type[R]) -> list[R]:
         """Every record of a kind, in order."""
+        return self._listed(TABLES[kind].read(self._connection))
+
+    def _listed(self, records: Iterator[R]) -> list[R]:
         with self._reading():
-            return list(TABLES[kind].read(self._connection))
+            return list(records)
 
     def last(self, kind: type[R]) -> R | None:
         """The record of a kind that was written last."""
@@ -160,8 +168,7 @@ class JournalReader:
     def since(self, kind: type[R], key: int, most: int) -> list[R]:
         """The first records of a kind, at `most` so many, whose key, a whole number, is at least this, in its order."""
         clause = f'"{kind.KEY}" >= ? ORDER BY "{kind.KEY}" LIMIT ?'
-        with self._reading():
-            return list(TABLES[kind].read_where(self._connection, clause, (key, most)))
+        return self._listed(TABLES[kind].read_where(self._connection, clause, (key, most)))
 
     def last_until(self, kind: type[R], key: int) -> R | None:
         """The record of a kind with the largest key, a whole number, up to this one."""
@@ -177,8 +184,7 @@ class JournalReader:
 
     def groups_at(self, places: Sequence[int]) -> list[GroupRow]:
         """The ends of groups that stand there."""
-        with self._reading():
-            return list(TABLES[GroupRow].read_at(self._connection, places))
+        return self._listed(TABLES[GroupRow].read_at(self._connection, places))
 
     def thinned(self, kind: type[R], most: int, behind: int = -1) -> list[R]:
         """Return at most `most` evenly spaced records of a kind whose key, a whole number, is more than `behind`, with
@@ -187,8 +193,8 @@ class JournalReader:
         query = f'SELECT rowid FROM "{table.name}" WHERE rowid > ? ORDER BY rowid'
         with self._reading():
             rows = [row for (row,) in self._connection.execute(query, (behind,))]
-            stride = max(1, -(-len(rows) // most))
-            return list(table.read_at(self._connection, [*rows[:-1][::stride], *rows[-1:]]))
+        stride = max(1, -(-len(rows) // most))
+        return self._listed(table.read_at(self._connection, [*rows[:-1][::stride], *rows[-1:]]))
 
     def first_step(self) -> float:
         """The first step with a result, infinity where none has any."""
@@ -259,9 +265,8 @@ class JournalReader:
 
     def trajectories_at(self, wanted: TrajectoryFilter, places: Sequence[TrajectoryPlace]) -> list[TrajectoryRow]:
         """The trajectories that stand there, without their tokens."""
-        with self._reading():
-            rows = [place.row for place in places]
-            return list(TABLES[wanted.kind].read_at(self._connection, rows, without=("token_ids", "sampled")))
+        rows = [place.row for place in places]
+        return self._listed(TABLES[wanted.kind].read_at(self._connection, rows, without=("token_ids", "sampled")))
 
     def by_key(self, kind: type[R], keys: Sequence[str]) -> dict[str, R]:
         """Return the records of a kind with these keys."""
@@ -279,10 +284,13 @@ class JournalReader:
         """The last moment that the journal knows of. Events are in the order of their times, so the last ones tell."""
         events = f"(SELECT t_ns FROM events ORDER BY seq DESC LIMIT {LAST_EVENTS})"
         columns = (("t_ns", events), ("finished_ns", "turns"), ("t_ns", "steps"), ("t_ns", "samples"))
-        with self._reading():
-            lasts = [self._connection.execute(f"SELECT MAX({c}) FROM {table}").fetchone()[0] for c, table in columns]
+        lasts = [self._largest(column, table) for column, table in columns]
         ends = [book.cursor_ns if book.closed_ns is None else book.closed_ns for book in self.books()]
         return max((t_ns for t_ns in (*lasts, *ends) if t_ns is not None), default=0)
+
+    def _largest(self, column: str, table: str) -> int | None:
+        with self._reading():
+            return self._connection.execute(f"SELECT MAX({column}) FROM {table}").fetchone()[0]
 
     def books(self) -> list[DeviceBook]:
         """The ledger's books as they were written last, in the order in which they were opened."""
@@ -319,7 +327,7 @@ class JournalReader:
         query = f"SELECT seq, t_ns, body FROM {where} AND seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
         with self._reading():
             for seq, t_ns, body in self._connection.execute(query, (*values, behind, end, limit)):
-                yield seq, t_ns, _event(body)
+                yield seq, t_ns, _event(seq, body)
 
     def _besides(self, unread: Collection[str]) -> tuple[str, tuple[str, ...]]:
         """The events that are neither token frames nor of `unread` kinds, for a query: with its values."""
@@ -338,12 +346,43 @@ class JournalReader:
         yield from self.events_between(0, EVENT_NUMBER_MAX, *kinds)
 
     def events_between(self, behind: int, end: int, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
-        """Events of the named kinds behind one number and up to another, in order."""
-        marks, events = ", ".join("?" * len(kinds)), self._events(rare=not {*kinds} & {*FREQUENT})
-        query = f"SELECT t_ns, body FROM {events} AND kind IN ({marks}) AND seq > ? AND seq <= ? ORDER BY seq"
+        """Events of the named kinds behind one number and up to another, in order; of none if none is named."""
+        marks, events = ", ".join("?" * len(kinds)), self._events(rare=bool(kinds) and not {*kinds} & {*FREQUENT})
+        query = f"SELECT seq, t_ns, body FROM {events} AND kind IN ({marks}) AND seq > ? AND seq <= ? ORDER BY seq"
         with self._reading():
-            for t_ns, body in self._connection.execute(query, (*kinds, behind, end)):
-                yield t_ns, _event(body)
+            for seq, t_ns, body in self._connection.execute(query, (*kinds, behind, end)):
+                yield t_ns, _event(seq, body)
 
     def close(self) -> None:
         self._connection.close()
+
+
+class ShownJournal(JournalReader):
+    """A journal that is only shown: of one that was cut or garbled, as far as it goes. Of what is read in an order
+    all before what is `broken` is there."""
+
+    CUT: ClassVar[bool] = True
+
+    def _listed(self, records: Iterator[R]) -> list[R]:
+        found: list[R] = []
+        with self._as_far_as_it_goes(), self._reading():
+            found.extend(records)
+        return found
+
+    def events_between(self, behind: int, end: int, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
+        with self._as_far_as_it_goes():
+            yield from super().events_between(behind, end, *kinds)
+
+    def _largest(self, column: str, table: str) -> int | None:
+        with self._as_far_as_it_goes():
+            return super()._largest(column, table)
+        return None
+
+    @contextmanager
+    def _as_far_as_it_goes(self) -> Iterator[None]:
+        try:
+            yield
+        except JournalError as error:
+            words = str(error).replace(str(self.path), self.path.name, 1)
+            if words not in self.broken:
+                self.broken.append(words)

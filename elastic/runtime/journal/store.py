@@ -31,7 +31,7 @@ class StoredRun(Protocol):
     @property
     def name(self) -> str: ...
 
-    def journals(self) -> AbstractContextManager[Sequence[JournalReader]]:
+    def journals(self, reader: type[JournalReader] = JournalReader) -> AbstractContextManager[Sequence[JournalReader]]:
         """The journals of its incarnations, the first one's first. Raises `JournalError` where one cannot be read."""
         ...
 

@@ -8,14 +8,14 @@ import re
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S
 from elastic.protocol.api import RunEvent
-from elastic.runtime.journal import JournalError, JournalReader, RunDirectory
+from elastic.runtime.journal import JournalError, JournalReader, RunDirectory, ShownJournal
 from elastic.runtime.journal.reader import EVENT_NUMBER_MAX
 from elastic.server.history.apart import apart
 from elastic.system.tenant_files import as_owner
@@ -42,12 +42,6 @@ ROUTINE = (
 )
 """Kinds that happen all the time, which a reader may leave out."""
 SCANNED_AT_ONCE = 2_000
-
-
-class ShownJournal(JournalReader):
-    """A journal that is only shown: of one that was cut, as far as it goes."""
-
-    CUT: ClassVar[bool] = True
 
 
 class Position(NamedTuple):

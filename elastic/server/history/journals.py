@@ -46,17 +46,17 @@ from elastic.runtime.journal import (
     JournalReader,
     RunDirectory,
     SampleRow,
+    ShownJournal,
     StepRow,
 )
 from elastic.runtime.status import RunStatus
 from elastic.server.clock import rfc3339
 from elastic.server.history.apart import apart
-from elastic.server.history.events import ShownJournal
 from elastic.server.history.kept_events import KeepingReader
 from elastic.system.tenant_files import NotAFile, as_owner, files, opened
 
 T = TypeVar("T")
-R = TypeVar("R", HostedWorker, HostedLease, HostedOffers, Checkpoint)
+R = TypeVar("R", HostedWorker, HostedLease, HostedOffers)
 
 MOMENTS_MAX = 500
 """The most moments of one provider's offers that are returned."""
@@ -185,9 +185,12 @@ def metrics_json(run_dir: Path, run: str, wanted: Wanted) -> bytes:
 
 
 @apart()
-def entries_of(run_dir: Path, read: Callable[[Path], Sequence[R]]) -> Sequence[tuple[str, bytes]]:
-    """Return what one of the functions here that read lists returns: each entry's id, and the entry as JSON."""
-    return [(row.id, row.model_dump_json().encode()) for row in read(run_dir)]
+def entries_of(run_dir: Path, read: Callable[[History], Sequence[R]]) -> Sequence[tuple[str, bytes]]:
+    """Return what one of the functions here that read lists finds: each entry's id, and the entry as JSON; then, under
+    no id, what of the journals cannot be read. Raises `JournalError`."""
+    with history_in(run_dir, KeepingReader) as history:
+        found = [(row.id, row.model_dump_json().encode()) for row in read(history)]
+        return [*found, *(("", json.dumps(words).encode()) for words in history.broken)]
 
 
 @apart()
@@ -199,7 +202,7 @@ def metrics_of(run_dir: Path, run: str, wanted: Wanted) -> Metrics:
         means, lengths, ages = history.mean_rewards(shown), history.lengths(shown), history.ages(shown)
         steps = [_step(row, means.get(row.step), lengths.get(row.step), ages.get(row.step)) for row in rows]
         samples = [status for _, status in history.samples(wanted.samples_max, math.floor(wanted.at_s * NS_PER_S))]
-        evaluations = evaluations_of(history)
+        evaluations, unreadable = evaluations_of(history), history.broken
     evaluated = [
         EvaluationMetrics(**msgspec.to_builtins(one), best=one.version == evaluations.best)
         for one in evaluations.versions
@@ -209,6 +212,7 @@ def metrics_of(run_dir: Path, run: str, wanted: Wanted) -> Metrics:
         steps=steps,
         evaluations=evaluated,
         samples=[_figures(status) for status in _thinned(samples, wanted.samples_max)],
+        unreadable=unreadable,
     )
 
 
@@ -247,13 +251,11 @@ def _step(
     )
 
 
-@apart()
-def workers_of(run_dir: Path) -> list[HostedWorker]:
+def workers_of(history: History) -> list[HostedWorker]:
     """Return every worker that the run has or had, newest first. Raises `JournalError`."""
-    with history_in(run_dir, KeepingReader) as history:
-        books = history.books()
-        # No lease counts as one that ran out of time until it has.
-        found = {lane.worker: lane for lane in lanes(history, books, lease_ends(history, books), history.end_ns, 0)}
+    books = history.books()
+    # No lease counts as one that ran out of time until it has.
+    found = {lane.worker: lane for lane in lanes(history, books, lease_ends(history, books), history.end_ns, 0)}
     return [_worker(book, found[book.worker]) for book in reversed(books)]
 
 
@@ -274,12 +276,10 @@ def _worker(book: DeviceBook, lane: WorkerLane) -> HostedWorker:
     )
 
 
-@apart()
-def leases_of(run_dir: Path) -> list[HostedLease]:
+def leases_of(history: History) -> list[HostedLease]:
     """Return every lease that the run has or had, newest first. Raises `JournalError`."""
-    with history_in(run_dir, KeepingReader) as history:
-        books, end_ns = history.books(), history.end_ns
-        causes = {end.lease: end.cause for end in lease_ends(history, books)}
+    books, end_ns = history.books(), history.end_ns
+    causes = {end.lease: end.cause for end in lease_ends(history, books)}
     by_lease: dict[str, list[DeviceBook]] = {}
     for book in books:
         by_lease.setdefault(book.lease, []).append(book)
@@ -310,24 +310,22 @@ def _gpu_seconds(books: Sequence[DeviceBook]) -> dict[str, float]:
     return found
 
 
-@apart()
-def offers_of(run_dir: Path) -> list[HostedOffers]:
+def offers_of(history: History) -> list[HostedOffers]:
     """Return what each provider has offered the run over time, by their names. Raises `JournalError`."""
     told: dict[str, tuple[int, list[OfferMoment]]] = {}
     last: dict[str, dict[str, float]] = {}
-    with history_in(run_dir, KeepingReader) as history:
-        for t_ns, event in history.events_of(e.OfferChanged):
-            offer = event.offer
-            gpus, moments = told.get(offer.provider, (0, []))
-            now = {
-                "available": offer.available,
-                "replacements": offer.replacements,
-                "usd_per_gpu_hour": offer.usd_per_gpu_hour,
-            }
-            if now != last.get(offer.provider):
-                last[offer.provider] = now
-                moments.append(OfferMoment.model_validate({"at_s": t_ns / NS_PER_S, **now}))
-            told[offer.provider] = max(gpus, offer.gpus_per_worker * offer.workers_per_lease), moments
+    for t_ns, event in history.events_of(e.OfferChanged):
+        offer = event.offer
+        gpus, moments = told.get(offer.provider, (0, []))
+        now = {
+            "available": offer.available,
+            "replacements": offer.replacements,
+            "usd_per_gpu_hour": offer.usd_per_gpu_hour,
+        }
+        if now != last.get(offer.provider):
+            last[offer.provider] = now
+            moments.append(OfferMoment.model_validate({"at_s": t_ns / NS_PER_S, **now}))
+        told[offer.provider] = max(gpus, offer.gpus_per_worker * offer.workers_per_lease), moments
     return [
         HostedOffers(id=name, gpus_per_lease=gpus, moments=_thinned(moments, MOMENTS_MAX))
         for name, (gpus, moments) in sorted(told.items())

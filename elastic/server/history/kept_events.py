@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 from elastic.core import events as e
 from elastic.core.types import Nanoseconds
-from elastic.server.history.events import INCARNATION, ShownJournal
+from elastic.runtime.journal import ShownJournal
+from elastic.runtime.journal.reader import EVENT_NUMBER_MAX
+from elastic.server.history.events import INCARNATION
 
 LISTS_MAX = 8
 """Lists of events, of one journal and some kinds each, that are kept; those that were read last."""
@@ -35,13 +37,13 @@ class KeepingReader(ShownJournal):
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
         status = self.path.stat()
         key = (str(self.path), self.meta().get(INCARNATION, ""), status.st_ino, kinds)
-        end = self.last_event()
+        end = EVENT_NUMBER_MAX if (last := self._largest("seq", "events")) is None else last
         kept = _kept.pop(key, None)
         if kept is None or kept.end > end:
             kept = _KeptList()
         kept.events += self.events_between(kept.end, end, *kinds)
         kept.end = end
-        if len(kept.events) <= EVENTS_MAX:
+        if len(kept.events) <= EVENTS_MAX and not self.broken:
             _kept[key] = kept
             while len(_kept) > LISTS_MAX:
                 _kept.popitem(last=False)

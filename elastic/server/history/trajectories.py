@@ -23,10 +23,11 @@ NOT_WITHIN_LIMITS = "its tokens did not become text within the limits of time an
 @apart()
 def trajectories_of(
     run_dir: Path, wanted: TrajectoryFilter, starting_after: str, limit: int
-) -> tuple[list[HostedTrajectory], bool]:
-    """As `elastic.report.trajectories.page_of`."""
+) -> tuple[list[HostedTrajectory], bool, list[str]]:
+    """As `elastic.report.trajectories.page_of`, with what of the journals cannot be read."""
     with history_in(run_dir) as history:
-        return trajectories.page_of(history, wanted, starting_after, limit)
+        found, has_more = trajectories.page_of(history, wanted, starting_after, limit)
+        return found, has_more, history.broken
 
 
 def searched_in(

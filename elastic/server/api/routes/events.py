@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from elastic.report.log_files import LogFollower, LogGone
@@ -52,12 +52,20 @@ STREAM: dict[str, Any] = {
 }
 
 
+async def _known_only(request: Request) -> None:
+    """A filter that there is not would let everything through."""
+    allowed = sorted(one.alias for one in request.scope["route"].dependant.query_params)
+    if unknown := sorted(set(request.query_params) - set(allowed)):
+        raise ApiProblem("invalid-request", f"query: found {unknown[0][:100]!r}; allowed: {', '.join(allowed)}")
+
+
 def stream_rules(example: str, *problems: str) -> dict[str, Any]:
-    said = rules(Action.RUNS_READ, "not-found", *problems)
+    said = rules(Action.RUNS_READ, "not-found", "journal-unreadable", *problems)
     content = {"text/event-stream": {"itemSchema": EVENT, "example": example}}
     responses = said["responses"] | STREAM["responses"]
     responses[200] = {**responses[200], "content": content}
-    return {**said, "responses": responses, "response_class": StreamingResponse}
+    dependencies = [*said["dependencies"], Depends(_known_only)]
+    return {**said, "dependencies": dependencies, "responses": responses, "response_class": StreamingResponse}
 
 
 def _with_example(example: Any, said: dict[str, Any]) -> dict[str, Any]:
@@ -172,7 +180,7 @@ def unreadable(error: JournalError | OSError) -> ApiProblem:
         why = f"{Path(path).name}: {cause}; what stands before that is shown, and what needs no journal"
     else:
         why = str(error) if isinstance(error, CannotBeRead) else error.strerror or type(error).__name__
-    return ApiProblem("unavailable", f"the run's journal cannot be read now: {why}")
+    return ApiProblem("journal-unreadable", f"the run's journal cannot be read now: {why}")
 
 
 async def _reading(log: EventLog, read: _EventsRead, read_files: ReadFiles) -> AsyncIterator[bytes]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path as FilePath
 from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Path, Query, Request
@@ -18,9 +17,11 @@ from elastic.protocol.api import (
     HostedTrajectoryDetail,
     HostedWorker,
     Listed,
+    ListedOfRun,
     Metrics,
     TrajectorySearch,
 )
+from elastic.report.history import History
 from elastic.report.texts import Reading
 from elastic.report.trajectories import NoSuchTrajectory
 from elastic.runtime.journal import JournalError, TrajectoryFilter
@@ -59,7 +60,7 @@ async def cursor(
 PageDep = Annotated[Cursor, Depends(cursor)]
 
 
-@router.get("/{run}/metrics", response_model=Metrics, **rules(Action.RUNS_READ, "not-found"))
+@router.get("/{run}/metrics", response_model=Metrics, **rules(Action.RUNS_READ, "not-found", "journal-unreadable"))
 async def metrics(
     run: RunId,
     found: RunDep,
@@ -117,8 +118,8 @@ FilterDep = Annotated[TrajectoryFilter, Depends(trajectory_filter)]
 
 @router.get(
     "/{run}/trajectories",
-    response_model=Listed[HostedTrajectory],
-    **rules(Action.RUNS_READ, "not-found", "invalid-cursor"),
+    response_model=ListedOfRun[HostedTrajectory],
+    **rules(Action.RUNS_READ, "not-found", "journal-unreadable", "invalid-cursor"),
 )
 async def trajectories(
     run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep, wanted: FilterDep
@@ -127,8 +128,9 @@ async def trajectories(
     run_dir = state.settings.run_dir(run)
 
     def make() -> Entries:
-        data, has_more = trajectories_of(run_dir, wanted, page.starting_after, page.limit)
-        return [("", Listed(url=request.url.path, data=data, has_more=has_more).model_dump_json().encode())]
+        data, has_more, unreadable = trajectories_of(run_dir, wanted, page.starting_after, page.limit)
+        told = ListedOfRun(url=request.url.path, data=data, has_more=has_more, unreadable=unreadable)
+        return [("", told.model_dump_json().encode())]
 
     try:
         ((_, content),) = await _kept(state, found, f"trajectories {wanted} {page}", make)
@@ -140,7 +142,7 @@ async def trajectories(
 @router.get(
     "/{run}/trajectory-search",
     response_model=TrajectorySearch,
-    **rules(Action.RUNS_READ, "not-found", "invalid-cursor"),
+    **rules(Action.RUNS_READ, "not-found", "journal-unreadable", "invalid-cursor"),
 )
 async def search_trajectories(
     run: RunId,
@@ -174,7 +176,7 @@ async def search_trajectories(
     return Response(content, media_type="application/json")
 
 
-@router.get("/{run}/trajectories/{trajectory:path}", **rules(Action.RUNS_READ, "not-found"))
+@router.get("/{run}/trajectories/{trajectory:path}", **rules(Action.RUNS_READ, "not-found", "journal-unreadable"))
 async def trajectory(
     run: RunId, trajectory: Annotated[str, Path(max_length=200)], found: RunDep, state: StateDep
 ) -> HostedTrajectoryDetail:
@@ -187,7 +189,9 @@ async def trajectory(
 
 
 @router.get(
-    "/{run}/workers", response_model=Listed[HostedWorker], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
+    "/{run}/workers",
+    response_model=ListedOfRun[HostedWorker],
+    **rules(Action.RUNS_READ, "not-found", "journal-unreadable", "invalid-cursor"),
 )
 async def workers(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
     """List a run's workers, past and present, with their GPU time by account."""
@@ -195,7 +199,9 @@ async def workers(run: RunId, request: Request, found: RunDep, state: StateDep, 
 
 
 @router.get(
-    "/{run}/leases", response_model=Listed[HostedLease], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
+    "/{run}/leases",
+    response_model=ListedOfRun[HostedLease],
+    **rules(Action.RUNS_READ, "not-found", "journal-unreadable", "invalid-cursor"),
 )
 async def leases(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
     """List a run's leases, past and present, with what they cost and why they ended."""
@@ -203,7 +209,9 @@ async def leases(run: RunId, request: Request, found: RunDep, state: StateDep, p
 
 
 @router.get(
-    "/{run}/offers", response_model=Listed[HostedOffers], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
+    "/{run}/offers",
+    response_model=ListedOfRun[HostedOffers],
+    **rules(Action.RUNS_READ, "not-found", "journal-unreadable", "invalid-cursor"),
 )
 async def offers(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
     """List what providers have offered a run over time: how much they had, and at which price."""
@@ -211,19 +219,21 @@ async def offers(run: RunId, request: Request, found: RunDep, state: StateDep, p
 
 
 @router.get(
-    "/{run}/checkpoints", response_model=Listed[Checkpoint], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
+    "/{run}/checkpoints",
+    response_model=Listed[Checkpoint],
+    **rules(Action.RUNS_READ, "not-found", "journal-unreadable", "invalid-cursor"),
 )
 async def checkpoints(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
     """List the trainer's checkpoints."""
     run_dir = state.settings.run_dir(run)
-    entries = await _read(state, found, lambda: journals.entries_of(run_dir, journals.checkpoints_of))
-    return _listed(request, entries, page)
+    there = await _read(state, found, lambda: journals.checkpoints_of(run_dir))
+    return _listed(request, [(one.id, one.model_dump_json().encode()) for one in there], page)
 
 
 @router.get(
     "/{run}/checkpoints/{checkpoint}",
     response_class=FileResponse,
-    **rules(Action.RUNS_READ, "not-found", "invalid-range"),
+    **rules(Action.RUNS_READ, "not-found", "journal-unreadable", "invalid-range"),
 )
 async def checkpoint(
     run: RunId, checkpoint: CheckpointId, request: Request, found: RunDep, state: StateDep
@@ -239,7 +249,7 @@ async def checkpoint(
     return state.streams.while_admitted(request, credentials_of(request), Action.RUNS_READ, found.project, whole)
 
 
-_REPORT = rules(Action.RUNS_READ, "not-found")
+_REPORT = rules(Action.RUNS_READ, "not-found", "journal-unreadable")
 _REPORT["responses"][200] = {
     "content": {
         "application/json": {"example": {"run": "run_01JD3K5T7WQ8M2N4P6R8S0V2X4", "outcome": "finished"}},
@@ -274,12 +284,12 @@ async def show_report(
 
 
 async def _entries(
-    state: ServerState, run: HostedRunRow, what: str, read: Callable[[FilePath], Sequence[journals.R]]
+    state: ServerState, run: HostedRunRow, what: str, read: Callable[[History], Sequence[journals.R]]
 ) -> Entries:
     return await _kept(state, run, what, lambda: journals.entries_of(state.settings.run_dir(run.id), read))
 
 
-@router.get("/{run}/agents", **rules(Action.RUNS_READ, "not-found"))
+@router.get("/{run}/agents", **rules(Action.RUNS_READ, "not-found", "journal-unreadable"))
 async def agents(
     run: RunId,
     found: RunDep,
@@ -307,7 +317,8 @@ async def _kept(state: ServerState, run: HostedRunRow, what: str, make: Callable
 
 def _listed(request: Request, entries: Entries, page: Cursor) -> Response:
     """A page of a list that is read whole. Raises `ApiProblem` for a cursor that is not of it."""
-    begin = 0
+    begin, unreadable = 0, b",".join(content for id_, content in entries if not id_)
+    entries = [entry for entry in entries if entry[0]]
     if page.starting_after:
         begin = next((place for place, (id_, _) in enumerate(entries, 1) if id_ == page.starting_after), 0)
         if not begin:
@@ -315,7 +326,8 @@ def _listed(request: Request, entries: Entries, page: Cursor) -> Response:
     end = begin + page.limit
     data = b",".join(content for _, content in entries[begin:end])
     url, has_more = json.dumps(request.url.path).encode(), b"true" if end < len(entries) else b"false"
-    content = b'{"object":"list","url":%s,"data":[%s],"has_more":%s}' % (url, data, has_more)
+    content = b'{"object":"list","url":%s,"data":[%s],"has_more":%s,"unreadable":[%s]}'
+    content %= (url, data, has_more, unreadable)
     return Response(content, media_type="application/json")
 
 
