@@ -13,8 +13,9 @@ from elastic.core.cluster.cycle import CycleMember, load_ns
 from elastic.core.cluster.groups import CycleModel
 from elastic.core.cluster.policy import ClusterPolicies
 from elastic.core.cluster.types import JobState
-from elastic.simulation.jobs.phases import Arrival, JobsWorld
+from elastic.simulation.jobs.phases import Arrival, phased
 from elastic.simulation.jobs.plans import NS_PER_H, PlanWorld
+from elastic.simulation.jobs.world import JobsWorld
 from policies.charging import IdleAsAlone
 from policies.clusters import CLUSTER_POLICIES
 from policies.drift import NoDrift
@@ -35,7 +36,7 @@ def shortest_shares(arrivals: Sequence[Arrival], seed: int) -> dict[str, float]:
 def planned_at(arrival: Arrival, shortest: float, quantile: float | None) -> Arrival:
     """The job planned at a quantile of its phases, None for their mean, instead of the longest that they can be.
 
-    A phase lasts `shortest` to 1 of the longest, by the square root of an even draw (`JobsWorld`).
+    A phase lasts `shortest` to 1 of the longest, by the square root of an even draw (`PhasedJob`).
     """
     share = shortest + (1 - shortest) * (2 / 3 if quantile is None else quantile**0.5)
     plan = arrival.request.plan
@@ -50,19 +51,20 @@ def planned(spec: PoolSpec, arrivals: Sequence[Arrival], how: str, seed: int) ->
     taken (`slo_worst`) and by what they would have taken (`slo_actual`)."""
     shortest = shortest_shares(arrivals, seed)
     jobs = [planned_at(arrival, shortest[arrival.request.id], QUANTILES[how]) for arrival in arrivals]
-    world = JobsWorld(spec, CLUSTER_POLICIES["ours"], jobs, seed=seed)
+    world = JobsWorld(spec, CLUSTER_POLICIES["ours"])
+    lived = phased(world, jobs, seed)
     world.run()
     worst, actual = list[bool](), list[bool]()
     for arrival in arrivals:
         job, plan = arrival.request.id, arrival.request.plan
         assert plan is not None
-        taken, request = world.taken[job], world.cluster.request(job)
-        took_ns = taken.ended_ns - taken.begun_ns
+        steps, request = lived[job].steps, world.cluster.request(job)
+        took_ns = steps[-1].ended_ns - steps[0].begun_ns
         ended = world.cluster.jobs[job].state is JobState.FINISHED
         worst.append(ended and took_ns <= request.slo * plan.solo_ns * request.steps)
-        actual.append(ended and took_ns <= request.slo * world.alone_ns[job])
-    paid = sum(length_ns * world.cluster.kind(node).nano_usd_per_hour for node, length_ns in world.grouped_ns.items())
-    return {"usd": paid / NS_PER_H / 1e9, "slo_worst": mean(worst), "slo_actual": mean(actual)}
+        actual.append(ended and took_ns <= request.slo * lived[job].alone_ns)
+    billed = sum(record.billed for record in world.cluster.jobs.values())
+    return {"usd": billed / NS_PER_H / 1e9, "slo_worst": mean(worst), "slo_actual": mean(actual)}
 
 
 class PiecewiseCycle:

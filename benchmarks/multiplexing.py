@@ -37,13 +37,14 @@ from elastic.compose.plan import resolve
 from elastic.compose.scheduling import limits, run_plan
 from elastic.config import Config
 from elastic.core.cluster import ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.core.cluster import events as e
 from elastic.core.cluster.types import PhaseKind
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import NullJournal
 from elastic.simulation import run as simulation
-from elastic.simulation.loop import EventLoop
-from elastic.simulation.performance.pool import ModelledCluster, PoolMember, SwitchTimes
+from elastic.simulation.jobs.world import JobsWorld
+from elastic.simulation.performance.pool import PoolMember, SwitchTimes
 from elastic.simulation.performance.profile import Device, Profile, load_profile
 from elastic.simulation.performance.run import POOL, SharedPool, SimulatedRun, rare_collections
 from policies.clusters import CLUSTER_POLICIES
@@ -119,10 +120,9 @@ class JobRun:
 
     def __init__(self, name: str, kind: JobType, setting: Setting, pace: Pace) -> None:
         self.name, self.kind, self.setting, self._pace = name, kind, setting, pace
-        self.ended_ns = 0
         self._run: SimulatedRun | None = None
 
-    def make(self, world: ModelledCluster, member: PoolMember) -> SimulatedRun:
+    def make(self, world: JobsWorld, member: PoolMember) -> SimulatedRun:
         setting, kind = self.setting, self.kind
         config = config_of(self.name, kind, setting, self._pace, len(member.train_nodes))
         plan = resolve(config, [], self.name)
@@ -130,8 +130,7 @@ class JobRun:
         scheduler = Scheduler(run_plan(plan), limits(config), scheduling.policies(config), 0)
 
         def ended() -> None:
-            self.ended_ns = world.loop.now_ns
-            world.finished(self.name)
+            world.tell(e.JobFinished(job=self.name))
 
         shared = SharedPool(
             loop=world.loop,
@@ -179,7 +178,7 @@ class JobRun:
             train_bytes=round(self.kind.train_gb * 1e9),
         )
 
-    def seen(self, world: ModelledCluster) -> JobSeen:
+    def seen(self, world: JobsWorld) -> JobSeen:
         assert self._run is not None
         if not self._run.over or self._run.failed:
             raise AssertionError(f"{self.name} did not come to its end: {self._run.failed or world.cluster.waits[:5]}")
@@ -269,11 +268,10 @@ def lived(
     pool: tuple[int, int] | None = None,
 ) -> GroupSeen:
     """Jobs that come at once, until all have ended. `paces` are their devices', `alone` what they are alone."""
-    loop = EventLoop()
     nodes = sum(kind.nodes for kind in kinds.values())
     spec = pool_of(*(pool or (nodes, nodes)), setting)
     policies = msgspec.structs.replace(policies, drift=NoDrift())
-    world = ModelledCluster(loop, spec, policies, WaitLimits(queue_ns=HORIZON_NS, start_ns=HORIZON_NS))
+    world = JobsWorld(spec, policies, WaitLimits(queue_ns=HORIZON_NS, start_ns=HORIZON_NS))
     runs = [JobRun(name, kind, setting, paces[name]) for name, kind in kinds.items()]
     for run in runs:
         seen = None if alone is None else alone[run.name]
@@ -281,11 +279,11 @@ def lived(
         def make(member: PoolMember, run: JobRun = run) -> SimulatedRun:
             return run.make(world, member)
 
-        world.submit(run.request(seen), run.switch, make)
+        world.submit(run.request(seen), PoolMember(world, run.name, run.switch, make))
     groups = world.cluster.groups.values()
     usd = sum(g.price(world.cluster.kind) for g in groups) / 1e9
     with rare_collections():
-        loop.run(HORIZON_NS)
+        world.run(HORIZON_NS)
     return GroupSeen({run.name: run.seen(world) for run in runs}, usd)
 
 

@@ -7,8 +7,8 @@ import msgspec
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, emit, say
 from elastic.config import ConfigError
 from elastic.report.jobs import as_page, as_text
-from elastic.simulation.jobs.phases import JobsWorldFailed
 from elastic.simulation.jobs.simulate import load_workload, simulate_jobs
+from elastic.simulation.jobs.world import JobsWorldFailed
 
 
 def simulate_jobs_command(workload: Path, policy: str, page: Path | None, *, as_json: bool) -> int:

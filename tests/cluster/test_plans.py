@@ -12,9 +12,10 @@ import pytest
 from benchmarks._optimum import Optimiser
 from elastic.core.cluster.invariants import check
 from elastic.core.cluster.types import JobState
-from elastic.simulation.jobs.phases import JobsWorld
+from elastic.simulation.jobs.phases import phased
 from elastic.simulation.jobs.plans import NS_PER_H, PlanWorld
 from elastic.simulation.jobs.workloads import from_trace, pool_of, production
+from elastic.simulation.jobs.world import JobsWorld
 from policies.clusters import CLUSTER_POLICIES
 from traces import data_path
 from traces.jobs import TracedJob, read_jobs
@@ -65,23 +66,20 @@ def test_both_grains_give_steps_of_the_same_length() -> None:
     trace = [TracedJob(0.0, 20_000.0), TracedJob(1.0, 20_000.0), TracedJob(2.0, 20_000.0)]
     arrivals = from_trace(trace, "balanced", (1.6, 1.6), 4)
     spec = pool_of(5, nodes=8)
-    phases = JobsWorld(spec, CLUSTER_POLICIES["ours_without_moves"], arrivals, checked=True)
+    phases = JobsWorld(spec, CLUSTER_POLICIES["ours_without_moves"], handled=lambda cluster, _: check(cluster))
+    jobs = phased(phases, arrivals)
     phases.run()
-    grouped = sum(phases.grouped_ns.values())
-    assert 0 < grouped < 16 * phases.now_ns
     plans = PlanWorld(spec, CLUSTER_POLICIES["ours_without_moves"], arrivals).run()
-    held = sum(
-        (stretch.rollout_nodes + stretch.train_nodes) * (stretch.ended_ns - stretch.begun_ns)
-        for stretch in plans.stretches
-    )
-    assert grouped == pytest.approx(held, rel=0.03)
+    billed, planned = (sum(record.billed for record in each.cluster.jobs.values()) for each in (phases, plans))
+    assert billed == pytest.approx(planned, rel=0.03)
     for outcome in plans.outcomes():
         assert outcome.state is JobState.FINISHED
-        ends = [step.ended_ns for step in phases.steps if step.job == outcome.job]
-        begun = next(step.begun_ns for step in phases.steps if step.job == outcome.job)
+        steps = jobs[outcome.job].steps
         plan = phases.cluster.request(outcome.job).plan
         assert plan is not None
-        assert outcome.slowdown == pytest.approx((ends[-1] - begun) / len(ends) / plan.solo_ns, rel=0.03)
+        assert outcome.slowdown == pytest.approx(
+            (steps[-1].ended_ns - steps[0].begun_ns) / len(steps) / plan.solo_ns, rel=0.03
+        )
 
 
 def enumerated(optimiser: Any, jobs: Sequence[str]) -> int:

@@ -5,8 +5,10 @@ from random import Random
 import pytest
 
 from elastic.core.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec
+from elastic.core.cluster.invariants import check
 from elastic.core.cluster.types import JobState
-from elastic.simulation.jobs.phases import Arrival, JobsWorld, S
+from elastic.simulation.jobs.phases import Arrival, phased
+from elastic.simulation.jobs.world import JobsWorld, S
 from policies.clusters import CLUSTER_POLICIES
 
 
@@ -34,11 +36,13 @@ def test_steps_last_as_long_as_was_planned_and_no_longer(policy: str) -> None:
             arrivals.append(Arrival(at_ns=0, request=request, shortest=rng.choice((0.5, 1.0))))
         kind = NodeKind(gpus=8, memory_bytes=0, nano_usd_per_hour=S)
         spec = PoolSpec.uniform(rollout=kind, train=kind, rollout_nodes=20, train_nodes=20)
-        world = JobsWorld(spec, CLUSTER_POLICIES[policy], arrivals, seed=seed, checked=True)
+        world = JobsWorld(spec, CLUSTER_POLICIES[policy], handled=lambda cluster, _: check(cluster))
+        jobs = phased(world, arrivals, seed)
         world.run()
         for job, record in world.cluster.jobs.items():
             assert record.state is JobState.FINISHED
-            took_ns = world.taken[job].ended_ns - world.taken[job].begun_ns
+            steps = jobs[job].steps
+            took_ns = steps[-1].ended_ns - steps[0].begun_ns
             # The first step waits for its time slice at most a cycle.
             assert took_ns <= 31 * record.request.limit_ns
-            assert [step.job for step in world.steps].count(job) == 30
+            assert len(steps) == 30

@@ -1,18 +1,23 @@
 """A pool's report from its journal: what it says is what happened, in quiet worlds and in those full of faults."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
+from elastic.core.cluster import Cluster
+from elastic.core.cluster.events import ClusterEvent
 from elastic.core.cluster.types import JobState, PhaseKind
 from elastic.report.jobs import PoolMark, as_page, as_text, job_text
 from elastic.report.pool import PoolTimeline, history_of, pool_report
-from elastic.simulation.jobs.phases import JobsWorld, S
+from elastic.simulation.jobs.phases import PhasedJob, phased
 from elastic.simulation.jobs.simulate import arrivals_of, load_workload, spec_of
+from elastic.simulation.jobs.world import JobsWorld, S
 from elastic.testing.faults.pool.pool_worlds import PoolWorld, draw_pool
 from policies.clusters import CLUSTER_POLICIES
 from tests.seeds import seeds
@@ -20,30 +25,52 @@ from tests.seeds import seeds
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jobs.toml"
 
 
+class Quiet(NamedTuple):
+    """A world where nothing goes wrong, its jobs, and the groups as they were when the last job had joined."""
+
+    world: JobsWorld
+    jobs: Mapping[str, PhasedJob]
+    cycles: dict[str, tuple[int, str]]
+
+
 @pytest.fixture(scope="module")
-def quiet() -> JobsWorld:
-    """The example's jobs, with their arrivals, and nothing that goes wrong."""
+def quiet() -> Quiet:
+    """The example's jobs, with their arrivals."""
+    placed: list[int] = []
+    cycles: dict[str, tuple[int, str]] = {}
+
+    def handled(cluster: Cluster, _: ClusterEvent) -> None:
+        nonlocal placed
+        placements = [record.placement for record in cluster.jobs.values()]
+        if placements != placed:
+            placed = placements
+            groups = cluster.groups.values()
+            cycles.clear()
+            cycles.update({group.name: (group.cycle_ns, ", ".join(group.members)) for group in groups})
+
     workload = load_workload(EXAMPLE)
-    world = JobsWorld(spec_of(workload, ""), CLUSTER_POLICIES["ours"], arrivals_of(workload, ""), seed=workload.seed)
-    world.run()
-    return world
+    world = JobsWorld(spec_of(workload, ""), CLUSTER_POLICIES["ours"], handled=handled)
+    jobs = phased(world, arrivals_of(workload, ""), workload.seed)
+    return Quiet(world.run(), jobs, cycles)
 
 
-def history(world: JobsWorld) -> PoolTimeline:
-    return history_of(world.journal, world.cluster.policies)
+def history(quiet: Quiet) -> PoolTimeline:
+    return history_of(quiet.world.journal, quiet.world.cluster.policies)
 
 
-def test_turns_steps_and_cycles_are_those_that_were(quiet: JobsWorld) -> None:
+def test_turns_steps_and_cycles_are_those_that_were(quiet: Quiet) -> None:
     found = history(quiet)
     told = {(one.node, one.job, round(one.begun_s * S), round(one.ended_s * S)) for one in found.slices}
-    assert told == {(one.node, one.job, one.begun_ns, one.ended_ns) for one in quiet.slices}
+    assert told == {
+        (node, seen.job, seen.began_ns, seen.ended_ns) for seen in quiet.world.phases for node in seen.nodes
+    }
     assert {(one.phase, one.finished) for one in found.slices} == {("rollout", True), ("train", True)}
-    for job, taken in quiet.taken.items():
-        seen = found.jobs[job]
-        assert (seen.begun_ns, seen.stepped_ns) == (taken.begun_ns, taken.ended_ns)
-        assert seen.alone_ns == quiet.alone_ns[job]
-        assert len(seen.phases_ns[PhaseKind.TRAIN]) == found.cluster.request(job).steps
-        assert seen.switches == 2 * found.cluster.request(job).steps
+    for name, job in quiet.jobs.items():
+        seen = found.jobs[name]
+        assert (seen.begun_ns, seen.stepped_ns) == (job.steps[0].begun_ns, job.steps[-1].ended_ns)
+        assert seen.alone_ns == job.alone_ns
+        assert len(seen.phases_ns[PhaseKind.TRAIN]) == found.cluster.request(name).steps
+        assert seen.switches == 2 * found.cluster.request(name).steps
     assert {one.group: (round(one.cycle_s * S), one.members) for one in found.cycles} == quiet.cycles
     report = pool_report(found, "ours")
     for cycle in report.cycles:
@@ -52,7 +79,7 @@ def test_turns_steps_and_cycles_are_those_that_were(quiet: JobsWorld) -> None:
     assert sum(job.usd for job in report.jobs) == pytest.approx(report.usd)
 
 
-def test_what_a_job_cost_as_it_came(quiet: JobsWorld) -> None:
+def test_what_a_job_cost_as_it_came(quiet: Quiet) -> None:
     jobs = {job.name: job for job in pool_report(history(quiet), "ours").jobs}
     assert jobs["math-7b"].marginal_usd_per_hour == pytest.approx(8 * (1.85 + 5.28))
     assert jobs["code-8b"].how == "packed"
@@ -105,8 +132,8 @@ def test_what_went_wrong_stands_where_it_did() -> None:
     assert set(failed) <= {mark.job for mark in found.marks}
 
 
-def test_a_pool_to_which_nobody_has_come(quiet: JobsWorld) -> None:
-    found = history_of(quiet.journal[:1], quiet.cluster.policies)
+def test_a_pool_to_which_nobody_has_come(quiet: Quiet) -> None:
+    found = history_of(quiet.world.journal[:1], quiet.world.cluster.policies)
     report = pool_report(found, "ours", now_ns=60 * S, name="lab")
     assert (report.usd, report.slo_met_share, report.jobs) == (0.0, 1.0, [])
     assert report.usd_paid > 0

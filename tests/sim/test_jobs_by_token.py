@@ -5,7 +5,7 @@ import pytest
 from elastic.compose.plan import resolve
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config
-from elastic.core.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.core.cluster import Cluster, JobRequest, NodeKind, PhasePlan, PoolSpec
 from elastic.core.cluster import events as e
 from elastic.core.cluster.invariants import check
 from elastic.core.cluster.types import JobState, PhaseKind
@@ -14,8 +14,8 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import NullJournal
 from elastic.simulation import run as simulation
-from elastic.simulation.loop import EventLoop
-from elastic.simulation.performance.pool import ModelledCluster, PoolMember, SwitchTimes
+from elastic.simulation.jobs.world import JobsWorld
+from elastic.simulation.performance.pool import PoolMember, SwitchTimes
 from elastic.simulation.performance.profile import Device, load_profile
 from elastic.simulation.performance.run import POOL, SharedPool, SimulatedRun
 from policies.clusters import CLUSTER_POLICIES
@@ -41,27 +41,26 @@ def config(name: str, seed: int) -> Config:
     return Config.model_validate(body)
 
 
-class CheckedCluster(ModelledCluster):
+class CheckedWorld(JobsWorld):
     """Checks the cluster and every run after each event."""
 
-    runs: dict[str, SimulatedRun]
-    moved = 0
-    """Tails that have left nodes."""
+    def __init__(self, spec: PoolSpec, policy: str) -> None:
+        super().__init__(spec, CLUSTER_POLICIES[policy], handled=self._check)
+        self.runs: dict[str, SimulatedRun] = {}
+        self.moved = 0
+        """Tails that have left nodes."""
 
-    def tell(self, event: e.ClusterEvent) -> None:
+    def _check(self, cluster: Cluster, event: e.ClusterEvent) -> None:
         self.moved += isinstance(event, e.TailMoved)
-        super().tell(event)
-        check(self.cluster, slos=False)
+        check(cluster, slos=False)
         for run in self.runs.values():
             check_run(run.scheduler)
 
 
-def lived(policy: str, seeds: tuple[int, ...], nodes: int, plan: PhasePlan) -> CheckedCluster:
-    loop = EventLoop()
+def lived(policy: str, seeds: tuple[int, ...], nodes: int, plan: PhasePlan) -> CheckedWorld:
     kinds = [NodeKind(gpus=2, memory_bytes=10, nano_usd_per_hour=price) for price in (1, 3)]
     spec = PoolSpec.uniform(rollout=kinds[0], train=kinds[1], rollout_nodes=nodes, train_nodes=nodes)
-    world = CheckedCluster(loop, spec, CLUSTER_POLICIES[policy], WaitLimits())
-    world.runs = {}
+    world = CheckedWorld(spec, policy)
     for number, seed in enumerate(seeds):
         settled = config(f"job-{number}", seed)
 
@@ -69,23 +68,22 @@ def lived(policy: str, seeds: tuple[int, ...], nodes: int, plan: PhasePlan) -> C
             name, resolved = settled.run.name, resolve(settled, [], "here")
             profile = load_profile("H20/Qwen3-8B")
             device = Device(profile=profile, rates=simulation.rates_of(settled.engine, profile, "engine"))
-            scheduler = Scheduler(run_plan(resolved), limits(settled), policies(settled), loop.now_ns)
+            scheduler = Scheduler(run_plan(resolved), limits(settled), policies(settled), world.loop.now_ns)
             shared = SharedPool(
-                loop=loop,
+                loop=world.loop,
                 member=member,
                 settings=ProviderSettings.model_validate({"max_workers": 4}),
                 per_node=2,
                 within_s=3600.0,
-                ended=lambda: world.finished(name),
+                ended=lambda: world.tell(e.JobFinished(job=name)),
             )
             experiment = simulation.Experiment(profile="H800/Qwen3-8B", frame_s=1.0)
             world.runs[name] = simulation.build(resolved, experiment, scheduler, NullJournal(), shared, {POOL: device})
             return world.runs[name]
 
         request = JobRequest(id=settled.run.name, slo=3.0, steps=STEPS, plan=plan, rollout_nodes=2)
-        world.submit(request, SWITCH, make)
-    loop.run(10**14)
-    return world
+        world.submit(request, PoolMember(world, request.id, SWITCH, make))
+    return world.run(10**14)
 
 
 def tokens(run: SimulatedRun) -> int:

@@ -1,23 +1,23 @@
-"""Many jobs on one pool for weeks of virtual time: the real `Cluster` places and moves them, and each goes on at the
-pace of its group's planned cycle.
+"""Jobs at the grain of plans, each at the pace of its group's planned cycle: costs, admissions and planned slowdowns of
+weeks in seconds.
 
-It is the grain of plans: costs, admissions and planned slowdowns of weeks in seconds. Whose turn it is does not show;
-that is `elastic.simulation.jobs.phases`, whose steps last as long on average.
+Whose turn it is does not show; that is `elastic.simulation.jobs.phases`, whose steps last as long on average.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
 
-from elastic.core.cluster import Cluster, ClusterPolicies, PoolSpec, WaitLimits
+from elastic.core.cluster import ClusterPolicies, PoolSpec
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.groups import PlannedMember
 from elastic.core.cluster.types import JobId, JobState, Nanoseconds, PhaseKind
 from elastic.simulation.jobs.phases import Arrival
-from elastic.simulation.loop import EventLoop
+from elastic.simulation.jobs.world import JobsWorld
 
 NS_PER_H = 3_600_000_000_000
 LOOKED_AT_NS = NS_PER_H
@@ -49,14 +49,13 @@ class JobOutcome(msgspec.Struct, frozen=True):
     how: str
     moves: int
     usd: float
-    queued_s: float
 
     @property
     def met(self) -> bool:
         return self.slowdown is not None and self.slowdown <= self.slo * (1 + 1e-6)
 
 
-class PlanWorld:
+class PlanWorld(JobsWorld):
     """One policy and one workload, from the first arrival until everything has ended.
 
     With `shares` phases take other times than planned: so much of the plan that came with the job, for rollouts and for
@@ -72,13 +71,15 @@ class PlanWorld:
         *,
         shares: PhaseShares | None = None,
     ) -> None:
+        super().__init__(spec, policies)
         self._shares = shares
         self._cycles_ns: dict[tuple[str, ...], Nanoseconds] = {}
         self._alone_ns: Counter[JobId] = Counter()
-        self._told_at_ns = -LOOKED_AT_NS
-        self.cluster = Cluster(spec, policies, WaitLimits(), 0)
+        self._passed_ns: Nanoseconds = 0
+        """Until when steps are counted."""
+        self._waits = 0
+        self._looked_ns: Nanoseconds = -LOOKED_AT_NS
         self._arrivals = {arrival.request.id: arrival for arrival in arrivals}
-        self._loop = EventLoop()
         self._steps: dict[JobId, float] = {}
         """Steps done by those that run, parts of steps included."""
         self._kept: dict[JobId, float] = {}
@@ -88,27 +89,29 @@ class PlanWorld:
         self.stretches: list[PlanStretch] = []
         self.commands: Counter[str] = Counter()
         for arrival in arrivals:
-            self._loop.at(arrival.at_ns, lambda arrival=arrival: self._tell(e.JobSubmitted(request=arrival.request)))
+            self.loop.at(arrival.at_ns, partial(self.submit, arrival.request, self))
 
-    def run(self) -> "PlanWorld":
-        while True:
-            next_ns = self._next_ns()
-            if next_ns is None:
-                return self
-            self._pass(next_ns)
-            for job in [job for job, done in self._steps.items() if done >= self.cluster.request(job).steps - 1e-6]:
-                del self._steps[job]
-                self._ended_ns[job] = self._now_ns
-                self._tell(e.JobFinished(job=job))
-            wakeup_ns = self.cluster.next_wakeup_ns()
-            if wakeup_ns is not None and wakeup_ns <= self._now_ns:
-                self._tell_progress()
-                self._tell(e.TimePassed())
-            if self._shares is not None and self._now_ns >= self._told_at_ns + LOOKED_AT_NS:
-                self._tell_phases()
-            while (at_ns := self._loop.next_ns()) is not None and at_ns <= self._now_ns:
-                self._tell_progress()
-                self._loop.step()
+    def obey(self, command: c.ClusterCommand) -> None:
+        self.commands[type(command).__name__] += 1
+        match command:
+            case c.StartJob(job=job, placement=placement, restart=restart):
+                self._accepted_ns.setdefault(job, self.loop.now_ns)
+                request = self.cluster.request(job)
+                after_ns = request.moving_ns if restart else request.first_ns
+                self.loop.after(after_ns, partial(self._started, job, placement))
+            case c.StopJob(job=job):
+                self.loop.after(0, partial(self._stopped, job))
+            case _:
+                pass
+
+    def tell(self, event: e.ClusterEvent) -> None:
+        self._pass()
+        if not isinstance(event, e.JobProgressed):
+            for job, done in self._steps.items():
+                # At the time that the cluster knows, so that nothing falls due by it.
+                self.cluster.handle(e.JobProgressed(job=job, steps_done=int(done)), self.cluster.now_ns)
+        super().tell(event)
+        self._await_next()
 
     def outcomes(self) -> list[JobOutcome]:
         found: list[JobOutcome] = []
@@ -120,7 +123,6 @@ class PlanWorld:
                 took_ns = self._ended_ns[job] - self._accepted_ns[job]
                 alone_ns = self._alone_ns[job] if self._shares else plan.solo_ns * record.request.steps
                 slowdown = took_ns / alone_ns
-            queued_ns = self._accepted_ns.get(job, self._now_ns) - self._arrivals[job].at_ns
             found.append(
                 JobOutcome(
                     job=job,
@@ -130,14 +132,9 @@ class PlanWorld:
                     how=record.how,
                     moves=record.moves,
                     usd=record.billed / NS_PER_H / 1e9,
-                    queued_s=queued_ns / 1e9,
                 )
             )
         return found
-
-    @property
-    def _now_ns(self) -> Nanoseconds:
-        return self._loop.now_ns
 
     def _cycle_ns(self, job: JobId) -> Nanoseconds:
         """Return the cycle at the present phases. A group's cycle is computed once per membership and hour."""
@@ -170,28 +167,46 @@ class PlanWorld:
             train_ns=train_ns + request.plan.switching_ns(PhaseKind.TRAIN),
         )
 
+    def _await_next(self) -> None:
+        """Wait for the next job's end, and until phases are looked at anew. What happens before is waited from anew."""
+        now_ns = self.loop.now_ns
+        self._waits += 1
+        times = [
+            now_ns + int(max(0.0, self.cluster.request(job).steps - done) * self._cycle_ns(job)) + 1
+            for job, done in self._steps.items()
+        ]
+        if self._shares is not None and times:
+            times.append(max(now_ns, self._looked_ns + LOOKED_AT_NS))
+        if times:
+            self.loop.at(min(times), partial(self._look, self._waits))
+
+    def _look(self, waits: int) -> None:
+        if waits != self._waits:
+            return
+        self._pass()
+        now_ns = self.loop.now_ns
+        for job in [job for job, done in self._steps.items() if done >= self.cluster.request(job).steps - 1e-6]:
+            del self._steps[job]
+            self._ended_ns[job] = now_ns
+            self.tell(e.JobFinished(job=job))
+        if self._shares is not None and now_ns >= self._looked_ns + LOOKED_AT_NS:
+            self._tell_phases()
+        self._await_next()
+
     def _tell_phases(self) -> None:
-        self._told_at_ns = self._now_ns
+        self._looked_ns = self.loop.now_ns
         self._cycles_ns.clear()
         for job in list(self._steps):
             if job in self._steps:  # Who strays is stopped at once.
                 rollout_ns, train_ns = self._phases_ns(job)
                 done = int(self._steps[job])
-                self._tell(e.JobProgressed(job=job, steps_done=done, rollout_ns=rollout_ns, train_ns=train_ns))
+                self.tell(e.JobProgressed(job=job, steps_done=done, rollout_ns=rollout_ns, train_ns=train_ns))
 
-    def _next_ns(self) -> Nanoseconds | None:
-        times = [ns for ns in (self._loop.next_ns(), self.cluster.next_wakeup_ns()) if ns is not None]
-        for job, done in self._steps.items():
-            left = max(0.0, self.cluster.request(job).steps - done)
-            times.append(self._now_ns + int(left * self._cycle_ns(job)) + 1)
-        if self._shares is not None and self._steps:
-            times.append(self._told_at_ns + LOOKED_AT_NS)
-        return max(self._now_ns, min(times)) if times else None
-
-    def _pass(self, until_ns: Nanoseconds) -> None:
-        passed_ns = until_ns - self._now_ns
+    def _pass(self) -> None:
+        """Count the steps until now."""
+        passed_ns = self.loop.now_ns - self._passed_ns
         if passed_ns > 0:
-            self._note(until_ns)
+            self._note(self.loop.now_ns)
             steps = {job: passed_ns / self._cycle_ns(job) for job in self._steps}
             for job, done in steps.items():
                 if self._shares is not None:
@@ -199,13 +214,13 @@ class PlanWorld:
                     assert plan is not None
                     self._alone_ns[job] += round(done * (sum(self._phases_ns(job)) + plan.sync_ns))
                 self._steps[job] += done
-            self._loop.pass_to(until_ns)
+            self._passed_ns = self.loop.now_ns
 
     def _note(self, until_ns: Nanoseconds) -> None:
         groups = self.cluster.groups.values()
         self.stretches.append(
             PlanStretch(
-                self._now_ns,
+                self._passed_ns,
                 until_ns,
                 frozenset(job for group in groups for job in group.members),
                 self.cluster.price_per_hour(),
@@ -216,29 +231,12 @@ class PlanWorld:
             )
         )
 
-    def _tell_progress(self) -> None:
-        for job, done in self._steps.items():
-            # At the time that the cluster knows, so that nothing falls due by it.
-            self.cluster.handle(e.JobProgressed(job=job, steps_done=int(done)), self.cluster.now_ns)
-
-    def _tell(self, event: e.ClusterEvent) -> None:
-        for command in self.cluster.handle(event, self._now_ns):
-            self.commands[type(command).__name__] += 1
-            match command:
-                case c.StartJob(job=job, placement=placement, restart=restart):
-                    self._accepted_ns.setdefault(job, self._now_ns)
-                    request = self.cluster.request(job)
-                    after_ns = request.moving_ns if restart else request.first_ns
-                    self._loop.after(after_ns, lambda job=job, number=placement: self._started(job, number))
-                case c.StopJob(job=job):
-                    self._loop.after(0, lambda job=job: self._stopped(job))
-                case _:
-                    pass
-
     def _started(self, job: JobId, placement: int) -> None:
-        self._tell(e.JobStarted(job=job, placement=placement))
+        self.tell(e.JobStarted(job=job, placement=placement))
         self._steps[job] = max(float(self.cluster.jobs[job].steps_done), self._kept.pop(job, 0.0))
+        self._await_next()
 
     def _stopped(self, job: JobId) -> None:
+        self._pass()
         self._kept[job] = self._steps.pop(job)
-        self._tell(e.JobStopped(job=job, steps_done=int(self._kept[job])))
+        self.tell(e.JobStopped(job=job, steps_done=int(self._kept[job])))

@@ -10,11 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from elastic.compose.pool_config import PoolNodesConfig, cluster_policies, job_request, one_or_several, pool_spec
 from elastic.config import ConfigError, JobNeeds, JobPlanConfig, read_sections, validate
-from elastic.core.cluster import ClusterError, NodeKind, PoolSpec, WaitLimits
+from elastic.core.cluster import ClusterError, NodeKind, PoolSpec
 from elastic.report.jobs import NodeSlice, PoolReport
 from elastic.report.pool import history_of, pool_report
-from elastic.simulation.jobs.phases import Arrival, JobsWorld, S
+from elastic.simulation.jobs.phases import Arrival, phased
 from elastic.simulation.jobs.workloads import PROFILES, RESTART_S, from_trace
+from elastic.simulation.jobs.world import JobsWorld, S
 from traces import TraceError, find
 from traces.jobs import read_jobs
 
@@ -150,18 +151,14 @@ def simulate_jobs(workload: Workload, policy: str, where: str) -> tuple[PoolRepo
         )
         raise ConfigError(f"{error}{bound}") from None
     spec, arrivals = spec_of(workload, where), arrivals_of(workload, where)
-    world = JobsWorld(spec, policies, arrivals, limits=WaitLimits(), seed=workload.seed)
+    world = JobsWorld(spec, policies)
     for arrival in arrivals:
         if workload.trace is None:
             try:
                 world.cluster.dry_run(arrival.request)
             except ClusterError as error:
                 raise ConfigError(f"{where}: {error}") from error
-    world.run()
-    return report_of(world, policy)
-
-
-def report_of(world: JobsWorld, policy: str) -> tuple[PoolReport, list[NodeSlice]]:
-    history = history_of(world.journal, world.cluster.policies)
-    report = pool_report(history, policy, now_ns=world.now_ns, alone_ns=world.alone_ns)
-    return report, history.slices
+    jobs = phased(world, arrivals, workload.seed)
+    history = history_of(world.run().journal, policies)
+    alone_ns = {job: each.alone_ns for job, each in jobs.items()}
+    return pool_report(history, policy, now_ns=world.loop.now_ns, alone_ns=alone_ns), history.slices

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from random import Random
 
 from elastic.core.cluster import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec
-from elastic.simulation.jobs.phases import Arrival, S
+from elastic.simulation.jobs.phases import Arrival
+from elastic.simulation.jobs.world import S
 from traces.jobs import TracedJob
 
 GPUS = 8

@@ -1,25 +1,23 @@
-"""Many jobs on one pool on virtual time, token by token: the real `Cluster`, and a real `Run` for each job.
+"""Jobs of a pool token by token: a real `Run` for each.
 
 A job uses the pool as a live job does: rollout slices are leases of a provider, and the trainer computes by permit.
 Devices, links, and the times to resume and to park are modelled; no process dies.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from elastic.core import events as run_events
-from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, PoolSpec, WaitLimits
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobId, NodeId, Permit, PhaseKind
 from elastic.core.ids import worker_id
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerRole
-from elastic.simulation.loop import EventLoop, Priority
+from elastic.simulation.jobs.world import JobsWorld
 from elastic.simulation.performance.launchers import Launcher, ModelledLease
 from elastic.simulation.performance.profile import Device
 from elastic.simulation.performance.relay import RelayModel
@@ -52,12 +50,6 @@ class SwitchTimes:
         return self.train_resume_ns + self.train_park_ns
 
 
-class JobProcess(Protocol):
-    """A job's run, as its pool sees it."""
-
-    def begin(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Slice:
     """A permit of a job, from its grant until its devices are free."""
@@ -67,32 +59,21 @@ class _Slice:
     over: bool = False
 
 
-@dataclass(slots=True)
-class PhaseSeen:
-    """A finished slice, from its grant until its devices were free."""
-
-    job: JobId
-    phase: PhaseKind
-    nodes: tuple[NodeId, ...]
-    began_ns: Nanoseconds
-    ended_ns: Nanoseconds = 0
-    finished: bool = False
-    """Whether the phase was complete, so that it needed no further slice."""
-
-
 class PoolMember:
     """A job's connection to the pool: `elastic.runtime.ports.Pool` for its trainer, and the slices of its rollouts.
 
-    A job asks for one phase at a time, training first.
+    A job asks for one phase at a time, training first. `make` makes the job's run once the job is started.
     """
 
-    def __init__(self, pool: "ModelledCluster", job: JobId, switch: SwitchTimes) -> None:
-        self._pool, self._job, self._switch = pool, job, switch
+    def __init__(
+        self, world: JobsWorld, job: JobId, switch: SwitchTimes, make: Callable[["PoolMember"], "SimulatedRun"]
+    ) -> None:
+        self._world, self._job, self._switch, self._make = world, job, switch, make
         self._wanted: set[PhaseKind] = set()
         self._asked: PhaseKind | None = None
         self._held: dict[PhaseKind, _Slice] = {}
         self._step = 0
-        self.placement = 0
+        self._placement = 0
         self.train_nodes: tuple[NodeId, ...] = ()
         """The training nodes of the group that the job was placed in."""
         self.feed: Callable[[run_events.Event], None] = lambda _: None
@@ -109,15 +90,15 @@ class PoolMember:
             self._wanted.discard(_TRAIN)
         elif held is not None and held.permit.number == permit and not held.over:
             held.over = True
-            self._pool.loop.after(self._switch.train_park_ns, partial(self._yield, _TRAIN, finished))
+            self._world.loop.after(self._switch.train_park_ns, partial(self._yield, _TRAIN, finished))
 
     def report_progress(self, step: int, done: int, of: int) -> None:
         held = self._held.get(_ROLLOUT)
         if held is not None:
-            self._pool.tell(e.RolloutProgressed(job=self._job, permit=held.permit.number, done=done, of=of))
+            self._world.tell(e.RolloutProgressed(job=self._job, permit=held.permit.number, done=done, of=of))
         if step > self._step:
             self._step = step
-            self._pool.tell(e.JobProgressed(job=self._job, steps_done=step))
+            self._world.tell(e.JobProgressed(job=self._job, steps_done=step))
 
     def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:
         raise AssertionError("a run of one incarnation does not resume")
@@ -140,16 +121,36 @@ class PoolMember:
         held = self._held.get(_ROLLOUT)
         if held is not None and not held.over:
             held.over = True
-            self._pool.loop.after(self._switch.rollout_park_ns, partial(self._yield, _ROLLOUT, finished))
+            self._world.loop.after(self._switch.rollout_park_ns, partial(self._yield, _ROLLOUT, finished))
 
     def tail_left(self) -> None:
         held = self._held.get(_ROLLOUT)
         if held is not None:
-            self._pool.tell(e.TailMoved(job=self._job, permit=held.permit.number))
+            self._world.tell(e.TailMoved(job=self._job, permit=held.permit.number))
 
     # What the pool says.
 
-    def granted(self, permit: Permit) -> None:
+    def obey(self, command: c.ClusterCommand) -> None:
+        match command:
+            case c.StartJob(placement=placement, train=train):
+                self._placement, self.train_nodes = placement, train
+                run = self._make(self)
+                self._world.tell(e.JobStarted(job=self._job, placement=placement))
+                self._world.loop.after(0, run.begin)
+            case c.GrantPermit(permit=permit):
+                self._granted(permit)
+            case c.RecallPermit(permit=permit):
+                self._recalled(permit)
+            case c.MoveTail(permit=permit):
+                self._move_tail(permit)
+            case c.KillResident(node=node, reason=reason):
+                self._killed(self._world.cluster.state.nodes[node].phase, reason)
+            case c.StartResident() | c.EndJob():
+                pass
+            case _:
+                raise AssertionError(f"{command}: jobs of this grain are not turned away, moved or profiled")
+
+    def _granted(self, permit: Permit) -> None:
         phase = permit.phase
         held = self._held.get(phase)
         if held is not None and held.permit.number == permit.number:
@@ -166,7 +167,7 @@ class PoolMember:
         self._wanted.discard(phase)
         switch = self._switch
         resume_ns = switch.rollout_resume_ns if phase is _ROLLOUT else switch.train_resume_ns
-        self._pool.loop.after(resume_ns, partial(self._resumed, held, phase))
+        self._world.loop.after(resume_ns, partial(self._resumed, held, phase))
 
     def _resumed(self, held: _Slice, phase: PhaseKind) -> None:
         if self._held.get(phase) is not held or held.over:
@@ -178,24 +179,24 @@ class PoolMember:
         elif self.slices is not None:
             self.slices.open()
 
-    def recalled(self, permit: Permit) -> None:
+    def _recalled(self, permit: Permit) -> None:
         held = self._held.get(permit.phase)
         if held is None or held.permit.number != permit.number:
             return
         held.permit = permit
-        until_ns = permit.deadline_ns + self._pool.cluster.limits.notice_ns
+        until_ns = permit.deadline_ns + self._world.cluster.limits.notice_ns
         if permit.phase is _TRAIN:
             self.feed(run_events.PermitRecalled(permit=permit.number, until_ns=until_ns))
         elif self.slices is not None:
             self.slices.recall(until_ns)
 
-    def move_tail(self, permit: Permit) -> None:
+    def _move_tail(self, permit: Permit) -> None:
         held = self._held.get(_ROLLOUT)
         if held is not None and held.permit.number == permit.number and self.slices is not None:
             held.permit = permit
             self.slices.keep_only(permit.tail_nodes)
 
-    def killed(self, phase: PhaseKind, cause: str) -> None:
+    def _killed(self, phase: PhaseKind, cause: str) -> None:
         """Note that the phase's residents were killed because they did not give way. Their unfinished work is lost."""
         held = self._held.pop(phase, None)
         if held is None:
@@ -212,7 +213,7 @@ class PoolMember:
             return
         switch_ns = self._switch.rollout_ns if phase is _ROLLOUT else self._switch.train_ns
         number = held.permit.number
-        self._pool.tell(e.PermitYielded(job=self._job, permit=number, finished=finished, switch_ns=switch_ns))
+        self._world.tell(e.PermitYielded(job=self._job, permit=number, finished=finished, switch_ns=switch_ns))
         self._ask()
 
     def _ask(self) -> None:
@@ -221,7 +222,7 @@ class PoolMember:
         phase = _TRAIN if _TRAIN in self._wanted else _ROLLOUT
         if phase is not self._asked:
             self._asked = phase
-            self._pool.tell(e.PhaseAsked(job=self._job, phase=phase, placement=self.placement))
+            self._world.tell(e.PhaseAsked(job=self._job, phase=phase, placement=self._placement))
 
 
 class SharedTrainerMarket(TrainerMarket):
@@ -348,86 +349,3 @@ class SliceLauncher(Launcher):
         self._member.leave_rollout(finished=finished)
         if self._waiting:
             self._member.want(_ROLLOUT)
-
-
-class ModelledCluster:
-    """The pool of a world of jobs. `job` makes the run of a started job; it is called once."""
-
-    def __init__(self, loop: EventLoop, spec: PoolSpec, policies: ClusterPolicies, limits: WaitLimits) -> None:
-        self.loop = loop
-        self.cluster = Cluster(spec, policies, limits, loop.now_ns)
-        self.phases: list[PhaseSeen] = []
-        self._making: dict[JobId, Callable[[PoolMember], JobProcess]] = {}
-        self._members: dict[JobId, PoolMember] = {}
-        self._open: dict[int, PhaseSeen] = {}
-        self._events: deque[e.ClusterEvent] = deque()
-        self._telling = False
-
-    def submit(self, request: JobRequest, switch: SwitchTimes, make: Callable[[PoolMember], JobProcess]) -> None:
-        self._making[request.id] = make
-        self._members[request.id] = PoolMember(self, request.id, switch)
-        self.tell(e.JobSubmitted(request=request))
-
-    def finished(self, job: JobId) -> None:
-        """Note that the job's run has ended."""
-        self.tell(e.JobFinished(job=job))
-
-    def tell(self, event: e.ClusterEvent) -> None:
-        """Give the event to the cluster and carry out its commands. Events are handled one after the other."""
-        self._events.append(event)
-        if self._telling:
-            return
-        self._telling = True
-        try:
-            while self._events:
-                told = self._events.popleft()
-                if isinstance(told, e.PermitYielded) and told.permit in self._open:
-                    self._open[told.permit].finished = told.finished
-                for command in self.cluster.handle(told, self.loop.now_ns):
-                    self._carry_out(command)
-        finally:
-            self._telling = False
-        self._note_ends()
-        wakeup_ns = self.cluster.next_wakeup_ns()
-        if wakeup_ns is not None:
-            self.loop.at(wakeup_ns, self._wake, Priority.WAKE_UP)
-
-    def _wake(self) -> None:
-        wakeup_ns = self.cluster.next_wakeup_ns()
-        if wakeup_ns is not None and wakeup_ns <= self.loop.now_ns:
-            self.tell(e.TimePassed())
-
-    def _carry_out(self, command: c.ClusterCommand) -> None:
-        if isinstance(command, c.ReleaseNode):  # Of drained nodes: nobody drains one here.
-            return
-        member = self._members[command.job]
-        match command:
-            case c.StartJob():
-                member.placement, member.train_nodes = command.placement, command.train
-                process = self._making[command.job](member)
-                self.tell(e.JobStarted(job=command.job, placement=command.placement))
-                self.loop.after(0, process.begin)
-            case c.GrantPermit():
-                permit = command.permit
-                if permit.number not in self._open:
-                    seen = PhaseSeen(permit.job, permit.phase, permit.nodes, self.loop.now_ns)
-                    self._open[permit.number] = seen
-                    self.phases.append(seen)
-                member.granted(permit)
-            case c.RecallPermit():
-                member.recalled(command.permit)
-            case c.MoveTail():
-                member.move_tail(command.permit)
-            case c.KillResident():
-                phase = self.cluster.state.nodes[command.node].phase
-                member.killed(phase, command.reason)
-            case c.RejectJob():
-                raise AssertionError(f"job {command.job} was turned away: {command.reason}")
-            case c.StartResident() | c.EndJob():
-                pass
-            case c.StopJob() | c.ProfileJob():
-                raise AssertionError(f"{type(command).__name__}: jobs of this world neither move nor are profiled")
-
-    def _note_ends(self) -> None:
-        for permit in [permit for permit in self._open if permit not in self.cluster.permits]:
-            self._open.pop(permit).ended_ns = self.loop.now_ns
