@@ -1,5 +1,6 @@
 """What a run's journals say of one provider: its workers' time to their first token, what they cost, what is lost."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,13 @@ from tests.proof import check_tokens
 PARTS = ("request", "boot", "join", "pull", "warm")
 """Of the time to a worker's first token: from asking to the grant, to its process's start, to its session with an
 engine built, to its weights, to the token."""
+
+
+def skipped_without_aws() -> str:
+    """Why what needs the stand-in for AWS is skipped; empty where it is not."""
+    if all(importlib.util.find_spec(name) for name in ("boto3", "moto")):
+        return ""
+    return "boto3 and moto are not installed here: `make test-clouds` sets up what has them"
 
 
 class _Starts:
@@ -67,20 +75,26 @@ def starts_of(run: RunDirectory, provider: str) -> list[Mapping[str, int]]:
     return list(starts.parts_ns.values())
 
 
+def start_figures(starts: Sequence[Mapping[str, int]]) -> Figures:
+    """Medians over the workers that came as far."""
+    parts_s = {part: [one[part] / NS_PER_S for one in starts if part in one] for part in PARTS}
+    boots_s = [(one["boot"] + one["join"]) / NS_PER_S for one in starts if {"boot", "join"} <= one.keys()]
+    return {
+        "boot_s_p50": median(boots_s) if boots_s else None,
+        "first_token_s": {part: median(found) if found else None for part, found in parts_s.items()},
+    }
+
+
 def figures_of(run_dir: Path, provider: str) -> Figures:
-    """Of a run that is over. `leases` were granted; times are medians over the workers that came as far."""
+    """Of a run that is over. `leases` were granted."""
     run = RunDirectory(run_dir)
     starts = starts_of(run, provider)
     summary = summarise(run)
     usage = summary.providers[provider]
-    parts = {part: [one[part] / NS_PER_S for one in starts if part in one] for part in PARTS}
-    lost, duplicated = check_tokens(run)
-    boots = [one["boot"] + one["join"] for one in starts if {"boot", "join"} <= one.keys()]
     return {
         "leases": usage.leases,
-        "tokens_lost": lost + duplicated,
-        "boot_s_p50": median(boots) / NS_PER_S if boots else None,
-        "first_token_s": {part: median(found) if found else None for part, found in parts.items()},
+        "tokens_lost": sum(check_tokens(run)),  # What is generated again was lost, too.
+        **start_figures(starts),
         "allocation_overhead": usage.overhead_share,
         "usd": usage.usd,
     }

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import random
 import signal
 import tempfile
@@ -10,10 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from benchmarks._clouds import PARTS, starts_of
+from benchmarks._clouds import skipped_without_aws, start_figures, starts_of
 from benchmarks._common import Figures
 from benchmarks._crashes import CrashingRun
 from benchmarks._runs import EXAMPLE
@@ -21,7 +19,6 @@ from benchmarks._shapes import write_policy
 from benchmarks._waiting import until
 from elastic.core import events as e
 from elastic.core.ids import lease_of
-from elastic.core.types import NS_PER_S
 from elastic.report import summarise
 from elastic.runtime.journal import JournalError, RunDirectory
 from tests.proof import check_tokens
@@ -54,8 +51,8 @@ KINDS = ("notice", "none", "worker", "rebalance")
 
 
 def measure(quick: bool) -> Figures:
-    if importlib.util.find_spec("boto3") is None or importlib.util.find_spec("moto") is None:
-        return {"skipped_because": "boto3 and moto are not installed here: `make test-clouds` sets up what has them"}
+    if why := skipped_without_aws():
+        return {"skipped_because": why}
     from tests.clouds.aws_server.cloud import cloud
 
     rng, totals = random.Random(SEED), Totals()
@@ -92,16 +89,13 @@ class Totals:
         return self.by["orchestrator"]
 
     def figures(self, aws: Any) -> Figures:
-        parts_s = {part: [one[part] / NS_PER_S for one in self.starts if part in one] for part in PARTS}
-        boots_s = [(one["boot"] + one["join"]) / NS_PER_S for one in self.starts if {"boot", "join"} <= one.keys()]
         return {
             "leases": self.leases,
             "kills": self.kills,
             "kills_by": dict(self.by),
             "tokens_lost": self.tokens_lost,
             "orphans": self.orphans,
-            "boot_s_p50": median(boots_s) if boots_s else None,
-            "first_token_s": {part: median(found) if found else None for part, found in parts_s.items()},
+            **start_figures(self.starts),
             "allocation_overhead": self.overhead_s / self.gpu_s if self.gpu_s else None,
             "usd": self.usd,
             "usd_by_their_bill": aws.books.usd(),

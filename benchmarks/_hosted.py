@@ -16,7 +16,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias
 import psutil
 
 from benchmarks import ROOT
+from benchmarks._processes import processes_in
 from benchmarks._waiting import until
 from elastic.server.settings import ServerSettings
 from elastic.system.sqlite import open_sqlite
@@ -133,7 +134,16 @@ class HostedSite:
 
     @property
     def settings(self) -> ServerSettings:
-        return _settings(self.home, self.database, self.job, self.pools)
+        return ServerSettings(
+            home=self.server_home,
+            database=self.database,
+            models=(self.home / "models",),
+            shared_trust=True,
+            pools=self.pools,
+            webhook_networks=(ipaddress.ip_network("127.0.0.0/8"),),
+            command=(sys.executable, "-S", str(self.job)),
+            environment={"PYTHONDONTWRITEBYTECODE": "1"},
+        )
 
     def log(self, part: Part) -> Path:
         return self.home / f"{part}.log"
@@ -175,8 +185,8 @@ class HostedSite:
             self.port = listener.getsockname()[1]
 
     def start(self, part: Part) -> None:
-        arguments = (part, self.home, self.database, self.port, self.job, self.log(part), self.pools)
-        self.processes[part] = process = forks().Process(target=_main, args=arguments)
+        alone = replace(self, processes={})
+        self.processes[part] = process = forks().Process(target=_main, args=(part, alone))
         process.start()
 
     def kill(self, part: Part) -> None:
@@ -191,10 +201,9 @@ class HostedSite:
             process.kill()
             process.join()
         # Runs outlive server and runner.
-        for job in psutil.process_iter(["cmdline"]):
-            if str(self.job) in (job.info["cmdline"] or ()):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    job.kill()
+        for job in processes_in(self.home):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                job.kill()
 
     def wait_up(self) -> None:
         """Until the API answers. Raises `TimeoutError`."""
@@ -204,19 +213,6 @@ class HostedSite:
         """What a part has logged as JSON."""
         lines = self.log(part).read_text(errors="replace").splitlines()
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-
-
-def _settings(home: Path, database: str, job: Path, pools: tuple[Path, ...] = ()) -> ServerSettings:
-    return ServerSettings(
-        home=home / "server",
-        database=database,
-        models=(home / "models",),
-        shared_trust=True,
-        pools=pools,
-        webhook_networks=(ipaddress.ip_network("127.0.0.0/8"),),
-        command=(sys.executable, "-S", str(job)),
-        environment={"PYTHONDONTWRITEBYTECODE": "1"},
-    )
 
 
 @functools.cache
@@ -229,18 +225,18 @@ def forks() -> ForkServerContext:
     return context
 
 
-def _main(part: Part, home: Path, database: str, port: int, job: Path, log: Path, pools: tuple[Path, ...] = ()) -> None:
+def _main(part: Part, site: HostedSite) -> None:
     from elastic.compose.processes import run_loop
     from elastic.server.serving import listen, open_store, run_runner, serve
     from elastic.system.logs import STANDARD_ERROR, log_to
 
-    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), STANDARD_ERROR)
+    os.dup2(os.open(site.log(part), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), STANDARD_ERROR)
     log_to(STANDARD_ERROR)
-    settings = _settings(home, database, job, pools)
+    settings = site.settings
     store = open_store(settings)
     if part == "runner":
         run_loop(run_runner(store, settings))
     else:
-        with listen(HOST, port) as listener:
+        with listen(HOST, site.port) as listener:
             run_loop(serve(store, settings, listener, with_runner=False))
     store.close()

@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-import psutil
 
 from benchmarks import ROOT
+from benchmarks._processes import processes_in
 from benchmarks._runs import RunFailed, elastic, sets
 from benchmarks._waiting import until
 from elastic.compose.pool_config import POOL_CONFIG, load_pool
@@ -236,16 +236,5 @@ def moments(pool: LivePool) -> list[Moment]:
 
 def left_over(directory: Path, within_s: float = 10.0) -> int:
     """Processes that have to do with a directory once its pool has stopped; those that are ending get some time."""
-    place = str(directory.resolve())
-    until("their ends", lambda: not _of(place), within_s, 0.2, must=False)
-    return len(_of(place))
-
-
-def _of(directory: str) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            told = [*process.cmdline(), *process.environ().values(), process.cwd()]
-            if process.pid != psutil.Process().pid and any(directory in word for word in told):
-                found.append(process)
-    return found
+    until("their ends", lambda: not processes_in(directory), within_s, 0.2, must=False)
+    return len(processes_in(directory))

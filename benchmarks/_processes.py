@@ -6,6 +6,7 @@ Whatever these start in turn has the benchmark's scratch directory for its tempo
 import asyncio
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import select
 import shutil
@@ -18,8 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 from benchmarks import ROOT
-from elastic.system.processes import END_S, end_with_parent, pids
+from elastic.system.processes import END_S, end_with_parent
 from elastic.system.signals import handled
 
 SCRATCH = "TMPDIR"
@@ -46,7 +49,9 @@ def scratch_directory() -> Iterator[Path]:
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-    os.environ[SCRATCH] = str(directory)
+    # That of `multiprocessing` is removed later than this one, so it is not in it.
+    multiprocessing.util.get_temp_dir()
+    os.environ[SCRATCH] = tempfile.tempdir = str(directory)
     try:
         with handled((signal.SIGTERM,), lambda number, _: end_soon() or sys.exit(128 + number)):
             yield directory
@@ -62,23 +67,26 @@ def end_soon() -> None:
 
 
 def _end_in(directory: Path) -> None:
-    """SIGKILL whatever was started with this directory for its temporary files, and remove it."""
-    mark = f"{SCRATCH}={directory}".encode()
+    """SIGKILL whatever has to do with this directory, and remove it."""
     ends_s = time.monotonic() + END_S
-    while (left := [pid for pid in pids() if _carries(pid, mark)]) and time.monotonic() < ends_s:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while (left := processes_in(directory)) and time.monotonic() < ends_s:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         time.sleep(POLL_S)
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _carries(pid: int, mark: bytes) -> bool:
-    """Whether it is started in this directory or in one below it, as by a benchmark that another one has started."""
-    with contextlib.suppress(OSError):
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return any(variable == mark or variable.startswith(mark + b"/") for variable in variables)
-    return False
+def processes_in(directory: Path) -> list[psutil.Process]:
+    """Living processes, but for this one, that have a directory in their command, their environment, or that they are
+    in."""
+    place, found = str(directory.resolve()), list[psutil.Process]()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            words = [*process.cmdline(), *process.environ().values(), process.cwd()]
+            if process.pid != os.getpid() and any(place in word for word in words):
+                found.append(process)
+    return found
 
 
 @contextlib.contextmanager

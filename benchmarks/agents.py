@@ -20,7 +20,6 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -192,15 +191,13 @@ def chosen(arguments: Namespace) -> dict[str, Example]:
 def main(arguments: Arguments) -> Figures:
     results: Figures = {}
     for name, example in chosen(arguments).items():
-        with tempfile.TemporaryDirectory() as directory:
-            if example.missing:
-                results[name] = {"skipped_because": example.missing}
-            elif not arguments.quick:
-                results[name] = measure(name, example, Path(directory))
-            elif any("wall_s" in figures for figures in results.values()):
-                results[name] = {"skipped_because": "--quick is ten steps of one example"}
-            else:
-                results[name] = measure_quickly(name, example, Path(directory))
+        if example.missing:
+            results[name] = {"skipped_because": example.missing}
+        elif arguments.quick and any("wall_s" in figures for figures in results.values()):
+            results[name] = {"skipped_because": "--quick is ten steps of one example"}
+        else:
+            (directory := arguments.scratch / name).mkdir()
+            results[name] = (measure_quickly if arguments.quick else measure)(name, example, directory)
     return results
 
 

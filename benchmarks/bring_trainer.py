@@ -127,28 +127,21 @@ def _with_adapters(told: Sequence[PeerTurn], offered: Sequence[Path]) -> bool:
 
 
 def main(arguments: Arguments) -> Figures:
+    place = arguments.scratch
     if arguments.hours:
-        return {"hours": _hours(arguments.hours)}
+        with DoorsRun(place, f"journal.forget_mb={FORGET_MB}", workers=WORKERS, options=OPTIONS) as run:
+            return {"hours": measured_hours(run, 0, arguments.hours)}
     requests = QUICK_REQUESTS if arguments.quick else REQUESTS
-    with tempfile.TemporaryDirectory() as place:
-        whole, adapters = Path(place) / "whole", Path(place) / "adapters"
-        whole.mkdir()
-        adapters.mkdir()
-        with DoorsRun(whole, workers=WORKERS, options=OPTIONS) as run:
-            doors = measured_doors(run)
-            churn = measured_churn(run, UPDATES * len(PEERS), requests)
-        update = LEFT_OUT if arguments.quick else _updates(Path(place))
-        doors |= measured_adapters(adapters, quick=arguments.quick)
-        rates = RATES_LEFT_OUT if arguments.quick else measured_rates(Path(place))
-        return {"doors": doors, "update": update, "churn": churn, **rates}
-
-
-def _hours(hours: float) -> Figures:
-    with (
-        tempfile.TemporaryDirectory() as place,
-        DoorsRun(Path(place), f"journal.forget_mb={FORGET_MB}", workers=WORKERS, options=OPTIONS) as run,
-    ):
-        return measured_hours(run, 0, hours)
+    whole, adapters = place / "whole", place / "adapters"
+    whole.mkdir()
+    adapters.mkdir()
+    with DoorsRun(whole, workers=WORKERS, options=OPTIONS) as run:
+        doors = measured_doors(run)
+        churn = measured_churn(run, UPDATES * len(PEERS), requests)
+    update = LEFT_OUT if arguments.quick else _updates(place)
+    doors |= measured_adapters(adapters, quick=arguments.quick)
+    rates = RATES_LEFT_OUT if arguments.quick else measured_rates(place)
+    return {"doors": doors, "update": update, "churn": churn, **rates}
 
 
 def _updates(place: Path) -> Figures:

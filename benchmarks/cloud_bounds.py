@@ -16,7 +16,6 @@ Where boto3 or moto is missing: `skipped_because`; `make test-clouds` makes an e
 """
 
 import asyncio
-import importlib.util
 import logging
 import math
 import os
@@ -29,6 +28,7 @@ from typing import Any
 
 import structlog
 
+from benchmarks._clouds import skipped_without_aws
 from benchmarks._common import Arguments, Figures, benchmark
 from elastic.core import events as e
 from elastic.core.ledger import NANO_USD_PER_USD, Ledger
@@ -305,8 +305,8 @@ async def measure(quick: bool) -> Figures:
 
 def main(arguments: Arguments) -> Figures:
     quick = arguments.quick
-    if importlib.util.find_spec("boto3") is None or importlib.util.find_spec("moto") is None:
-        return {"skipped_because": "boto3 and moto are not installed here: `make test-clouds` sets up what has them"}
+    if why := skipped_without_aws():
+        return {"skipped_because": why}
     logging.disable()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     os.environ["AWS_EC2_METADATA_DISABLED"] = "true"

@@ -99,12 +99,11 @@ def rates(tokens: Sequence[tuple[float, int]], from_s: float, to_s: float) -> li
     return counts
 
 
-async def compare(runs: int, lease_s: float, ends: int) -> Figures:
-    with tempfile.TemporaryDirectory() as directory:
-        checkpoint = write_policy(Path(directory))
-        found = await in_turn(MODES, runs, lambda mode, _: measure(checkpoint, MODES[mode], lease_s, ends))
+async def compare(directory: Path, runs: int, lease_s: float, ends: int) -> Figures:
+    checkpoint = write_policy(directory)
+    found = await in_turn(MODES, runs, lambda mode, _: measure(checkpoint, MODES[mode], lease_s, ends))
     return by_name(found, ("dip", "gap_s"))
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, lambda arguments: compare(1, 14.0, 1) if arguments.quick else compare(FULL_RUNS, 25.0, 2))
+    benchmark(__doc__, lambda a: compare(a.scratch, *((1, 14.0, 1) if a.quick else (FULL_RUNS, 25.0, 2))))

@@ -33,7 +33,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import ROOT
@@ -334,8 +333,8 @@ def main(arguments: Arguments) -> Figures:
     names = FULL_NAMES if machines or not quick else QUICK_NAMES
     for name in () if quick else names:
         elastic("prepare", str(JOBS / f"{name}.toml"))
-    with TemporaryDirectory() as temporary, ThreadPoolExecutor(1) as beside:
-        directory = Path(temporary).resolve()
+    directory = arguments.scratch
+    with ThreadPoolExecutor(1) as beside:
         policy = beside.submit(write_policy, directory / "policy") if quick else None
         seeds = FULL_SEEDS[:1] if quick else FULL_SEEDS
         if machines:

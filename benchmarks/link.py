@@ -15,7 +15,6 @@ they are busy, times hold the machine's own delays, too.
 
 import asyncio
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,15 +170,15 @@ async def measure(policy: Path, directory: Path, name: str, times: int) -> Figur
     }
 
 
-async def measure_all(times: Mapping[str, int]) -> Figures:
-    with tempfile.TemporaryDirectory() as name:
-        policy = write_policy(Path(name) / "policy")
-        figures = {link: await measure(policy, Path(name), link, count) for link, count in times.items() if count}
+async def measure_all(times: Mapping[str, int], directory: Path) -> Figures:
+    policy = write_policy(directory / "policy")
+    figures = {link: await measure(policy, directory, link, count) for link, count in times.items() if count}
     return {link: figures.get(link) for link in LINKS}
 
 
 def main(arguments: Arguments) -> Measured:
-    return measure_all({"lan": 1, "cut_10s": 1} if arguments.quick else dict.fromkeys(LINKS, 10))
+    times = {"lan": 1, "cut_10s": 1} if arguments.quick else dict.fromkeys(LINKS, 10)
+    return measure_all(times, arguments.scratch)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -175,13 +174,12 @@ def main(arguments: Arguments) -> Figures:
     if arguments.quick:
         there = ["tensorboard"] if "tensorboard" in there else there[:1]
     prepare()
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        os.environ |= {"TRACKIO_DIR": str(directory / "trackio"), "WANDB_MODE": "offline"}
-        os.environ.pop("MLFLOW_TRACKING_URI", None)
-        if arguments.quick:
-            return {**crash(directory, there, QUICK_KILLS, QUICK_STEPS, 0), **why}
-        return {**crash(directory, there, FULL_KILLS - AFTERWARDS, FULL_STEPS, AFTERWARDS), **why}
+    directory = arguments.scratch
+    os.environ |= {"TRACKIO_DIR": str(directory / "trackio"), "WANDB_MODE": "offline"}
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+    if arguments.quick:
+        return {**crash(directory, there, QUICK_KILLS, QUICK_STEPS, 0), **why}
+    return {**crash(directory, there, FULL_KILLS - AFTERWARDS, FULL_STEPS, AFTERWARDS), **why}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -199,15 +198,14 @@ def main(arguments: Arguments) -> Figures:
     quick = arguments.quick
     figures: Figures = dict.fromkeys(("bytes_per_update", "wrong_adapter_found_s", "merged_difference"))
     skipped: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        if TRAINERS_PYTHON.exists():
-            figures |= _in(TRAINERS_PYTHON, "--child", Path(directory))
-        else:
-            skipped["peft"] = WITHOUT_PEFT
-        if quick or not VLLM_PYTHON.exists():
-            skipped["wrong_adapter_found_s"] = IN_MINUTES if VLLM_PYTHON.exists() else WITHOUT_VLLM
-        else:
-            figures |= _in(VLLM_PYTHON, "--wrong", Path(directory))
+    if TRAINERS_PYTHON.exists():
+        figures |= _in(TRAINERS_PYTHON, "--child", arguments.scratch)
+    else:
+        skipped["peft"] = WITHOUT_PEFT
+    if quick or not VLLM_PYTHON.exists():
+        skipped["wrong_adapter_found_s"] = IN_MINUTES if VLLM_PYTHON.exists() else WITHOUT_VLLM
+    else:
+        figures |= _in(VLLM_PYTHON, "--wrong", arguments.scratch)
     return {**figures, "skipped_because": skipped} if skipped else figures
 
 

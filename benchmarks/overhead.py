@@ -29,7 +29,6 @@ import asyncio
 import multiprocessing
 import multiprocessing.connection
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -285,15 +284,13 @@ def read_journal(run_dir: Path) -> tuple[TokenIds, float]:
     return said, mean(turn.tokens for turn in turns)
 
 
-async def measure(quick: bool) -> Figures:
+async def measure(quick: bool, directory: Path) -> Figures:
     steps = QUICK_STEPS if quick else STEPS
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        pairs, tokens_per_turn = await compare(directory / "plain", TALK, steps, paced=False)
-        paced = short = None
-        if not quick:
-            paced, _ = await compare(directory / "paced", TALK, steps, paced=True)
-            short = await compare(directory / "short", LAKE, steps, paced=True)
+    pairs, tokens_per_turn = await compare(directory / "plain", TALK, steps, paced=False)
+    paced = short = None
+    if not quick:
+        paced, _ = await compare(directory / "paced", TALK, steps, paced=True)
+        short = await compare(directory / "short", LAKE, steps, paced=True)
     ratios = [pair.ratios for pair in pairs]
     return {
         "cpu_ratio": median(ratio.step_s for ratio in ratios),
@@ -316,7 +313,7 @@ async def measure(quick: bool) -> Figures:
 
 def main(arguments: Arguments) -> Measured:
     multiprocessing.set_start_method("spawn")
-    return measure(arguments.quick)
+    return measure(arguments.quick, arguments.scratch)
 
 
 if __name__ == "__main__":

@@ -171,31 +171,30 @@ def process_of(directory: Path) -> Any:
 
 def main(arguments: Arguments) -> Figures:
     jobs = QUICK_JOBS if arguments.quick else JOBS
-    with tempfile.TemporaryDirectory() as place:
-        pool_file = Path(place) / "pool.toml"
-        pool_file.write_text(POOL.format(directory=place))
-        directory = save_pool(load_pool(pool_file))
-        (directory / "logs").mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as memory:
-            costs_us = live_through(load_pool(directory / POOL_CONFIG), Path(memory), jobs)
-            shutil.copy(Path(memory) / JOURNAL, directory / JOURNAL)
-        journal_mb = (directory / JOURNAL).stat().st_size / 1e6
-        status_ms: list[float] = []
-        with process_of(directory) as start_s:
-            for _ in range(QUESTIONS):
-                began_s = time.monotonic()
-                asyncio.run(PoolControl(directory).status())
-                status_ms.append(1e3 * (time.monotonic() - began_s))
-            ended_jobs = asyncio.run(PoolControl(directory).status()).status.jobs_over
-        tenth = len(costs_us) // 10
-        return {
-            "ended_jobs": ended_jobs,
-            "status_ms": statistics.median(status_ms),
-            "start_s": start_s,
-            "event_us_first": statistics.median(costs_us[:tenth]),
-            "event_us_last": statistics.median(costs_us[-tenth:]),
-            "journal_mb": journal_mb,
-        }
+    pool_file = arguments.scratch / "pool.toml"
+    pool_file.write_text(POOL.format(directory=arguments.scratch))
+    directory = save_pool(load_pool(pool_file))
+    (directory / "logs").mkdir(mode=0o700, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as memory:
+        costs_us = live_through(load_pool(directory / POOL_CONFIG), Path(memory), jobs)
+        shutil.copy(Path(memory) / JOURNAL, directory / JOURNAL)
+    journal_mb = (directory / JOURNAL).stat().st_size / 1e6
+    status_ms: list[float] = []
+    with process_of(directory) as start_s:
+        for _ in range(QUESTIONS):
+            began_s = time.monotonic()
+            asyncio.run(PoolControl(directory).status())
+            status_ms.append(1e3 * (time.monotonic() - began_s))
+        ended_jobs = asyncio.run(PoolControl(directory).status()).status.jobs_over
+    tenth = len(costs_us) // 10
+    return {
+        "ended_jobs": ended_jobs,
+        "status_ms": statistics.median(status_ms),
+        "start_s": start_s,
+        "event_us_first": statistics.median(costs_us[:tenth]),
+        "event_us_last": statistics.median(costs_us[-tenth:]),
+        "journal_mb": journal_mb,
+    }
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ actors that have a name after the run's end. `--only ray` measures nothing else.
 """
 
 import math
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,22 +61,20 @@ def overheads(summaries: Sequence[Summary]) -> dict[str, dict[str, dict[str, flo
     }
 
 
-def on_ray(within_s: float, began_s: float) -> Figures:
+def on_ray(directory: Path, within_s: float, began_s: float) -> Figures:
     if why := why_not():
         return {"skipped_because": why}
     until_s = began_s + within_s - LEFT_S
     if until_s - time.monotonic() < RAY_BOOT_S:
         return {"skipped_because": "a quick run has no time left for it: --only ray"}
-    with tempfile.TemporaryDirectory() as name:
-        return run_to_end(kill_nodes(Path(name), KILLS, until_s))
+    return run_to_end(kill_nodes(directory, KILLS, until_s))
 
 
 def replayed(arguments: Arguments) -> Figures:
     prepare()
     seeds = SEEDS[:1] if arguments.quick else SEEDS
     steps, groups = (2, 8) if arguments.quick else (20, 16)
-    with tempfile.TemporaryDirectory() as name:
-        summaries = [measure(Path(name), seed, steps, groups) for seed in seeds]
+    summaries = [measure(arguments.scratch, seed, steps, groups) for seed in seeds]
     last = summaries[-1]
     return {
         "allocation_overhead": overheads(summaries),
@@ -102,7 +99,7 @@ def main(parsed: Arguments) -> Figures:
     began_s = time.monotonic()
     figures = {} if parsed.only == "ray" else replayed(parsed)
     if parsed.only != "replayed":
-        figures["ray"] = on_ray(QUICK_S if parsed.quick else parsed.within_s, began_s)
+        figures["ray"] = on_ray(parsed.scratch, QUICK_S if parsed.quick else parsed.within_s, began_s)
     return figures
 
 

@@ -27,7 +27,6 @@ import asyncio
 import math
 import os
 import signal
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -302,12 +301,10 @@ async def watch(
     return read_record(config, run_dir, run), minutes, cpu_share
 
 
-async def measure(kills: int, rounds: int, watch_s: float) -> Figures:
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        policy = write_policy(directory / "policy")
-        incidents, disturbed = await disturb(policy, directory, kills, rounds)
-        watched, minutes, cpu_share = await watch(policy, directory, watch_s)
+async def measure(directory: Path, kills: int, rounds: int, watch_s: float) -> Figures:
+    policy = write_policy(directory / "policy")
+    incidents, disturbed = await disturb(policy, directory, kills, rounds)
+    watched, minutes, cpu_share = await watch(policy, directory, watch_s)
     times_s = [time_s for kill in incidents.kills if (time_s := disturbed.redispatch_s(kill)) is not None]
     return {
         "kill_redispatch_s_p50": median(times_s),
@@ -360,23 +357,21 @@ async def kill_part(run: LiveRun, part: str) -> Incident:
     return incident
 
 
-async def measure_vllm(kills: int, within_s: float) -> Figures:
+async def measure_vllm(directory: Path, kills: int, within_s: float) -> Figures:
     """As many rounds of one kill of each part as there shall be, and can be begun in time."""
     incidents: dict[str, list[Incident]] = {part: [] for part in VLLM_PARTS}
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        config = working(write_policy(directory / "policy"), within_s, 6, "recovery-vllm")
-        # As many turns as the others have room for.
-        settings = steady(places=config.engine.max_batch * (VLLM_WORKERS - 1), turns=6)
-        async with live_run(config, directory / "run", {"near": reserved(VLLM_WORKERS)}, LimitedTask, settings) as run:
-            await run.until("all workers ready", lambda: len(run.ready("near")) == VLLM_WORKERS, VLLM_START_TIMEOUT_S)
-            begun_ns = run.orchestrator.now_ns()
-            for _ in range(kills):
-                if (run.orchestrator.now_ns() - begun_ns) / NS_PER_S > within_s:
-                    break
-                for part in VLLM_PARTS:
-                    incidents[part].append(await kill_part(run, part))
-        record = read_record(config, directory / "run", run)
+    config = working(write_policy(directory / "policy"), within_s, 6, "recovery-vllm")
+    # As many turns as the others have room for.
+    settings = steady(places=config.engine.max_batch * (VLLM_WORKERS - 1), turns=6)
+    async with live_run(config, directory / "run", {"near": reserved(VLLM_WORKERS)}, LimitedTask, settings) as run:
+        await run.until("all workers ready", lambda: len(run.ready("near")) == VLLM_WORKERS, VLLM_START_TIMEOUT_S)
+        begun_ns = run.orchestrator.now_ns()
+        for _ in range(kills):
+            if (run.orchestrator.now_ns() - begun_ns) / NS_PER_S > within_s:
+                break
+            for part in VLLM_PARTS:
+                incidents[part].append(await kill_part(run, part))
+    record = read_record(config, directory / "run", run)
     figures: Figures = {"engine": "vllm"}
     for part, killed in incidents.items():
         times_s = [time_s for kill in killed if (time_s := record.redispatch_s(kill)) is not None]
@@ -403,8 +398,8 @@ def main(parsed: Arguments) -> Measured:
     if parsed.engine == "vllm" and (why := skipped_without_vllm()):
         return {"skipped_because": why}
     if parsed.engine == "vllm":
-        return measure_vllm(1 if parsed.quick else 20, parsed.within_s)
-    return measure(5, 1, 8.0) if parsed.quick else measure(50, 5, 600.0)
+        return measure_vllm(parsed.scratch, 1 if parsed.quick else 20, parsed.within_s)
+    return measure(parsed.scratch, *((5, 1, 8.0) if parsed.quick else (50, 5, 600.0)))
 
 
 if __name__ == "__main__":

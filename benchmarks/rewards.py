@@ -72,12 +72,11 @@ def last_step(step: StepRow, calls: Sequence[CallRow], mode: str) -> tuple[float
     return rollout_s, used_s / held_s
 
 
-async def compare(runs: int, steps: int) -> Figures:
-    with tempfile.TemporaryDirectory() as directory:
-        checkpoint = write_policy(Path(directory))
-        found = await in_turn(("dedicated", "serverless"), runs, lambda mode, _: measure(checkpoint, mode, steps))
+async def compare(directory: Path, runs: int, steps: int) -> Figures:
+    checkpoint = write_policy(directory)
+    found = await in_turn(("dedicated", "serverless"), runs, lambda mode, _: measure(checkpoint, mode, steps))
     return by_name(found, ("rollout_s", "utilisation"))
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, lambda arguments: compare(1, 2) if arguments.quick else compare(FULL_RUNS, 3))
+    benchmark(__doc__, lambda a: compare(a.scratch, *((1, 2) if a.quick else (FULL_RUNS, 3))))

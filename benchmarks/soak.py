@@ -8,7 +8,6 @@ for noise.
 import asyncio
 import os
 import signal
-import tempfile
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -37,22 +36,20 @@ async def churn(run: LiveRun) -> None:
         await asyncio.sleep(KILL_EVERY_S)
 
 
-async def measure(warm_up_s: float, measured_s: float) -> Figures:
+async def measure(directory: Path, warm_up_s: float, measured_s: float) -> Figures:
     providers = {"reserved": reserved(WORKERS)}
     process, samples = psutil.Process(), list[tuple[float, int, int]]()
-    with tempfile.TemporaryDirectory() as directory:
-        run_dir = Path(directory) / "run"
-        config = configuration("soak", policy=write_policy(Path(directory)))
-        async with live_run(config, run_dir, providers, FrozenLake, FrozenLakeSettings()) as run:
-            await run.until("a worker", lambda: run.ready("reserved"), READY_TIMEOUT_S)
-            churning = asyncio.create_task(churn(run))
-            await asyncio.sleep(warm_up_s)
-            known = len(run.orchestrator.scheduler.ledger.books)
-            for _ in range(round(measured_s / SAMPLE_EVERY_S)):
-                await asyncio.sleep(SAMPLE_EVERY_S)
-                samples.append((process.memory_info().rss / 1e6, process.num_fds(), len(asyncio.all_tasks())))
-            came = len(run.orchestrator.scheduler.ledger.books) - known
-            churning.cancel()
+    config = configuration("soak", policy=write_policy(directory))
+    async with live_run(config, directory / "run", providers, FrozenLake, FrozenLakeSettings()) as run:
+        await run.until("a worker", lambda: run.ready("reserved"), READY_TIMEOUT_S)
+        churning = asyncio.create_task(churn(run))
+        await asyncio.sleep(warm_up_s)
+        known = len(run.orchestrator.scheduler.ledger.books)
+        for _ in range(round(measured_s / SAMPLE_EVERY_S)):
+            await asyncio.sleep(SAMPLE_EVERY_S)
+            samples.append((process.memory_info().rss / 1e6, process.num_fds(), len(asyncio.all_tasks())))
+        came = len(run.orchestrator.scheduler.ledger.books) - known
+        churning.cancel()
     first, last = samples[: len(samples) // PARTS], samples[-(len(samples) // PARTS) :]
     rss, fds, tasks = (median(s[i] for s in last) - median(s[i] for s in first) for i in range(3))
     return {
@@ -65,4 +62,4 @@ async def measure(warm_up_s: float, measured_s: float) -> Figures:
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, lambda arguments: measure(8.0, 24.0) if arguments.quick else measure(60.0, 540.0))
+    benchmark(__doc__, lambda a: measure(a.scratch, *((8.0, 24.0) if a.quick else (60.0, 540.0))))

@@ -28,7 +28,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
@@ -334,11 +333,10 @@ def _spread(theirs: list[float], ours: list[float]) -> list[float]:
 
 def main(arguments: Arguments) -> Figures:
     quick = arguments.quick
-    with tempfile.TemporaryDirectory() as directory:
-        model = Path(directory, "model")
-        write_model(model)
-        sequences, rounds = (2, 1) if quick else (16, 3)
-        figures = measured(model, sequences, rounds, with_trl=TRL_PYTHON.exists() and not quick)
+    model = arguments.scratch / "model"
+    write_model(model)
+    sequences, rounds = (2, 1) if quick else (16, 3)
+    figures = measured(model, sequences, rounds, with_trl=TRL_PYTHON.exists() and not quick)
     figures["peak_bytes"] = {how: head_peak_bytes(how) for how in ("ours", "full_logits")}
     if quick and TRL_PYTHON.exists():
         figures["skipped_because"]["trl"] = "beside it takes minutes"
