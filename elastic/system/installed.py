@@ -64,9 +64,10 @@ def _read(group: str, path: tuple[str, ...]) -> tuple[Mapping[str, importlib.met
     found = {name: importlib.metadata.EntryPoint(name, value, group) for name, value in own.items()}
     passed: list[str] = []
     points = list(importlib.metadata.entry_points(group=group))
-    for point in sorted(points, key=lambda point: not _is_own(point)):
+    for point in sorted(points, key=lambda point: not is_ours(point)):
         stands = found.setdefault(point.name, point)
-        if stands.value != point.value and not (_is_own(stands) and _is_own(point)):
+        # What packages are called is read for these alone: it takes a millisecond each.
+        if stands.value != point.value and point.dist is not None and point.dist.name != OWN_DISTRIBUTION:
             passed.append(
                 f"{group}: {point.name!r} of {package_of(point)} ({point.value}) is not used: "
                 f"{package_of(stands)} has one of that name; allowed: a name of its own"
@@ -74,10 +75,6 @@ def _read(group: str, path: tuple[str, ...]) -> tuple[Mapping[str, importlib.met
     for words in passed:
         log.warning(words)
     return MappingProxyType(found), passed
-
-
-def _is_own(point: importlib.metadata.EntryPoint) -> bool:
-    return point.dist is None or point.dist.name == OWN_DISTRIBUTION
 
 
 @functools.cache
