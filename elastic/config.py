@@ -1195,6 +1195,11 @@ class JobConfig(JobNeeds):
     plan_quantile: float | None = Field(
         None, ge=0, le=1, description="of the steps that are timed, this one; without it phases at the token limit"
     )
+    files: tuple[str, ...] = Field(
+        (),
+        description="of a script: what of its directory a pool's nodes on other machines are sent; else all of it but "
+        "what is hidden",
+    )
 
 
 class Config(_Section):

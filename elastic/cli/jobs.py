@@ -20,9 +20,10 @@ from elastic.cli.options import AsJson, JobCommandIdOption, Overrides, PoolsDire
 from elastic.cli.output import EXIT_FAILED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.pool import asked, doing, find_pool, jobs_table, refused
 from elastic.cli.tables import show_listing
+from elastic.compose.job_files import run_files, script_files
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
 from elastic.compose.plan import check_live, check_policy, resolve
-from elastic.compose.pool_config import job_request
+from elastic.compose.pool_config import POOL_CONFIG, job_request, load_pool
 from elastic.compose.runs import discard_run, new_run_dir, private
 from elastic.config import (
     Config,
@@ -161,6 +162,9 @@ def submit_job(
         environment=environment,
         max_restarts=job.max_restarts,
     )
+    if load_pool(path / POOL_CONFIG).joins:
+        files = script_files(where, job.files, phases) if run is None else run_files(run, where)
+        entry = msgspec.structs.replace(entry, files=files)
     request = job_request(called, job, steps, job.plan, gpus)
     command = SubmitJob(id=command_id or new_command_id(), request=request, entry=entry)
     try:

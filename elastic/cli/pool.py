@@ -221,7 +221,7 @@ def mint_node_ticket(
     as_json: AsJson = False,
     directory: PoolsDirectory = Path("pools"),
 ) -> int:
-    """Mint a ticket with which one machine joins a pool as a rollout node. It is shown once.
+    """Mint a ticket with which one machine joins a pool as a node. It is shown once.
 
     Example: elastic pool ticket -o node.ticket --label "the lab's 4090"
     """
@@ -259,8 +259,11 @@ def join_pool(
             metavar="NAME", help="This machine's site, if the pool does not say. A site shares copies of weights."
         ),
     ] = "",
+    files_gb: Annotated[
+        float, typer.Option(min=0.001, help="What files of jobs may take of the disk; the oldest make room.")
+    ] = 200.0,
 ) -> int:
-    """Be a rollout node of a pool on another machine, until the pool lets it go, or Ctrl-C.
+    """Be a node of a pool on another machine, until the pool lets it go, or Ctrl-C.
 
     With the same ticket and directory it comes back, also once the machine has started anew.
 
@@ -279,7 +282,7 @@ def join_pool(
     except TicketRefused as error:
         raise ConfigError(f"elastic pool join: {where}: {error}") from error
     named = [one.strip() for one in devices.split(",") if one.strip()]
-    return run_joined_node(ticket, join, named, nodes / f"{ticket.pool}-{ticket.node}", site)
+    return run_joined_node(ticket, join, named, nodes / f"{ticket.pool}-{ticket.node}", site, files_gb)
 
 
 @pool.command("drain")
@@ -410,6 +413,7 @@ def _check_former(config: PoolConfig, path: Path) -> None:
     for what, was, now in (
         ("pool.rollout and pool.train", former.spec(), config.spec()),
         ("pool.rollout.kind", [one.kind for one in former.pool.rollout], [one.kind for one in config.pool.rollout]),
+        ("pool.train.kind", [one.kind for one in former.pool.train], [one.kind for one in config.pool.train]),
         ("pool.policy, placement, tail, drift and charging", former.policy_names, config.policy_names),
         ("limits", former.wait_limits(), config.wait_limits()),
     ):

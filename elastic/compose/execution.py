@@ -128,7 +128,7 @@ async def execute(
                     discard=partial(discard_checkpoint, run_dir),
                     make_reward_pool=partial(make_reward_pool, plan, run_dir) if plan.reward else None,
                     engines={n: plan.engine(n).model_dump(mode="json") for n in (TRAINER_PROVIDER, *plan.providers)},
-                    relays=dict.fromkeys(_on_this_machine(plan), relay.local),
+                    relays=dict.fromkeys(_on_this_machine(plan, pool), relay.local),
                     relay_rights=relay.rights,
                     resident=plan.in_turns.keys(),
                     certificate=certificate,
@@ -303,9 +303,10 @@ def _certificate(config: Config, run_dir: Path) -> Certificate | None:
     return run_certificate(run_dir, [name for name in names if name and not is_wildcard(name)])
 
 
-def _on_this_machine(plan: RunPlan) -> list[str]:
+def _on_this_machine(plan: RunPlan, pool: PoolClient | None) -> list[str]:
     """The providers whose workers can read the run's files."""
-    return [TRAINER_PROVIDER, *(name for name, kind in plan.provider_types.items() if kind.on_this_machine)]
+    trainer = () if pool is not None and pool.welcome.trains_elsewhere else (TRAINER_PROVIDER,)
+    return [*trainer, *(name for name, kind in plan.provider_types.items() if kind.on_this_machine)]
 
 
 def _welcome(config: Config, run: str, relay: str, certificate: Certificate | None) -> wire.Welcome:

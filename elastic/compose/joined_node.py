@@ -1,4 +1,4 @@
-"""A pool's rollout node on another machine: its node agent, which joins by a ticket and comes back by its session."""
+"""A pool's node on another machine: its node agent, which joins by a ticket and comes back by its session."""
 
 import asyncio
 import hashlib
@@ -18,6 +18,7 @@ from elastic.config import ConfigError
 from elastic.pool.machines import NodeTicket
 from elastic.pool.messages import NodeMachine
 from elastic.pool.node_agent import RESIDENTS, NodeAgent, NodeAgentTicket
+from elastic.pool.node_files import NodeFiles
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.system.cores import cores
 from elastic.system.devices import DeviceKind, DeviceName, devices_here, kind_of, machine_gpus, model_of
@@ -30,11 +31,14 @@ from elastic.system.supervision import RecordedProcesses, end_left_over
 log = structlog.get_logger(__name__)
 
 END_TIMEOUT_S = 30.0
+BYTES_PER_GB = 1_000_000_000
 
 
-def run_joined_node(ticket: NodeTicket, join: str, devices: Sequence[DeviceName], directory: Path, site: str) -> int:
+def run_joined_node(
+    ticket: NodeTicket, join: str, devices: Sequence[DeviceName], directory: Path, site: str, files_gb: float
+) -> int:
     """Be the node agent of the ticket's node on this machine, which dials `join` if that is given; returns the exit
-    code. The machine is at this `site`, else at that of the ticket.
+    code. The machine is at this `site`, else at that of the ticket. Jobs' files take at most `files_gb` of it.
 
     Its files are in `directory`, and the session by which it comes back once the ticket is spent, also after it was
     killed or its machine has started anew. Lost, or given up by the pool, it comes again without residents. Raises
@@ -61,7 +65,7 @@ def run_joined_node(ticket: NodeTicket, join: str, devices: Sequence[DeviceName]
         directory=directory.resolve(),
     )
     with claimed(directory, what="node"):
-        return run_loop(_stay(known, NodeSession(directory / "session", ticket.token)))
+        return run_loop(_stay(known, NodeSession(directory / "session", ticket.token), round(files_gb * BYTES_PER_GB)))
 
 
 def node_devices(ticket: NodeTicket, named: Sequence[DeviceName]) -> Sequence[DeviceName]:
@@ -116,7 +120,7 @@ class NodeSession:
         write_whole(self._path, f"{self._ticket} {token}".encode())
 
 
-async def _stay(known: NodeAgentTicket, session: NodeSession) -> int:
+async def _stay(known: NodeAgentTicket, session: NodeSession, files_bytes: int) -> int:
     """Be the node until the pool lets it go, or a signal. Nothing of it lives on."""
     task = asyncio.current_task()
     assert task is not None
@@ -129,7 +133,8 @@ async def _stay(known: NodeAgentTicket, session: NodeSession) -> int:
             await end_left_over(found, END_TIMEOUT_S)
             ticket = msgspec.structs.replace(known, token=session.token() or known.token)
             its = SiteMembership(known.directory / "site", known.records, known.pool, known.node)
-            end = await NodeAgent(ticket, let_in=session.keep, site=its).run()
+            files = NodeFiles(known.directory, files_bytes)
+            end = await NodeAgent(ticket, let_in=session.keep, site=its, files=files).run()
             if end.how in ("refused", "dismissed") or not session.token():
                 log.info("node ends", node=known.node, cause=end.reason)
                 return 0 if end.how == "dismissed" else 1

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from elastic.compose.job_files import BASE, PHASES_FILE, files_of, keep, lacking
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
 from elastic.compose.nanoseconds import in_nanoseconds
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, phase_plan, pool_devices
@@ -22,17 +23,19 @@ from elastic.compose.runs import claimed, load_run_config, private, save_run_con
 from elastic.config import ConfigError
 from elastic.core.cluster import Cluster
 from elastic.core.cluster.events import ClusterEvent
-from elastic.core.cluster.types import KindName, NodeId, PhaseKind, PhasePlan
+from elastic.core.cluster.types import JobId, KindName, NodeId, PhaseKind, PhasePlan
 from elastic.core.ids import tagged
 from elastic.pool import messages as w
 from elastic.pool.client import FINGERPRINT_VARIABLE, JOB_VARIABLE, POOL_VARIABLE, TOKEN_VARIABLE, PoolMembership
 from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandManager, invalid
 from elastic.pool.devices import DeviceAllotment
 from elastic.pool.gateway import PoolGateway, PoolTokens
+from elastic.pool.job_files import SubmittedFile
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
 from elastic.pool.live import SET_ASIDE, LivePorts
 from elastic.pool.machines import kind_of_node, node_names
+from elastic.pool.node_files import JOBS
 from elastic.pool.node_requests import NodeRequests
 from elastic.pool.node_supply import NodeSupply
 from elastic.pool.node_tickets import NodeTickets
@@ -43,11 +46,12 @@ from elastic.protocol.endpoint import Address, Endpoint, is_loopback
 from elastic.protocol.run_control import RunControl
 from elastic.protocol.tls import Certificate, TlsError, run_certificate
 from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
+from elastic.runtime.states import CHECKPOINTS
 from elastic.system.boot_clock import Began
 from elastic.system.devices import DEVICES_VARIABLE, DeviceName
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.logs import log_to
-from elastic.system.processes import OF_SITE, inherited
+from elastic.system.processes import OF_SITE, beside_usual, inherited
 from elastic.system.signals import TERMINATION, act_on
 from elastic.system.supervision import RecordedProcesses
 from providers.ray_connection import RayUnusable
@@ -79,9 +83,10 @@ class PoolPrograms:
             return (*ELASTIC, "worker", "--trainer", entry.directory, "--resume")
         return (*ELASTIC, "pool-resident", entry.directory)
 
-    def job_environment(self, entry: JobEntry, placement: int) -> dict[str, str]:
+    def job_environment(self, entry: JobEntry, placement: int, *, elsewhere: bool = False) -> dict[str, str]:
         job, token = entry.job, self._tokens.job(entry.job, placement)
-        return PoolMembership(endpoint=self._endpoint, job=job, placement=placement, token=token).variables()
+        at = _seen(self._config, self._endpoint) if elsewhere else self._endpoint
+        return PoolMembership(endpoint=at, job=job, placement=placement, token=token).variables()
 
     def node_agent(self, node: NodeId, ticket: int, devices: Sequence[DeviceName]) -> ProcessLaunch:
         records = self._directory / "leases"
@@ -118,10 +123,9 @@ class PoolPrograms:
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
     ) -> w.StartResidentFrame:
         environment = {**entry.environment, JOB_VARIABLE: entry.job}
-        if kind_of_node(node) in self._config.joins:
-            return self._resident_elsewhere(entry, placement, environment)
+        elsewhere = kind_of_node(node) in self._config.joins
         if entry.script:
-            environment |= self.job_environment(entry, placement)
+            environment |= self.job_environment(entry, placement, elsewhere=elsewhere)
             environment |= {PHASES_VARIABLE: entry.phases} if entry.phases else {}
         elif ticket is not None:
             environment |= {
@@ -132,6 +136,8 @@ class PoolPrograms:
                 "ELASTIC_WORKER": ticket.worker,
                 "ELASTIC_ORCHESTRATOR_TIMEOUT_S": str(ticket.orchestrator_timeout_s),
             }
+        if elsewhere:
+            return self._resident_elsewhere(entry, placement, node, phase, environment)
         return w.StartResidentFrame(
             job=entry.job,
             placement=placement,
@@ -143,22 +149,51 @@ class PoolPrograms:
             script=bool(entry.script),
         )
 
-    def _resident_elsewhere(self, entry: JobEntry, placement: int, environment: dict[str, str]) -> w.StartResidentFrame:
-        """A rollout resident gets all that it needs by its run's own connections: it reads none of the pool's files."""
-        _, *words = self.resident_command(entry, PhaseKind.ROLLOUT)
+    def _resident_elsewhere(
+        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, environment: Mapping[str, str]
+    ) -> w.StartResidentFrame:
+        """A resident that reads none of the pool's files. What it needs it gets by its run's own connections, or as
+        files, into a directory of its job and this start; a script finds there what it has left before."""
+        run = Path(entry.directory).name
+        if entry.script:
+            command, directory = _script_elsewhere(entry), f"{JOBS}/{entry.job}/script/{run}"
+            environment = beside_usual(environment) | {PHASES_VARIABLE: PHASES_FILE if entry.phases else ""}
+        else:
+            at_home = msgspec.structs.replace(entry, directory=".")
+            _, *words = self.resident_command(at_home if phase is PhaseKind.TRAIN else entry, phase)
+            command, directory = (w.OWN_PYTHON, *words), f"{JOBS}/{entry.job}/{placement}/{run}"
+        trains = phase is PhaseKind.TRAIN
+        needs = trains or any(one.file.path.startswith(f"{BASE}/") for one in entry.files)
         return w.StartResidentFrame(
             job=entry.job,
             placement=placement,
-            phase=PhaseKind.ROLLOUT,
-            command=(w.OWN_PYTHON, *words),
-            environment=environment,
-            directory="",
-            log=f"logs/resident-{entry.job}.log",
+            phase=phase,
+            command=command,
+            environment=dict(environment),
+            directory=directory if needs else "",
+            log=f"logs/{'script' if entry.script else 'resident'}-{entry.job}.log",
+            script=bool(entry.script),
+            files_token=self.files_token(entry.job, placement, node) if needs else "",
+            returned=(CHECKPOINTS,) if trains and not entry.script else (),
         )
+
+    def files_token(self, job: JobId, placement: int, node: NodeId) -> str:
+        return self._tokens.files(job, placement, node)
+
+    def files(self, entry: JobEntry, phase: PhaseKind) -> Sequence[SubmittedFile]:
+        return files_of(entry, phase)
+
+    def lacking(self, entry: JobEntry, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
+        return lacking(entry, files)
+
+    def keep(self, entry: JobEntry, files: Sequence[w.JobFile]) -> None:
+        keep(entry, files)
 
     def profile(self, entry: JobEntry) -> ProcessLaunch:
         if entry.script:
             raise ValueError("a script says how long its phases take (job.plan)")
+        if self._config.trains_elsewhere:
+            raise ValueError("steps are timed on the pool's machine, and its training nodes are others (job.plan)")
         where = (self._directory / "profiles" / entry.job).resolve()
         shutil.rmtree(where, ignore_errors=True)
         path = Path(entry.directory)
@@ -193,10 +228,7 @@ class PoolPrograms:
         if not path.is_absolute() or not path.is_dir():
             raise ConfigError(f"job {entry.job}: directory: found {path}; allowed: an absolute one")
         if entry.script:
-            if self._config.joins:
-                problem = "a script computes in its own process, and this pool's rollout nodes are other machines"
-                raise ConfigError(f"job {entry.job}: {problem}; allowed: a run")
-            return entry
+            return self._with_files(entry)
         if not (path / CONFIG).exists():
             raise ConfigError(f"job {entry.job}: {path} is no run's directory: it has no {CONFIG}")
         config = load_run_config(path)
@@ -205,7 +237,28 @@ class PoolPrograms:
                 f"job {entry.job}: run.host: found {config.run.host}, which the pool's rollout nodes, on other "
                 'machines, cannot dial; allowed: an address that they reach, such as "0.0.0.0" with run.advertise'
             )
-        return msgspec.structs.replace(entry, max_restarts=config.job.max_restarts)
+        if self._config.trains_elsewhere and config.doors is not None:
+            problem = "weights of trainers elsewhere are read on the pool's machine, and its training nodes are others"
+            raise ConfigError(f"job {entry.job}: doors: found a section; {problem}; allowed: none")
+        return msgspec.structs.replace(self._with_files(entry), max_restarts=config.job.max_restarts)
+
+    def _with_files(self, entry: JobEntry) -> JobEntry:
+        if self._config.trains_elsewhere and not entry.files:
+            problem = "its files are not told, which the pool's training nodes, on other machines, are sent"
+            raise ConfigError(f"job {entry.job}: {problem}; `elastic jobs submit` tells them")
+        return entry
+
+
+def _seen(config: PoolConfig, endpoint: Endpoint) -> Endpoint:
+    """Return where other machines reach what listens there."""
+    address = str(Address.parse(endpoint.address).seen_as(config.pool.advertise))
+    return Endpoint(address, fingerprint=endpoint.fingerprint)
+
+
+def _script_elsewhere(entry: JobEntry) -> tuple[str, ...]:
+    """Return a script's command line on another machine: with its node agent's interpreter, if it has one."""
+    first, *words = (PHASES_FILE if entry.phases and word == entry.phases else word for word in entry.script)
+    return (w.OWN_PYTHON if Path(first).name.startswith("python") else first, *words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +402,7 @@ def _node_tickets(
     config: PoolConfig, journal: PoolJournal, tokens: PoolTokens, address: str, fingerprint: str
 ) -> NodeTickets:
     """Return the tickets of a pool that listens at this address."""
-    seen = Endpoint(str(Address.parse(address).seen_as(config.pool.advertise)), fingerprint=fingerprint)
+    seen = _seen(config, Endpoint(address, fingerprint=fingerprint))
     return NodeTickets(journal, tokens, config.pool.name, seen, config.joins, asked=config.clusters)
 
 

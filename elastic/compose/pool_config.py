@@ -180,8 +180,16 @@ class PoolRolloutConfig(PoolNodesConfig):
         return SpotMarket(f"pool.{self.name or 'rollout'}", SpotSettings.model_validate(settings))
 
 
+class PoolTrainConfig(PoolNodesConfig):
+    """Nodes for training."""
+
+    kind: Literal["local", "joined"] = Field(
+        "local", description="`joined`: other machines, at most `nodes`, which join by `elastic pool join`"
+    )
+
+
 RolloutKinds = Annotated[tuple[PoolRolloutConfig, ...], one_or_several(PoolRolloutConfig), Field(min_length=1)]
-TrainKinds = Annotated[tuple[PoolNodesConfig, ...], one_or_several(PoolNodesConfig), Field(min_length=1)]
+TrainKinds = Annotated[tuple[PoolTrainConfig, ...], one_or_several(PoolTrainConfig), Field(min_length=1)]
 
 
 def pool_spec(rollout: Sequence[PoolNodesConfig], train: Sequence[PoolNodesConfig]) -> PoolSpec:
@@ -236,7 +244,11 @@ class PoolSection(_PoolPart):
 
     @model_validator(mode="after")
     def _reached(self) -> "PoolSection":
-        if any(one.kind != "local" for one in self.rollout) and is_wildcard(self.host) and not self.advertise:
+        if (
+            any(one.kind != "local" for one in (*self.rollout, *self.train))
+            and is_wildcard(self.host)
+            and not self.advertise
+        ):
             raise ValueError(
                 f"advertise is missing: nobody can dial pool.host = {self.host}; name the address by which machines "
                 "that join reach this one"
@@ -309,7 +321,13 @@ class PoolConfig(_PoolPart):
     def joins(self) -> Mapping[KindName, JoinRules]:
         """What machines must have that join as nodes, by the kinds whose nodes do; others are this machine's."""
         found = [one.node_kind(PhaseKind.ROLLOUT) for one in self.pool.rollout if one.kind != "local"]
+        found += [one.node_kind(PhaseKind.TRAIN) for one in self.pool.train if one.kind != "local"]
         return {kind.name: JoinRules(kind=kind, devices=self.pool.devices) for kind in found}
+
+    @property
+    def trains_elsewhere(self) -> bool:
+        """Whether training nodes may be on other machines."""
+        return any(one.kind != "local" for one in self.pool.train)
 
     @property
     def clusters(self) -> Mapping[KindName, RayNodesSettings]:

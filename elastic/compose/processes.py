@@ -65,13 +65,17 @@ def run_worker(
         leave_process(run_loop(run_agent(ticket)))
     _check_devices(counted=False)
     _load(lambda: import_module("elastic.worker.trainer_host"))
+    from elastic.compose.job_files import local_places, trainer_overrides
     from elastic.compose.runs import load_run_config
     from elastic.worker.device_permit import DevicePermit, node_agent_socket
     from elastic.worker.trainer_host import run_trainer_host
 
     _check_devices(counted=True)
-    config, permit = load_run_config(trainer_run_dir), DevicePermit(node_agent_socket())
-    leave_process(run_loop(run_trainer_host(ticket, config, trainer_run_dir, resume, permit)))
+    run_dir, permit = trainer_run_dir.resolve(), DevicePermit(node_agent_socket())
+    config = load_run_config(run_dir)
+    if places := local_places():
+        config = load_run_config(run_dir, trainer_overrides(config, places))
+    leave_process(run_loop(run_trainer_host(ticket, config, run_dir, resume, permit)))
 
 
 def _log_pace() -> None:
@@ -123,13 +127,14 @@ def run_pool_resident() -> NoReturn:
     _check_devices(counted=False)
     _load(_load_resident)
     _check_devices(counted=True)
+    from elastic.compose.job_files import engine_here
     from elastic.worker.agent import leave_process, on_termination
     from elastic.worker.rollout_resident import RolloutResident
 
     async def obey() -> "AgentExit":
         leave = asyncio.Event()
         with on_termination(leave.set):
-            return await RolloutResident().run(node_agent, leave)
+            return await RolloutResident(engine_here).run(node_agent, leave)
 
     leave_process(run_loop(obey()))
 

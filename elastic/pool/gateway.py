@@ -19,10 +19,11 @@ from elastic.core.types import NS_PER_S
 from elastic.pool import messages as w
 from elastic.pool.connection import FROM_DIALLER, FromDialler, PoolLink
 from elastic.pool.journal import PoolJournal
+from elastic.pool.pool_files import PoolFiles
 from elastic.pool.shell import PoolShell
 from elastic.protocol.admission import Admission, is_secret
 from elastic.protocol.connection import SessionRefused
-from elastic.protocol.frames import RefusedFrame
+from elastic.protocol.frames import RefusedFrame, WireError
 from elastic.protocol.tls import Certificate
 from elastic.system.host import here
 from elastic.system.isolation import IsolatedLoop
@@ -45,6 +46,9 @@ class PoolTokens:
     def job(self, job: JobId, placement: int) -> str:
         return self._derived("job", job, str(placement))
 
+    def files(self, job: JobId, placement: int, node: NodeId) -> str:
+        return self._derived("files", job, str(placement), node)
+
     def _derived(self, *what: str) -> str:
         return hmac.new(self._secret, "\0".join(what).encode(), hashlib.sha256).hexdigest()
 
@@ -59,6 +63,7 @@ class PoolGateway:
         self._isolated = isolated
         self._admission = Admission(FROM_DIALLER, self._greet)
         self._shell: PoolShell | None = None
+        self._files: PoolFiles | None = None
         self._node_agents: dict[NodeId, PoolLink[FromDialler]] = {}
         self._jobs: dict[JobId, PoolLink[FromDialler]] = {}
 
@@ -66,11 +71,13 @@ class PoolGateway:
         """Listen; returns `host:port`. No peer is let in before `serve`. Raises `OSError`."""
         return await self._admission.start(host, port, certificate)
 
-    def serve(self, shell: PoolShell) -> None:
-        self._shell = shell
+    def serve(self, shell: PoolShell, files: PoolFiles | None = None) -> None:
+        self._shell, self._files = shell, files
 
     async def aclose(self) -> None:
         self._shell = None
+        for node in self._node_agents if self._files is not None else ():
+            self._files.left(node)
         for links in (self._node_agents, self._jobs):
             links.clear()
         await self._admission.aclose()
@@ -92,6 +99,8 @@ class PoolGateway:
         link = self._node_agents.pop(node, None)
         if link is not None:
             link.abort()
+        if self._files is not None:
+            self._files.left(node)
 
     def _greet(self, link: PoolLink[FromDialler], hello: FromDialler) -> None:
         if not isinstance(hello, w.NodeAgentHello | w.JobHello):
@@ -147,7 +156,24 @@ class PoolGateway:
         former = self._node_agents.get(name)
         if former is not None:
             former.abort()
-        self._seat(link, self._node_agents, name, shell.node_agent_heard, shell.node_agent_left)
+        say = link.send
+
+        def heard(name: NodeId, message: w.FromNodeAgent) -> None:
+            if not isinstance(message, w.OfFiles):
+                shell.node_agent_heard(name, message)
+            elif self._files is not None and terms is not None:
+                try:
+                    self._files.heard(name, message, say)
+                except WireError as error:
+                    log.warning("a node agent is cut off", node=name, cause=str(error))
+                    link.abort()
+
+        def left(name: NodeId) -> None:
+            if self._files is not None:
+                self._files.left(name)
+            shell.node_agent_left(name)
+
+        self._seat(link, self._node_agents, name, heard, left)
         link.send(msgspec.structs.replace(self._welcome, session=session))
         if refused := shell.node_agent_joined(hello):
             self._node_agents.pop(name, None)

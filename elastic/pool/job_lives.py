@@ -58,6 +58,7 @@ class JobLives(PoolRoom):
             permits=tuple(self._slices.grant_of(permit) for permit in permits),
             trainer=trainer.worker if trainer is not None else "",
             silence_s=pool.times.silence_ns / NS_PER_S,
+            trains_elsewhere=any(self._nodes[name].hello is not None for name in train),
         )
 
     def _terms(self, nodes: Sequence[NodeId]) -> tuple[float, int]:

@@ -16,6 +16,7 @@ from elastic.pool.gateway import PoolGateway
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import NotedDeath, PoolJournal
 from elastic.pool.node_agent import RESIDENTS
+from elastic.pool.pool_files import FilePrograms, PoolFiles
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.protocol.run_control import ControlError, RunControl
@@ -36,7 +37,7 @@ SET_ASIDE = "set_aside"
 NODE_AGENTS, JOBS, PROFILES = "node_agents", "jobs", "profiles"
 
 
-class Programs(Protocol):
+class Programs(FilePrograms, Protocol):
     """Says what the pool's processes run. Implemented above, where all rooms are known."""
 
     def node_agent(self, node: NodeId, ticket: int, devices: Sequence[DeviceName]) -> ProcessLaunch: ...
@@ -314,7 +315,9 @@ class LivePorts:
         for job, kept in ended.items():
             await self.jobs.settle(job)
             self._job_over(job, kept, None)
-        self._gateway.serve(shell)
+        patience_s = shell.cluster.limits.start_ns / 1e9
+        files = PoolFiles(self._programs, shell.entry_of, shell.phase_of, shell.job_unfit, self._isolated, patience_s)
+        self._gateway.serve(shell, files)
         if stop:
             shell.stop(now=stop == "now")
         await self._drive(shell)

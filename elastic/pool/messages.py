@@ -34,7 +34,11 @@ SITE_FILE_VARIABLE = "ELASTIC_SITE_FILE"
 """Environment variable of a worker: the file with the `SiteRelay` that it uses now, absent while there is none."""
 QUIET_VARIABLE = "ELASTIC_QUIET_START"
 """Environment variable of a resident that starts while other jobs may compute on its node."""
-NODES_MAX, RESIDENTS_MAX = 4096, 4096
+FILES_VARIABLE = "ELASTIC_FILES"
+"""Environment variable of a resident on another machine: the directory of its job's files there."""
+NODES_MAX, RESIDENTS_MAX, FILES_MAX = 4096, 4096, 2000
+CHUNK_BYTES = 512 * 1024
+"""Of a file in one message; its last chunk may have fewer."""
 
 Names: TypeAlias = Annotated[tuple[Text, ...], msgspec.Meta(max_length=NODES_MAX)]
 
@@ -56,6 +60,19 @@ class WorkerTicketFrame(msgspec.Struct, frozen=True, array_like=True):
     join: Text
     fingerprint: Text = ""
     orchestrator_timeout_s: Seconds = 60.0
+
+
+class JobFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file of a job. `path` is where it belongs below the job's directory on a node, with `/`; `digest` is the
+    SHA-256 of its content, in hexadecimal."""
+
+    path: Text
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    size_bytes: Count
+    executable: bool = False
+
+
+JobFiles: TypeAlias = Annotated[tuple[JobFile, ...], msgspec.Meta(max_length=FILES_MAX)]
 
 
 # From a job: a run's orchestrator, or a script with phases.
@@ -208,6 +225,8 @@ class JobWelcome(_PoolMessage):
     trainer: Text = ""
     silence_s: Seconds = 30.0
     """A peer that receives nothing for so long dials again."""
+    trains_elsewhere: bool = False
+    """Whether the training nodes are on other machines than the pool's."""
 
 
 class PermitOver(_PoolMessage):
@@ -338,7 +357,61 @@ class SiteServed(_PoolMessage):
     cause: Text = ""
 
 
+class AskFiles(_PoolMessage):
+    """Which files does this start of the job need here? Answered by `FilesNeeded`. `token` is that of the start."""
+
+    job: Text
+    placement: Count
+    token: Text
+
+
+class FilesThere(_PoolMessage):
+    """The files that this start of the job keeps here, all of them; those that the pool has not are asked for, and
+    `FilesKept` follows. `token` is that of the start."""
+
+    job: Text
+    placement: Count
+    token: Text
+    files: JobFiles
+
+
+# Either way between a node agent on another machine and the pool's process.
+
+
+class AskChunk(_PoolMessage):
+    """Send the chunk of the file with this digest that begins there; answered by `FileChunk`."""
+
+    digest: Text
+    offset: Count
+
+
+class FileChunk(_PoolMessage):
+    """A part of a file. With a `cause` there is none, and it says why."""
+
+    digest: Text
+    offset: Count
+    data: Annotated[bytes, msgspec.Meta(max_length=CHUNK_BYTES)] = b""
+    cause: Text = ""
+
+
 # To a node agent.
+
+
+class FilesNeeded(_PoolMessage):
+    """The files of this start of the job. With a `cause` it cannot have them, and the job has failed."""
+
+    job: Text
+    placement: Count
+    files: JobFiles = ()
+    cause: Text = ""
+
+
+class FilesKept(_PoolMessage):
+    """The pool has all files that were there, with these digests."""
+
+    job: Text
+    placement: Count
+    digests: Annotated[tuple[Text, ...], msgspec.Meta(max_length=FILES_MAX)] = ()
 
 
 class NodeAgentWelcome(_PoolMessage):
@@ -361,7 +434,8 @@ class StartResidentFrame(_PoolMessage, tag="StartResident"):
     `phase` is what the resident is for. A `script` parks and resumes by itself, and reports that to the pool. Does
     nothing but say `ResidentUp` again if the resident already runs under this placement and is up. `directory` and
     `log` may be relative to the directory of a node agent on another machine, which has an interpreter of its own
-    (`OWN_PYTHON`).
+    (`OWN_PYTHON`). With a `files_token` it first asks for the job's files, and puts them into `directory`; what is then
+    below the `returned` directories there goes back to the pool.
     """
 
     job: Text
@@ -372,6 +446,8 @@ class StartResidentFrame(_PoolMessage, tag="StartResident"):
     directory: str
     log: str
     script: bool = False
+    files_token: str = ""
+    returned: Names = ()
 
 
 class GiveDevice(_PoolMessage):
@@ -497,7 +573,18 @@ FromJob: TypeAlias = (
 )
 ToJob: TypeAlias = JobWelcome | RefusedFrame | Granted | PermitOver | WorkerEnded | StillHere
 FromNodeAgent: TypeAlias = (
-    NodeAgentHello | ResidentUp | ResidentGone | DeviceFreed | WorkerLeft | HostMemory | SiteServed | StillHere
+    NodeAgentHello
+    | ResidentUp
+    | ResidentGone
+    | DeviceFreed
+    | WorkerLeft
+    | HostMemory
+    | SiteServed
+    | AskFiles
+    | FilesThere
+    | AskChunk
+    | FileChunk
+    | StillHere
 )
 ToNodeAgent: TypeAlias = (
     NodeAgentWelcome
@@ -509,7 +596,12 @@ ToNodeAgent: TypeAlias = (
     | EndResident
     | ServeSite
     | UseSite
+    | FilesNeeded
+    | FilesKept
+    | AskChunk
+    | FileChunk
     | StillHere
 )
+OfFiles: TypeAlias = AskFiles | FilesThere | AskChunk | FileChunk | FilesNeeded | FilesKept
 ToResident: TypeAlias = Resume | Park | WorkAs | Leave | StillHere
 FromResident: TypeAlias = Warm | DeviceResumed | Parked | Left | StillHere

@@ -20,6 +20,7 @@ import structlog
 from elastic.core.cluster.types import JobId, PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.connection import FROM_RESIDENT, POOL, TO_NODE_AGENT, PoolLink
+from elastic.pool.file_exchange import FilesUnavailable
 from elastic.pool.node_agent_state import (
     BeginResident,
     NodeAgentCommand,
@@ -35,6 +36,7 @@ from elastic.pool.node_agent_state import (
     Untaken,
     WakeupDue,
 )
+from elastic.pool.node_files import NodeFiles
 from elastic.pool.stillness import Silence, Stillness
 from elastic.protocol.connection import ConnectionLost, Greeting, SessionRefused, dial, over_socket
 from elastic.protocol.endpoint import Endpoint
@@ -119,10 +121,14 @@ class _OwnResident:
         """Why its connection is lost."""
         self.hangs = False
         self._told: Signal | None = None
+        self.unwanted = asyncio.Event()
+        """Set once it is to end."""
 
     def signal(self, told: Signal | None) -> None:
         """End the process so; one that has not been started is ended once it has."""
         self._told = told
+        if told is not None:
+            self.unwanted.set()
         if told is not None and self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill() if told.kill else self.process.terminate()
@@ -136,7 +142,7 @@ class _OwnResident:
 class NodeAgent:
     """The node agent of one node. `run` returns when the pool dismisses it or was silent for too long. `let_in` is
     called with the token of its session whenever it has joined. On another machine than the pool's it is of a
-    `site`."""
+    `site`, and has `files` of jobs."""
 
     def __init__(
         self,
@@ -146,9 +152,10 @@ class NodeAgent:
         recorded: Callable[[Path | None, str, str, str], RecordedProcesses] = RecordedProcesses,
         let_in: Callable[[str], None] = lambda session: None,
         site: NodeSite | None = None,
+        files: NodeFiles | None = None,
     ) -> None:
         self._ticket = ticket
-        self._let_in, self._site = let_in, site
+        self._let_in, self._site, self._files = let_in, site, files
         self._isolated = IsolatedLoop("node_agent", faults or LoopFaults(), clock=_now_s)
         self._memory = memory or held_bytes
         self._recorded = recorded
@@ -174,8 +181,9 @@ class NodeAgent:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(resident.recorded.end() for resident in self._residents.values()))
-        if self._site is not None:
-            await self._site.aclose()
+        for part in (self._site, self._files):
+            if part is not None:
+                await part.aclose()
 
     async def _serve(self) -> NodeAgentEnd:
         within_s, greeting = self._ticket.wait_s, Greeting(self._hello, w.NodeAgentWelcome)
@@ -192,6 +200,8 @@ class NodeAgent:
             self._link, self._token, within_s = link, welcome.session, welcome.orphan_s
             self._limits = SilenceLimits(welcome.stall_s, welcome.still_s)
             link.watch(welcome.silence_s)
+            if self._files is not None:
+                self._files.joined(link.send)
             measuring = asyncio.create_task(self._measure(welcome.measure_s), name="memory")
             try:
                 while True:
@@ -202,6 +212,9 @@ class NodeAgent:
                     with self._isolated.attempt(type(message).__name__):
                         if isinstance(message, w.ServeSite | w.UseSite):
                             self._spawn(self._of_site(message, link))
+                        elif isinstance(message, w.OfFiles):
+                            if self._files is not None:
+                                self._files.heard(message)
                         else:
                             self._heed(message)
             except ConnectionLost as loss:
@@ -209,6 +222,8 @@ class NodeAgent:
             finally:
                 measuring.cancel()
                 self._link = None
+                if self._files is not None:
+                    self._files.left()
                 link.abort()
 
     async def _of_site(self, order: w.ServeSite | w.UseSite, link: PoolLink[w.ToNodeAgent]) -> None:
@@ -272,8 +287,9 @@ class NodeAgent:
             try:
                 await self._launch(resident)
                 cause, code = await self._hear(resident)
-            except OSError as error:
-                cause = f"it could not be started: {error.strerror or error}"
+            except (OSError, FilesUnavailable) as error:
+                reason = error.strerror if isinstance(error, OSError) else ""
+                cause = f"it could not be started{self._on_machine}: {reason or error}"
             finally:
                 if resident.link is not None:
                     resident.link.abort()
@@ -286,18 +302,21 @@ class NodeAgent:
             if not ending.fault:
                 break
             await asyncio.sleep(self._isolated.wait_s(f"end of {job}"))
+        if self._files is not None:
+            self._files.over(job)
         wrong = "" if resident.began else await asyncio.to_thread(faults, self._ticket.devices)
         del self._residents[job]
         self._heed(ResidentEnded(job, attempt.fault or cause, code, wrong))
 
     async def _launch(self, resident: _OwnResident) -> None:
         order, own = resident.order, self._ticket.directory
+        of_files = await self._bring_files(resident)
         command = [*order.command]
         if command[:1] == [w.OWN_PYTHON]:
             command[0] = sys.executable
         ours, theirs = here().socketpair()
         try:
-            environment = self._of_node(order) | resident.recorded.marks | order.environment
+            environment = self._of_node(order) | resident.recorded.marks | order.environment | of_files
             environment |= visible(self._ticket.devices)
             if resident.limits.beat_s:
                 environment[w.BEAT_VARIABLE] = str(resident.limits.beat_s)
@@ -326,6 +345,27 @@ class NodeAgent:
         if order.script:
             ours.close()
             self._heed(ScriptStarted(order.job))
+
+    async def _bring_files(self, resident: _OwnResident) -> Mapping[str, str]:
+        """Have the files of a resident here, unless it is to end before they are. Raises `FilesUnavailable`."""
+        order = resident.order
+        if not order.files_token:
+            return {}
+        if self._files is None:
+            raise FilesUnavailable("this node takes no files of jobs")
+        bringing, unwanted = (
+            asyncio.create_task(self._files.bring(order)),
+            asyncio.create_task(resident.unwanted.wait()),
+        )
+        try:
+            await asyncio.wait((bringing, unwanted), return_when=asyncio.FIRST_COMPLETED)
+            if bringing.done():
+                return bringing.result()
+            raise FilesUnavailable("its files were not there yet")
+        finally:
+            for task in (bringing, unwanted):
+                task.cancel()
+            await asyncio.gather(bringing, unwanted, return_exceptions=True)
 
     def _of_node(self, order: w.StartResidentFrame) -> dict[str, str]:
         """What a resident has of the node agent's environment; of the node's site a worker alone is told."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import structlog
 
 from elastic.core.cluster import events as e
-from elastic.core.cluster.types import JobId, KindName, Nanoseconds, NodeId
+from elastic.core.cluster.types import JobId, KindName, Nanoseconds, NodeId, PhaseKind
 from elastic.core.types import Offer
 from elastic.pool import messages as w
 from elastic.pool.devices import unfit
@@ -174,7 +174,8 @@ class NodeAgents(PoolRoom):
 
     def _tell_sites(self) -> None:
         """Have the nodes of each site use one relay."""
-        sites = {name: node.site for name, node in self._nodes.items() if node.site is not None}
+        of_rollouts = {name: node for name, node in self._nodes.items() if node.phase is PhaseKind.ROLLOUT}
+        sites = {name: node.site for name, node in of_rollouts.items() if node.site is not None}
         for name, order in site_orders(sites):
             if isinstance(order, w.ServeSite):
                 sites[name].asked = order

@@ -10,6 +10,7 @@ from elastic.core.cluster import Cluster, ClusterPolicies
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind
 from elastic.pool import messages as w
+from elastic.pool.job_files import SubmittedFile
 from elastic.system.devices import DeviceName
 from elastic.system.isolation import ItemAttempt
 from elastic.system.outages import backoff
@@ -30,7 +31,7 @@ class JobEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `directory` is the run's directory (with its configuration), or where a script is to run. `providers` are the job's
     own besides the pool. A job with a `script`, its command line, is no run: it parks by itself; `phases` is the file
     that names its phases, if any. `environment` is added to what it inherits. `max_restarts` deaths of its process in
-    one placement are survived.
+    one placement are survived. `files` are those that nodes on other machines are sent.
     """
 
     job: JobId
@@ -40,6 +41,7 @@ class JobEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     phases: str = ""
     environment: dict[str, str] = {}
     max_restarts: int = 3
+    files: tuple[SubmittedFile, ...] = ()
 
 
 class ForgottenJob(msgspec.Struct, frozen=True, kw_only=True):

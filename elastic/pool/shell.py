@@ -106,7 +106,7 @@ class PoolShell(PoolRoom):
             self._node_agents.count(name)
         for job, (placement, restarts) in jobs.items():
             self._pool.jobs[job].process, self._pool.jobs[job].restarts = placement, restarts
-        self._scripts.presume(node_agents)
+        self._scripts.presume({**node_agents, **dict.fromkeys(elsewhere, True)})
         for name, lives in node_agents.items():
             if lives and name in self._cluster.state.nodes:
                 self._pool.devices.adopt(name, devices.get(name, ()))
@@ -352,6 +352,21 @@ class PoolShell(PoolRoom):
         """Note that the job's process of this placement has ended."""
         self._lives.ended(job, placement, ending)
         self._drain()
+
+    def entry_of(self, job: JobId, placement: int) -> JobEntry | None:
+        """Return what is kept of a job whose present start, or last one, this is."""
+        record = self._cluster.jobs.get(job)
+        return self._entries.get(job) if record is not None and record.placement == placement else None
+
+    def phase_of(self, node: NodeId) -> PhaseKind | None:
+        return self._nodes[node].phase if node in self._nodes else None
+
+    def job_unfit(self, job: JobId, placement: int, cause: str) -> None:
+        """Note that a start of a job can come to nothing, wherever."""
+        record = self._cluster.jobs.get(job)
+        if record is not None and record.placement == placement and record.state in HOLDING:
+            self._pool.feed(e.JobFailed(job=job, cause=cause, placement=placement))
+            self._drain()
 
     def profiled(self, job: JobId, plan: PhasePlan) -> None:
         self._profiles.profiled(job, plan)

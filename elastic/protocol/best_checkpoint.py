@@ -1,5 +1,7 @@
-"""Which checkpoint is kept whatever later ones come: a note beside them, which the run writes and its trainer heeds."""
+"""Notes beside a trainer's checkpoints, which it heeds: which one is kept whatever later ones come, and, where it is on
+another machine than its run, which ones the run has."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -9,6 +11,7 @@ from elastic.system.files import write_whole
 NOTE = "best.json"
 NOTE_BYTES = 256
 """More than a note has."""
+RETURNED = ".returned.json"
 
 
 class _Best(msgspec.Struct, frozen=True):
@@ -33,4 +36,17 @@ def best_noted(note: bytes) -> int | None:
     try:
         return msgspec.json.decode(note, type=_Best).version
     except msgspec.DecodeError:
+        return None
+
+
+def note_returned(checkpoints: Path, names: Iterable[str]) -> None:
+    """Note that the run has the checkpoints of these names, and no others. Raises `OSError`."""
+    write_whole(checkpoints / RETURNED, msgspec.json.encode(sorted(names)), durable=False)
+
+
+def returned(checkpoints: Path) -> frozenset[str] | None:
+    """The names of the checkpoints that the run has; None for a trainer on its machine, which has them all."""
+    try:
+        return msgspec.json.decode((checkpoints / RETURNED).read_bytes(), type=frozenset[str])
+    except FileNotFoundError:
         return None

@@ -12,7 +12,7 @@ import fnmatch
 import os
 import select
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -37,6 +37,7 @@ OF_SITE = ("ELASTIC_SITE", "ELASTIC_SITE_TOKEN")
 _PR_SET_PDEATHSIG = 1
 """`prctl`'s, of Linux."""
 
+_PATTERNS = tuple(name for name in INHERITED if "*" in name)
 _SECRETS = ("*KEY*", "*TOKEN*", "*SECRET*", "*PASSW*", "*CREDENTIAL*")
 """Variables that patterns never match; a secret must be named."""
 
@@ -54,8 +55,16 @@ def inherited(*further: str) -> dict[str, str]:
 
 def named(*further: str) -> dict[str, str]:
     """Return those variables of our environment that are named here and are not inherited otherwise."""
-    usual = inherited()
-    return {name: value for name, value in inherited(*further).items() if name not in usual}
+    return beside_usual(inherited(*further))
+
+
+def beside_usual(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those of these variables that are not inherited unless they are named."""
+    return {name: value for name, value in variables.items() if not _is_usual(name)}
+
+
+def _is_usual(name: str) -> bool:
+    return name in INHERITED or (_matches(name, _PATTERNS) and not _matches(name, _SECRETS))
 
 
 def told_secrets() -> list[str]:

@@ -18,7 +18,7 @@ from elastic.core.types import LogprobCheck, WeightMode
 from elastic.engine.base import RolloutEngine
 from elastic.engine.model.stored import CheckpointError
 from elastic.protocol import wire
-from elastic.protocol.best_checkpoint import best_kept
+from elastic.protocol.best_checkpoint import best_kept, returned
 from elastic.system.files import write_whole
 from elastic.system.host import here
 from elastic.system.logs import PaceLog
@@ -57,6 +57,7 @@ from elastic.worker.weights import source_of
 log = structlog.get_logger(__name__)
 
 KEEP_CHECKPOINTS = 2
+RETURN_POLL_S = 0.1
 FORMER_KEY = ".publisher"
 """The file with the public key of the process that has published last: its successor may need what that was."""
 
@@ -306,6 +307,21 @@ class TrainerHost:
     def published(self) -> wire.PublishedFrame:
         """Wait until the last version is on the relay; returns how long that took. Raises what failed."""
         return self._publication.result()
+
+    def returned(self) -> None:
+        """Wait until the run has every checkpoint, where this is another machine than its.
+
+        Raises `TimeoutError` after half of the time that an order may take.
+        """
+        limit_s = self._config.trainer.order_timeout_s / 2
+        until_s = here().monotonic() + limit_s
+        while (there := returned(self._checkpoints)) is not None:
+            late = {path.name for path in saved(self._checkpoints)} - there
+            if not late:
+                return
+            if here().monotonic() > until_s:
+                raise TimeoutError(f"the run has not got {', '.join(sorted(late))} within {limit_s:g} s")
+            here().sleep(RETURN_POLL_S)
 
     def _publish(self, version: int, pulled: Sequence[int]) -> wire.PublishedFrame:
         """Publish the version while the engine already generates with it and workers pull it bucket by bucket."""

@@ -103,9 +103,11 @@ class Training:
                 self._tell_of_publication()
 
     async def published(self) -> None:
-        """Wait until the version before is on the relay, or never will be. The next version waits for this."""
+        """Wait until the version before is on the relay, or never will be, and the run has its checkpoint. The next
+        version waits for this."""
         if self._publishing is not None:
             await asyncio.wait({self._publishing})
+        await self._returned()
 
     async def checkpointed(self) -> None:
         """Save the step so far. Without this, the trainer's successor trains these groups again."""
@@ -115,6 +117,15 @@ class Training:
             raise
         except Exception as error:
             log.warning("no checkpoint before the device is given back", error=repr(error))
+
+        await self._returned()
+
+    async def _returned(self) -> None:
+        """Wait until the run has the checkpoints. Without one its successor begins at an earlier one."""
+        try:
+            await run_in_thread(self._trainer.timeout_s, self._trainer.returned)
+        except TimeoutError as error:
+            log.warning("a checkpoint is here alone", reason=str(error))
 
     def _carry_out(self, order: TrainerOrder) -> TrainerReply:
         """Train while the engine sleeps. Called on the device's thread.

@@ -3,17 +3,20 @@
 import hashlib
 import json
 import re
+from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 import sqlalchemy as sa
 from fastapi import APIRouter, Path, Query, Request, Response
 from msgspec import to_builtins
 
-from elastic.compose.pool_config import job_request
+from elastic.compose.job_files import run_files
+from elastic.compose.pool_config import POOL_CONFIG, job_request, load_pool
 from elastic.compose.runs import discard_run, save_run_config
 from elastic.config import Config, ConfigError
 from elastic.core.cluster import JobRequest
 from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
+from elastic.pool.job_files import SubmittedFile
 from elastic.pool.ports import JobEntry
 from elastic.pool.status import JobStatus
 from elastic.protocol.api import HostedJob, HostedPool, HostedTurn, JobPlacement, JobSubmission, Listed, Submission
@@ -35,7 +38,7 @@ from elastic.server.api.state import ServerState
 from elastic.server.api.writes import WriteDep, WriteRequest, WriteResult, created
 from elastic.server.intake.checking import checked
 from elastic.server.permissions import Action
-from elastic.server.pools import ANOTHERS, as_job, as_pool, asked, control_of, project_of_job, settle_jobs
+from elastic.server.pools import ANOTHERS, as_job, as_pool, asked, control_of, pool_dir, project_of_job, settle_jobs
 from elastic.server.problems import ApiProblem, configuration_errors, invalid_configuration, not_found
 from elastic.server.quotas.needs import RunNeeds
 from elastic.server.settings import ServerSettings
@@ -173,7 +176,8 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     (path / "logs").mkdir(mode=0o700, exist_ok=True)
     save_run_config(path, config)
     try:
-        entry = JobEntry(job=job, directory=str(path), providers=tuple(body.providers))
+        files = _files(settings, pool, config, path)
+        entry = JobEntry(job=job, directory=str(path), providers=tuple(body.providers), files=files)
         asked(control.submit(SubmitJob(id=command, request=request, entry=entry)))
     except ApiProblem as problem:
         if problem.kind != "pool-away":
@@ -249,6 +253,15 @@ def _request(job: str, config: Config) -> JobRequest:
     """Raises `ApiProblem`."""
     try:
         return job_request(job, config.job, config.run.steps, config.job.plan, config.trainer.gpus)
+    except ConfigError as error:
+        raise invalid_configuration(configuration_errors(error.problems)) from error
+
+
+def _files(settings: ServerSettings, pool: str, config: Config, run_dir: FilePath) -> tuple[SubmittedFile, ...]:
+    """What the pool's nodes on other machines are sent of the job's files. Raises `ApiProblem`."""
+    try:
+        elsewhere = load_pool(pool_dir(settings, pool) / POOL_CONFIG).joins
+        return run_files(config, run_dir) if elsewhere else ()
     except ConfigError as error:
         raise invalid_configuration(configuration_errors(error.problems)) from error
 

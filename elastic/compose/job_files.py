@@ -1,0 +1,158 @@
+"""Which files of a job nodes on other machines are sent, and where a process there finds them.
+
+What a key of the configuration names belongs in a directory of that key's name.
+"""
+
+import functools
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from elastic.config import Config, ConfigError
+from elastic.core.cluster.types import PhaseKind
+from elastic.engine.base import RolloutEngine
+from elastic.pool.job_files import SubmittedFile, check_unchanged, files_below, named_files, submitted_file
+from elastic.pool.messages import FILES_VARIABLE, JobFile
+from elastic.pool.ports import JobEntry
+from elastic.protocol.best_checkpoint import best_kept
+from elastic.protocol.wire import Welcome
+from elastic.runtime.journal import CONFIG
+from elastic.runtime.states import CHECKPOINTS
+from elastic.system.named_code import in_file
+from elastic.worker.agent import build_engine
+from elastic.worker.trainer.base import UNFINISHED_PREFIX, remove_saved, saved
+
+GB = 1_000_000_000
+POLICY_BYTES_MAX, SCRIPT_BYTES_MAX = 4_000 * GB, GB
+POLICY, REFERENCE, LOSS, BASE = "model.checkpoint", "trainer.reference", "trainer.loss", "engine.vllm.base"
+PHASES_FILE = "elastic-phases.toml"
+INCOMING = f"{UNFINISHED_PREFIX}incoming"
+_RETURNED = re.compile(rf"{CHECKPOINTS}/\d{{8}}\.(safetensors|shards/[A-Za-z0-9][A-Za-z0-9._-]*)")
+
+
+def run_files(config: Config, run_dir: Path) -> tuple[SubmittedFile, ...]:
+    """Read what a run's residents need of its machine's files: its configuration, and what that names. Blocks. Raises
+    `ConfigError`."""
+    named: dict[str, Path | None] = {POLICY: config.model.checkpoint, REFERENCE: config.trainer.reference, BASE: None}
+    if base := config.engine.sections().get("vllm", {}).get("base"):
+        named[BASE] = Path(base)
+    found = [submitted_file(run_dir / CONFIG, CONFIG)]
+    if (code := in_file(config.trainer.loss)) is not None:
+        named[LOSS] = Path(code.place)
+    for key, place in named.items():
+        if place is not None:
+            path = key if key != LOSS else f"{key}/{place.name}"
+            try:
+                found += files_below(place.resolve(), path, POLICY_BYTES_MAX, follow=True)
+            except ValueError as error:
+                raise ConfigError(f"{key}: {error}") from error
+    return tuple(found)
+
+
+def script_files(root: Path, names: Sequence[str], phases: Path | None) -> tuple[SubmittedFile, ...]:
+    """Read what is named of a script's directory, else all of it, and its phases file. Blocks. Raises `ConfigError`."""
+    try:
+        found = named_files(root, names, SCRIPT_BYTES_MAX)
+    except ValueError as error:
+        raise ConfigError(f"job.files: {error}; the pool's nodes on other machines are sent what is named") from error
+    return tuple(found) if phases is None else (*found, submitted_file(phases.resolve(), PHASES_FILE))
+
+
+def files_of(entry: JobEntry, phase: PhaseKind) -> Sequence[SubmittedFile]:
+    """Return what a resident of a job needs for a phase. Blocks. Raises `ValueError` for what is not as submitted."""
+    if entry.script:
+        needed = [*entry.files]
+    else:
+        needed = [one for one in entry.files if (one.file.path.split("/")[0] == BASE) is (phase is PhaseKind.ROLLOUT)]
+    check_unchanged(needed)
+    if phase is PhaseKind.TRAIN and not entry.script:
+        needed += [one for path in saved(Path(entry.directory) / CHECKPOINTS)[-1:] for one in _of_checkpoint(path)]
+    return needed
+
+
+def local_places(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the values here of configuration's keys that name files of a job which were sent to this machine."""
+    root = variables.get(FILES_VARIABLE, "")
+    if not root:
+        return {}
+    return {key: str(Path(root) / key) for key in (POLICY, REFERENCE, LOSS, BASE) if (Path(root) / key).is_dir()}
+
+
+def engine_here(welcome: Welcome) -> RolloutEngine:
+    """Build the engine that the orchestrator asks for, with the base of adapters that was sent to this machine, if any.
+    Blocks."""
+    if (base := local_places().get(BASE)) is not None:
+        own = {**welcome.engine.get("vllm", {}), "base": base}
+        welcome = msgspec.structs.replace(welcome, engine={**welcome.engine, "vllm": own})
+    return build_engine(welcome)
+
+
+def trainer_overrides(config: Config, places: Mapping[str, str]) -> list[str]:
+    """Return the changes by which a trainer finds what was sent to its machine."""
+    changes = {key: places[key] for key in (POLICY, REFERENCE) if key in places}
+    if LOSS in places and (code := in_file(config.trainer.loss)) is not None:
+        changes[LOSS] = str(code._replace(place=str(Path(places[LOSS]) / Path(code.place).name)))
+    return [f"{key}={value}" for key, value in changes.items()]
+
+
+def lacking(entry: JobEntry, files: Sequence[JobFile]) -> Sequence[tuple[JobFile, Path]]:
+    """Return which files of a trainer's checkpoints are not here, each with where to put what is fetched of it. Blocks.
+    Raises `ValueError` for what is in no checkpoint."""
+    incoming = Path(entry.directory) / CHECKPOINTS / INCOMING
+    found: list[tuple[JobFile, Path]] = []
+    for file in files:
+        if entry.script or not _RETURNED.fullmatch(file.path):
+            raise ValueError(f"a trainer keeps checkpoints, and no {file.path!r}")
+        if _digest_at(Path(entry.directory) / file.path) != file.digest and not (incoming / file.digest).is_file():
+            found.append((file, incoming / file.digest))
+    if found:
+        incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return found
+
+
+def keep(entry: JobEntry, files: Sequence[JobFile]) -> None:
+    """Give fetched checkpoints their names, and remove those that their trainer does not keep any more, but the best.
+    Blocks. Raises `OSError`."""
+    directory = Path(entry.directory) / CHECKPOINTS
+    of_checkpoint: dict[Path, list[JobFile]] = {}
+    for file in files:
+        of_checkpoint.setdefault(directory / file.path.split("/")[1], []).append(file)
+    for path, its in of_checkpoint.items():
+        if all(_digest_at(Path(entry.directory) / file.path) == file.digest for file in its):
+            continue
+        draft = directory / f"{UNFINISHED_PREFIX}{path.name}"
+        remove_saved(draft)
+        for file in its:
+            target = draft / Path(file.path).name if path.suffix == ".shards" else draft
+            target.parent.mkdir(mode=0o700, exist_ok=True)
+            os.link(directory / INCOMING / file.digest, target)
+        remove_saved(path)
+        draft.replace(path)
+    best = best_kept(directory)
+    for path in saved(directory) if of_checkpoint else ():
+        if path not in of_checkpoint and int(path.stem) != best:
+            remove_saved(path)
+    shutil.rmtree(directory / INCOMING, ignore_errors=True)
+
+
+def _of_checkpoint(path: Path) -> Sequence[SubmittedFile]:
+    name = f"{CHECKPOINTS}/{path.name}"
+    return files_below(path, name, POLICY_BYTES_MAX, follow=False)
+
+
+def _digest_at(path: Path) -> str:
+    """Return the digest of a file; empty where there is none. Blocks."""
+    try:
+        found = path.lstat()
+        return _digest(path, found.st_size, found.st_mtime_ns)
+    except (OSError, ValueError):
+        return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(path: Path, size_bytes: int, mtime_ns: int) -> str:
+    return submitted_file(path, path.name).file.digest

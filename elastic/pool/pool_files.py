@@ -1,0 +1,162 @@
+"""The pool's side of the files of its jobs on other machines: which files a start of a job is told of and may ask for,
+and what comes back of it."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from elastic.core.cluster.types import JobId, NodeId, PhaseKind
+from elastic.pool import messages as w
+from elastic.pool.file_exchange import FileFetcher, FileServer, FilesUnavailable
+from elastic.pool.job_files import SubmittedFile
+from elastic.pool.ports import JobEntry
+from elastic.protocol.admission import is_secret
+from elastic.protocol.frames import WireError
+from elastic.system.isolation import IsolatedLoop
+
+SayOfFiles = Callable[[w.OfFiles], None]
+log = structlog.get_logger(__name__)
+
+AT_WORK_MAX = 64
+"""Messages of a node on files that may be at work."""
+AGAIN_S = 5.0
+"""After which what a node keeps is fetched again where that failed."""
+
+
+class FilePrograms(Protocol):
+    """Says which files jobs have, and where they are kept. All but `files_token` block."""
+
+    def files_token(self, job: JobId, placement: int, node: NodeId) -> str: ...
+
+    def files(self, entry: JobEntry, phase: PhaseKind) -> Sequence[SubmittedFile]:
+        """Returns what a resident for this phase needs. Raises `ValueError` if it is not what was submitted."""
+        ...
+
+    def lacking(self, entry: JobEntry, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
+        """Returns the files that the pool has not, of those that a trainer keeps, each with where to fetch it to.
+        Raises `ValueError` for what no trainer keeps."""
+        ...
+
+    def keep(self, entry: JobEntry, files: Sequence[w.JobFile]) -> None:
+        """Gives what was fetched its names, and removes what the trainer does not keep any more. Raises `OSError`."""
+        ...
+
+
+class PoolFiles:
+    """Serves the nodes of a pool. `started` returns the record of a job if this is its present start, and `unfit` is
+    told why a job cannot go on."""
+
+    def __init__(
+        self,
+        programs: FilePrograms,
+        started: Callable[[JobId, int], JobEntry | None],
+        phase: Callable[[NodeId], PhaseKind | None],
+        unfit: Callable[[JobId, int, str], None],
+        isolated: IsolatedLoop,
+        patience_s: float,
+    ) -> None:
+        self.programs, self.unfit, self.isolated, self.patience_s = programs, unfit, isolated, patience_s
+        self._started, self._phase = started, phase
+        self._desks: dict[NodeId, _Desk] = {}
+
+    def entry(self, node: NodeId, message: w.AskFiles | w.FilesThere) -> tuple[JobEntry | None, PhaseKind | None]:
+        """Return the record of the job whose start on this node the message is of, and what the node is for."""
+        job, placement = message.job, message.placement
+        if not is_secret(message.token, self.programs.files_token(job, placement, node)):
+            return None, None
+        return self._started(job, placement), self._phase(node)
+
+    def heard(self, node: NodeId, message: w.OfFiles, say: SayOfFiles) -> None:
+        """Take a message of a node's agent, to whom `say` sends. Raises `WireError` for too many at once."""
+        desk = self._desks.get(node)
+        if desk is None or desk.say is not say:
+            self.left(node)
+            desk = self._desks[node] = _Desk(node, say, self)
+        desk.heard(message)
+
+    def left(self, node: NodeId) -> None:
+        """The node's agent is gone, or another one is there."""
+        desk = self._desks.pop(node, None)
+        if desk is not None:
+            desk.close()
+
+
+class _Desk:
+    """One connection of a node's agent, to whom `say` sends."""
+
+    def __init__(self, node: NodeId, say: SayOfFiles, files: PoolFiles) -> None:
+        self.say = say
+        self._node, self._files = node, files
+        self._server, self._fetcher = FileServer(say), FileFetcher(files.patience_s)
+        self._fetcher.joined(say)
+        self._tasks = {asyncio.create_task(self._server.run(), name=f"files for {node}")}
+        self._taking: dict[JobId, asyncio.Task[None]] = {}
+
+    def close(self) -> None:
+        self._fetcher.left()
+        for task in self._tasks:
+            task.cancel()
+
+    def heard(self, message: w.OfFiles) -> None:
+        match message:
+            case w.AskChunk():
+                self._server.asked(message)
+            case w.FileChunk():
+                self._fetcher.heard(message)
+            case w.AskFiles():
+                self._spawn(self._tell(message))
+            case w.FilesThere(job=job):
+                if job in self._taking:
+                    self._taking[job].cancel()
+                self._taking[job] = self._spawn(self._take(message))
+            case _:
+                raise WireError(f"a node does not say {type(message).__name__}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        if len(self._tasks) > AT_WORK_MAX:
+            work.close()
+            raise WireError(f"asks for more than {AT_WORK_MAX} things at once")
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _tell(self, asked: w.AskFiles) -> None:
+        entry, phase = self._files.entry(self._node, asked)
+        job, placement = asked.job, asked.placement
+        with self._files.isolated.attempt(f"files of {job}") as attempt:
+            try:
+                if entry is None or phase is None:
+                    raise FilesUnavailable("the pool has no such start of this job any more")
+                found = await asyncio.to_thread(self._files.programs.files, entry, phase)
+            except FilesUnavailable as error:
+                self.say(w.FilesNeeded(job, placement, cause=str(error)))
+            except ValueError as error:
+                self.say(w.FilesNeeded(job, placement, cause=str(error)))
+                self._files.unfit(job, placement, str(error))
+            else:
+                self._server.offer({one.file.digest: Path(one.source) for one in found})
+                self.say(w.FilesNeeded(job, placement, tuple(one.file for one in found)))
+        if attempt.fault:
+            self.say(w.FilesNeeded(job, placement, cause=f"its files cannot be told: {attempt.fault}"))
+
+    async def _take(self, there: w.FilesThere) -> None:
+        programs, kept = self._files.programs, tuple(one.digest for one in there.files)
+        while True:
+            entry, _ = self._files.entry(self._node, there)
+            with self._files.isolated.attempt(f"what {there.job} keeps"):
+                try:
+                    if entry is None:
+                        return
+                    for file, place in await asyncio.to_thread(programs.lacking, entry, there.files):
+                        await self._fetcher.fetch(file, place)
+                    await asyncio.to_thread(programs.keep, entry, there.files)
+                    self.say(w.FilesKept(there.job, there.placement, kept))
+                    return
+                except (FilesUnavailable, OSError, ValueError) as error:
+                    cause = str(error)
+                    log.warning("what a node keeps cannot be had", node=self._node, job=there.job, cause=cause)
+            await asyncio.sleep(AGAIN_S)
