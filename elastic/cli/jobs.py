@@ -163,7 +163,12 @@ def submit_job(
         max_restarts=job.max_restarts,
     )
     if load_pool(path / POOL_CONFIG).joins:
-        files = script_files(where, job.files, phases) if run is None else run_files(run, where)
+        try:
+            files = script_files(where, job.files, phases) if run is None else run_files(run, where)
+        except ConfigError:
+            if run is not None:
+                discard_run(where)
+            raise
         entry = msgspec.structs.replace(entry, files=files)
     request = job_request(called, job, steps, job.plan, gpus)
     command = SubmitJob(id=command_id or new_command_id(), request=request, entry=entry)

@@ -38,7 +38,7 @@ def run_files(config: Config, run_dir: Path) -> tuple[SubmittedFile, ...]:
     """Read what a run's residents need of its machine's files: its configuration, and what that names. Blocks. Raises
     `ConfigError`."""
     named: dict[str, Path | None] = {POLICY: config.model.checkpoint, REFERENCE: config.trainer.reference, BASE: None}
-    if base := config.engine.sections().get("vllm", {}).get("base"):
+    if base := config.engine.sections.get("vllm", {}).get("base"):
         named[BASE] = Path(base)
     found = [submitted_file(run_dir / CONFIG, CONFIG)]
     if (code := in_file(config.trainer.loss)) is not None:

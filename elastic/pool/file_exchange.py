@@ -129,7 +129,7 @@ class FileFetcher:
             seen.update(chunk.data)
             offset += len(chunk.data)
         if seen.hexdigest() != file.digest:
-            part.unlink(missing_ok=True)
+            await asyncio.to_thread(part.unlink)
             raise FilesUnavailable(f"{file.path}: its content has not the digest {file.digest} that was told")
         await asyncio.to_thread(_name, part, place)
 

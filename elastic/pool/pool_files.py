@@ -72,7 +72,7 @@ class PoolFiles:
     def heard(self, node: NodeId, message: w.OfFiles, say: SayOfFiles) -> None:
         """Take a message of a node's agent, to whom `say` sends. Raises `WireError` for too many at once."""
         desk = self._desks.get(node)
-        if desk is None or desk.say is not say:
+        if desk is None or desk.say != say:
             self.left(node)
             desk = self._desks[node] = _Desk(node, say, self)
         desk.heard(message)

@@ -22,6 +22,21 @@ from tests.pool.test_pool_process import leftovers
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
 
+SCRIPT = """
+import pathlib, elastic
+for step in range(2):
+    with elastic.phase("rollout"):
+        pass
+    with elastic.phase("train"):
+        pathlib.Path("done").write_text(str(step + 1))
+"""
+OF_SCRIPT = """
+[run]
+steps = 2
+[job]
+slo = 4.0
+plan = { rollout_s = 10, train_s = 10 }
+"""
 POOL_HOST, NODE_HOSTS = "10.77.3.254", ("10.77.3.1", "10.77.3.2")
 
 
@@ -104,6 +119,45 @@ def test_a_job_rolls_out_on_a_machine_without_the_pool_s_files_though_the_pool_s
     while leftovers(there):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_job_and_a_script_have_all_that_they_need_on_machines_without_the_pool_s_files(
+    tmp_path: Path, checkpoint: Path, machines: list[str]
+) -> None:
+    """The trainer is elsewhere, too: policy and configuration go there, its checkpoints come back."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    shutil.copytree(checkpoint, here / "checkpoint")
+    there.mkdir()
+    pool = LivePool(here, here / "checkpoint", within_s=500)
+    reached = f'host = "0.0.0.0"\nadvertise = "{POOL_HOST}"'
+    pool.start(reached=reached, rollout='kind = "joined"', train='kind = "joined"', start_s=300)
+    node_agents: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, (kind, machine) in enumerate(zip(("train", "rollout"), machines, strict=True)):
+            ticket = there / f"{kind}.ticket"
+            pool.elastic("pool", "ticket", pool.path, "--kind", kind, "-o", ticket)
+            node_agents.append(join(machine, here, there, ticket, f"cpu:{number}"))
+        pool.submit("one", 1, "--set", "run.host=0.0.0.0", "--set", f"run.advertise={POOL_HOST}")
+        script = here / "script"
+        script.mkdir()
+        (script / "steps.py").write_text(SCRIPT)
+        (script / "steps.toml").write_text(OF_SCRIPT)
+        words = ("jobs", "submit", script / "steps.toml", "--name", "two", "--pool", pool.path)
+        pool.elastic(*words, cwd=script, script=("python", "steps.py"))
+        jobs = pool.until(lambda jobs: all(job["over"] for job in jobs.values()))
+        assert {name: (job["state"], job["steps_done"]) for name, job in jobs.items()} == {
+            "one": ("finished", STEPS),
+            "two": ("finished", 2),
+        }
+        assert f"{STEPS:08d}.safetensors" in {path.name for path in (pool.run_dir("one") / "checkpoints").iterdir()}
+        assert summarise(RunDirectory(pool.run_dir("one"))).providers["pool"].tokens > 0
+        place = there / "nodes" / "lab-train-1"
+        assert (next(place.glob("jobs/one/*/one*")) / "model.checkpoint" / "config.json").is_file()
+        assert (place / "jobs" / "two" / "script" / "script" / "done").read_text() == "2"
+    finally:
+        pool.stop()
+        for node_agent in node_agents:
+            assert node_agent.wait(60) == 0, [log.read_text() for log in there.glob("*.log")]
 
 
 def test_one_copy_of_a_version_crosses_to_a_site_of_two_machines(

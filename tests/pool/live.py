@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ nodes = 1
 usd_per_gpu_hour = 5.28
 gpus = {train_gpus}
 memory_gb = 8
+{train}
 [limits]
 start_s = {start_s}
 """
@@ -82,19 +83,28 @@ class LivePool:
         self._tmp_path, self._checkpoint, self._within_s = tmp_path, checkpoint, within_s
         self._ends_s = time.monotonic() + within_s
 
-    def elastic(self, *arguments: object) -> Any:
-        """What a command tells; raises where it fails."""
-        command = [sys.executable, "-m", "elastic.cli", *map(str, arguments), "--json"]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=self._within_s)
+    def elastic(self, *arguments: object, script: Sequence[str] = (), cwd: Path | None = None) -> Any:
+        """What a command tells, behind which stands another program's command line if there is one; raises where it
+        fails."""
+        program = ["--", *script] if script else []
+        command = [sys.executable, "-m", "elastic.cli", *map(str, arguments), "--json", *program]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=self._within_s, cwd=cwd)
         assert ended.returncode == 0, (arguments, ended.stdout, ended.stderr)
         return json.loads(ended.stdout)
 
     def start(
-        self, *, train_gpus: int = 1, start_s: float = 60, reached: str = "", rollout: str = "", rollout_nodes: int = 1
+        self,
+        *,
+        train_gpus: int = 1,
+        start_s: float = 60,
+        reached: str = "",
+        rollout: str = "",
+        rollout_nodes: int = 1,
+        train: str = "",
     ) -> None:
-        """With what `[pool]` says of how it is `reached`, and `[pool.rollout]` further."""
+        """With what `[pool]` says of how it is `reached`, and `[pool.rollout]` and `[pool.train]` further."""
         file = self._tmp_path / "pool.toml"
-        said = {"train_gpus": train_gpus, "start_s": start_s, "reached": reached, "rollout": rollout}
+        said = {"train_gpus": train_gpus, "start_s": start_s, "reached": reached, "rollout": rollout, "train": train}
         said["rollout_nodes"] = rollout_nodes
         file.write_text(POOL.format(directory=self._tmp_path, **said))
         self.elastic("pool", "start", file)

@@ -1,0 +1,326 @@
+"""Files of jobs on nodes of other machines: which may be sent, how they come, and what becomes of those that cannot."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elastic.compose.job_files import keep, lacking, local_places, trainer_overrides
+from elastic.config import Config
+from elastic.core.cluster.types import PhaseKind
+from elastic.pool import messages as w
+from elastic.pool.file_exchange import PART, FileFetcher, FileServer, FilesUnavailable
+from elastic.pool.gateway import PoolTokens
+from elastic.pool.job_files import SubmittedFile, check_path, check_unchanged, files_below, named_files
+from elastic.pool.node_files import NodeFiles
+from elastic.pool.pool_files import AT_WORK_MAX, PoolFiles
+from elastic.pool.ports import JobEntry
+from elastic.protocol.best_checkpoint import returned
+from elastic.protocol.frames import WireError
+from elastic.system.isolation import IsolatedLoop, LoopFaults
+
+MB = 1_000_000
+NODE = "train-1"
+
+
+def written(place: Path, **files: str) -> Path:
+    for name, content in files.items():
+        path = place / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return place
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def test_what_a_directory_has_is_told_by_path_and_digest(tmp_path: Path) -> None:
+    root = written(tmp_path / "script", train="a", data__rows="b", **{".hidden": "c", "data__.more": "d"})
+    (root / "train").chmod(0o755)
+    found = {one.file.path: one.file for one in named_files(root, (), MB)}
+    assert {path: (one.size_bytes, one.executable) for path, one in found.items()} == {
+        "train": (1, True),
+        "data/rows": (1, False),
+    }
+    assert found["train"].digest == "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"
+    assert [one.file.path for one in named_files(root, ["data"], MB)] == ["data/rows"]
+
+
+def test_what_no_node_is_sent_is_refused_with_its_name(tmp_path: Path) -> None:
+    root = written(tmp_path / "script", train="a")
+    written(tmp_path, secret="b")
+    (root / "link").symlink_to(tmp_path / "secret")
+    (root / "out").symlink_to(tmp_path)
+    os.mkfifo(root / "pipe")
+    for names, message in (
+        (["../secret"], r"found '../secret'; allowed: what is below"),
+        ([str(tmp_path / "secret")], "allowed: what is below"),
+        (["link"], "link: is a symbolic link"),
+        (["out/secret"], "out: is a symbolic link"),
+        (["pipe"], "pipe: is no file"),
+        (["absent"], r"absent: cannot be read \(No such file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            named_files(root, names, MB)
+    with pytest.raises(ValueError, match="more than 3 bytes; allowed: that many"):
+        files_below(written(tmp_path / "large", one="four"), "large", 3, follow=True)
+    many = tmp_path / "many"
+    many.mkdir()
+    for number in range(w.FILES_MAX + 1):
+        (many / str(number)).touch()
+    with pytest.raises(ValueError, match=f"more than {w.FILES_MAX} files"):
+        files_below(many, "many", MB, follow=True)
+    # A policy of Hugging Face's cache is a directory of links to files.
+    assert [one.source for one in files_below(root / "link", "policy", MB, follow=True)] == [str(tmp_path / "secret")]
+    for path in ("/etc/passwd", "../x", "a/../b", "a//b", "", "a\nb"):
+        with pytest.raises(ValueError, match="below the job's directory"):
+            check_path(path)
+
+
+def test_a_file_that_changes_after_the_submission_is_named(tmp_path: Path) -> None:
+    files = files_below(written(tmp_path, train="a"), "script", MB, follow=False)
+    os.utime(tmp_path / "train", ns=(0, 0))
+    check_unchanged(files)  # It says what it said.
+    (tmp_path / "train").write_text("b")
+    with pytest.raises(ValueError, match="train: has changed since the job was submitted"):
+        check_unchanged(files)
+    (tmp_path / "train").unlink()
+    with pytest.raises(ValueError, match="train: cannot be read any more"):
+        check_unchanged(files)
+
+
+class Programs:
+    """What a pool is asked of its jobs' files, where a job's are those below a directory."""
+
+    def __init__(self, files: Sequence[SubmittedFile]) -> None:
+        self.submitted = list(files)
+
+    def files_token(self, job: str, placement: int, node: str) -> str:
+        return PoolTokens(b"secret").files(job, placement, node)
+
+    def files(self, entry: JobEntry, phase: PhaseKind) -> Sequence[SubmittedFile]:
+        check_unchanged(self.submitted)
+        return self.submitted
+
+    def lacking(self, entry: JobEntry, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
+        return lacking(entry, files)
+
+    def keep(self, entry: JobEntry, files: Sequence[w.JobFile]) -> None:
+        keep(entry, files)
+
+
+class Exchange:
+    """A pool and a node, without the wire between them."""
+
+    def __init__(self, directory: Path, files: Sequence[SubmittedFile], bytes_max: int = MB) -> None:
+        (directory / "node").mkdir()
+        (directory / "run").mkdir()
+        self.programs, self.unfit = Programs(files), list[tuple[str, str]]()
+        self.entry = JobEntry(job="one", directory=str(directory / "run"))
+        self.pool = PoolFiles(
+            self.programs,
+            lambda job, placement: self.entry if (job, placement) == ("one", 1) else None,
+            lambda node: PhaseKind.TRAIN,
+            lambda job, placement, cause: self.unfit.append((job, cause)),
+            IsolatedLoop("pool", LoopFaults()),
+            5.0,
+        )
+        self.node = NodeFiles(directory / "node", bytes_max, 5.0)
+        self.told = list[w.OfFiles]()
+        self.connect()
+
+    def connect(self, garbled: Callable[[w.OfFiles], w.OfFiles] = lambda message: message) -> None:
+        def to_node(message: w.OfFiles) -> None:
+            self.told.append(message)
+            asyncio.get_running_loop().call_soon(self.node.heard, garbled(message))
+
+        def to_pool(message: w.OfFiles) -> None:
+            asyncio.get_running_loop().call_soon(self.pool.heard, NODE, message, to_node)
+
+        self.node.joined(to_pool)
+
+    def order(self, **changed: object) -> w.StartResidentFrame:
+        token = self.programs.files_token("one", 1, NODE)
+        order = w.StartResidentFrame(
+            "one", 1, PhaseKind.TRAIN, (), {}, "jobs/one/1/run", "log", files_token=token, returned=("checkpoints",)
+        )
+        return msgspec.structs.replace(order, **changed)
+
+
+@contextlib.asynccontextmanager
+async def exchange(directory: Path, files: Sequence[SubmittedFile], bytes_max: int = MB) -> AsyncIterator[Exchange]:
+    async with asyncio.timeout(60):
+        made = Exchange(directory, files, bytes_max)
+        try:
+            yield made
+        finally:
+            made.pool.left(NODE)
+            await made.node.aclose()
+
+
+async def test_files_come_whole_and_once_and_what_is_kept_goes_back(tmp_path: Path) -> None:
+    content = "x" * (3 * w.CHUNK_BYTES + 1)
+    root = written(tmp_path / "policy", weights=content, same=content, config="{}", empty="")
+    async with exchange(tmp_path, files_below(root, "model.checkpoint", 9 * MB, follow=True), 9 * MB) as both:
+        places = local_places(await both.node.bring(both.order()))
+        assert places == {"model.checkpoint": str(tmp_path / "node/jobs/one/1/run/model.checkpoint")}
+        assert (tmp_path / "node/jobs/one/1/run/model.checkpoint/weights").read_text() == content
+        chunks = sum(isinstance(message, w.FileChunk) for message in both.told)
+        assert chunks == 4 + 1, "equal files are fetched once, and empty ones not"
+        await both.node.bring(both.order())
+        assert sum(isinstance(message, w.FileChunk) for message in both.told) == chunks, "what is there is used"
+
+        place = tmp_path / "node/jobs/one/1/run/checkpoints"
+        assert returned(place) == frozenset()
+        for version, kept in ((1, "00000001.safetensors"), (2, "00000002.shards")):
+            path = written(place, **{kept if version == 1 else f"{kept}__0": f"of {version}"}) / kept
+            await until(lambda kept=kept: kept in (returned(place) or ()))
+            there = tmp_path / "run/checkpoints" / kept
+            assert (there / "0" if there.is_dir() else there).read_text() == f"of {version}"
+            assert path.exists()
+        (place / "00000001.safetensors").unlink()
+        await until(lambda: not (tmp_path / "run/checkpoints/00000001.safetensors").exists())
+
+
+async def test_a_file_goes_on_from_where_its_connection_was_lost(tmp_path: Path) -> None:
+    content = os.urandom(6 * w.CHUNK_BYTES)
+    root = tmp_path / "policy"
+    root.mkdir()
+    (root / "weights").write_bytes(content)
+    (one,) = files_below(root, "policy", 9 * MB, follow=True)
+    asked: list[int] = []
+    fetcher = FileFetcher(5.0)
+    server = FileServer(lambda chunk: isinstance(chunk, w.FileChunk) and fetcher.heard(chunk))
+    server.offer({one.file.digest: root / "weights"})
+
+    def answers(message: object) -> None:
+        assert isinstance(message, w.AskChunk)
+        asked.append(message.offset // w.CHUNK_BYTES)
+        server.asked(message)
+
+    def breaks(message: object) -> None:
+        if len(asked) < 2:
+            answers(message)
+
+    async with asyncio.timeout(30):
+        serving = asyncio.create_task(server.run())
+        fetcher.joined(breaks)
+        fetching = asyncio.create_task(fetcher.fetch(one.file, tmp_path / "fetched"))
+        part = tmp_path / f"fetched{PART}"
+        await until(lambda: part.exists() and part.stat().st_size == 2 * w.CHUNK_BYTES)
+        fetcher.left()
+        fetching.cancel()  # As if the process had died.
+        await asyncio.gather(fetching, return_exceptions=True)
+        again = asyncio.create_task(fetcher.fetch(one.file, tmp_path / "fetched"))
+        fetcher.joined(answers)
+        await again
+        serving.cancel()
+    assert asked == [0, 1, 2, 3, 4, 5]
+    assert (tmp_path / "fetched").read_bytes() == content
+    assert not part.exists()
+
+
+async def test_other_content_than_was_told_is_not_used(tmp_path: Path) -> None:
+    root = written(tmp_path / "policy", weights="sound")
+    async with exchange(tmp_path, files_below(root, "model.checkpoint", MB, follow=True)) as both:
+
+        def garbled(message: w.OfFiles) -> w.OfFiles:
+            return msgspec.structs.replace(message, data=b"wrong") if isinstance(message, w.FileChunk) else message
+
+        both.connect(garbled)
+        with pytest.raises(FilesUnavailable, match=r"model\.checkpoint/weights: its content has not the digest"):
+            await both.node.bring(both.order())
+        both.connect()
+        await both.node.bring(both.order())
+        blob = next((tmp_path / "node/files").iterdir())
+        blob.chmod(0o600)
+        blob.write_text("bad!!")
+        await both.node.bring(both.order())
+        assert blob.read_text() == "sound", "what was damaged on the node is fetched again"
+
+
+async def test_what_a_node_may_not_ask_for_it_does_not_get(tmp_path: Path) -> None:
+    root = written(tmp_path / "policy", weights="a")
+    async with exchange(tmp_path, files_below(root, "model.checkpoint", MB, follow=True)) as both:
+        for order in (both.order(files_token="guessed"), both.order(placement=2)):
+            with pytest.raises(FilesUnavailable, match="no such start of this job any more"):
+                await both.node.bring(order)
+        assert not both.unfit
+        fetcher = FileFetcher(5.0)
+
+        def say(message: object) -> None:
+            assert isinstance(message, w.AskChunk)
+            both.pool.heard("other-1", message, lambda said: isinstance(said, w.FileChunk) and fetcher.heard(said))
+
+        fetcher.joined(say)
+        with pytest.raises(FilesUnavailable, match="was not offered"):
+            await fetcher.fetch(both.programs.submitted[0].file, tmp_path / "stolen")
+        for path in ("checkpoints/best.json", "config.json", "checkpoints/../../x", "checkpoints/00000001.state"):
+            with pytest.raises(ValueError, match="a trainer keeps checkpoints"):
+                lacking(both.entry, [w.JobFile(path, "0" * 64, 1)])
+        both.pool.left("other-1")
+        for _ in range(AT_WORK_MAX):
+            both.pool.heard("other-1", w.AskFiles("one", 1, "guessed"), both.told.append)
+        with pytest.raises(WireError, match=f"asks for more than {AT_WORK_MAX}"):
+            both.pool.heard("other-1", w.AskFiles("one", 1, "guessed"), both.told.append)
+        both.pool.left("other-1")
+
+
+async def test_a_job_whose_file_has_changed_fails_with_its_name(tmp_path: Path) -> None:
+    root = written(tmp_path / "policy", weights="a")
+    async with exchange(tmp_path, files_below(root, "model.checkpoint", MB, follow=True)) as both:
+        written(root, weights="b")
+        with pytest.raises(FilesUnavailable, match="weights: has changed since the job was submitted"):
+            await both.node.bring(both.order())
+        assert both.unfit == [("one", f"{root / 'weights'}: has changed since the job was submitted")]
+
+
+async def test_the_oldest_files_make_room_and_a_node_without_room_says_so(tmp_path: Path) -> None:
+    root = tmp_path / "policy"
+    async with exchange(tmp_path, (), 2500) as both:
+        for number in (1, 2, 3):
+            both.programs.submitted = files_below(written(root, weights=str(number) * 1000), "policy", MB, follow=True)
+            await both.node.bring(both.order(returned=()))
+            both.node.over("one")
+        held = {path.read_text()[0] for path in (tmp_path / "node/files").iterdir()}
+        assert held == {"2", "3"}, "what was used last the longest ago has made room"
+        both.programs.submitted = files_below(written(root, weights="4" * 3000), "policy", MB, follow=True)
+        with pytest.raises(FilesUnavailable, match=r"its files take 3000 bytes.*allowed there: 2500 together"):
+            await both.node.bring(both.order())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = os.geteuid() == 0 and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", place], check=False, capture_output=True
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("needs root, to have a small file system")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+async def test_a_disk_that_is_full_ends_a_start_with_one_message(tmp_path: Path, small_disk: Path) -> None:
+    root = written(tmp_path / "policy", weights="x" * 100_000)
+    async with exchange(small_disk, files_below(root, "model.checkpoint", MB, follow=True)) as both:
+        with pytest.raises(FilesUnavailable, match=r"its files take 100000 bytes, and the disk of .* has room for"):
+            await both.node.bring(both.order())
+
+
+def test_a_trainer_finds_what_was_sent_to_its_machine(tmp_path: Path) -> None:
+    written(tmp_path, **{"model.checkpoint__config.json": "{}", "trainer.loss__mine.py": ""})
+    config = Config.model_validate({"model": {"checkpoint": "/at/home"}, "trainer": {"loss": "/at/home/mine.py:loss"}})
+    assert trainer_overrides(config, local_places({w.FILES_VARIABLE: str(tmp_path)})) == [
+        f"model.checkpoint={tmp_path}/model.checkpoint",
+        f"trainer.loss={tmp_path}/trainer.loss/mine.py:loss",
+    ]
+    assert local_places({}) == {}
