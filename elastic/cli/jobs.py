@@ -127,10 +127,12 @@ def submit_job(
     if name and not re.fullmatch(JOB_NAME, name):
         raise ConfigError(f"--name: found {name!r}; allowed: letters, digits, dots, dashes and underscores")
     changes = with_seed(overrides or [], seed) + ([] if slo is None else [f"job.slo={slo}"])
+    path = find_pool(pool, directory)
+    of_pool = load_pool(path / POOL_CONFIG)
     run: Config | None = None
     environment: dict[str, str] = {}
     if script is None:
-        run = _of_run(config, changes, names_in(providers), phases)
+        run = _of_run(config, changes, names_in(providers), phases, trains_here=not of_pool.trains_elsewhere)
         steps, job, called = run.run.steps, run.job, name or run.run.name
         gpus = run.trainer.gpus
         environment = named(*run.run.pass_env)
@@ -141,7 +143,6 @@ def submit_job(
         environment = inherited(*settings.run.pass_env)
         if phases is not None:
             script = _with_phases(script, phases)
-    path = find_pool(pool, directory)
     control = PoolControl(path)
     found = asked(control.plan(job_request(called, job, steps, job.plan, gpus)))
     if dry_run:
@@ -162,9 +163,9 @@ def submit_job(
         environment=environment,
         max_restarts=job.max_restarts,
     )
-    if load_pool(path / POOL_CONFIG).joins:
+    if of_pool.joins:
         try:
-            files = script_files(where, job.files, phases) if run is None else run_files(run, where)
+            files = script_files(where, job.files, phases) if run is None else run_files(run)
         except ConfigError:
             if run is not None:
                 discard_run(where)
@@ -212,7 +213,9 @@ def _script_of(context: typer.Context) -> tuple[str, ...] | None:
     return found
 
 
-def _of_run(config: Path | None, overrides: Sequence[str], providers: list[str], phases: Path | None) -> Config:
+def _of_run(
+    config: Path | None, overrides: Sequence[str], providers: list[str], phases: Path | None, *, trains_here: bool
+) -> Config:
     """Raises `ConfigError` for a run that could not be."""
     if config is None:
         raise ConfigError("elastic jobs submit: give a configuration file, or a command behind --")
@@ -221,7 +224,7 @@ def _of_run(config: Path | None, overrides: Sequence[str], providers: list[str],
     found = load_config(config, overrides)
     plan = resolve(found, providers, str(config))
     check_live(plan, for_pool=True)
-    check_policy(plan)
+    check_policy(plan, trains_here=trains_here)
     return found
 
 

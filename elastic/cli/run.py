@@ -1,6 +1,7 @@
 """`elastic run` and `elastic prepare`: options, and display around the composition root."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,7 @@ from elastic.compose.runs import discard_run, load_run_config, new_run_dir, priv
 from elastic.compose.scheduling import short_limits
 from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
 from elastic.core.controls import BUDGET_EXHAUSTED
+from elastic.pool.client import TRAINS_VARIABLE
 from elastic.protocol.endpoint import Address
 from elastic.runtime.journal import INTERRUPTED, RUNNING, DirectoryStore, JournalError, RunDirectory
 from elastic.runtime.loop_watch import LoopWatch
@@ -273,7 +275,7 @@ def check_taken_up(plan: RunPlan, where: str, resumed: Path | None, past: PastIn
 def check_run(plan: RunPlan, where: str, resumed: Path | None = None) -> None:
     """Everything that can be checked before a run begins. Raises `ConfigError`."""
     check_live(plan)
-    check_policy(plan, resumed)
+    check_policy(plan, resumed, trains_here=not os.environ.get(TRAINS_VARIABLE))
     check_front(plan)
     check_evaluation(plan.config, where)
     check_env_workers(plan)

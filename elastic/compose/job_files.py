@@ -21,7 +21,7 @@ from elastic.pool.ports import JobEntry
 from elastic.protocol.best_checkpoint import best_kept
 from elastic.protocol.wire import Welcome
 from elastic.runtime.journal import CONFIG
-from elastic.runtime.states import CHECKPOINTS
+from elastic.runtime.states import CHECKPOINTS, KEEP
 from elastic.system.named_code import in_file
 from elastic.worker.agent import build_engine
 from elastic.worker.trainer.base import UNFINISHED_PREFIX, remove_saved, saved
@@ -34,13 +34,12 @@ INCOMING = f"{UNFINISHED_PREFIX}incoming"
 _RETURNED = re.compile(rf"{CHECKPOINTS}/\d{{8}}\.(safetensors|shards/[A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
-def run_files(config: Config, run_dir: Path) -> tuple[SubmittedFile, ...]:
-    """Read what a run's residents need of its machine's files: its configuration, and what that names. Blocks. Raises
-    `ConfigError`."""
+def run_files(config: Config) -> tuple[SubmittedFile, ...]:
+    """Read the files that a run's configuration names and its residents need. Blocks. Raises `ConfigError`."""
     named: dict[str, Path | None] = {POLICY: config.model.checkpoint, REFERENCE: config.trainer.reference, BASE: None}
     if base := config.engine.sections.get("vllm", {}).get("base"):
         named[BASE] = Path(base)
-    found = [submitted_file(run_dir / CONFIG, CONFIG)]
+    found: list[SubmittedFile] = []
     if (code := in_file(config.trainer.loss)) is not None:
         named[LOSS] = Path(code.place)
     for key, place in named.items():
@@ -63,14 +62,18 @@ def script_files(root: Path, names: Sequence[str], phases: Path | None) -> tuple
 
 
 def files_of(entry: JobEntry, phase: PhaseKind) -> Sequence[SubmittedFile]:
-    """Return what a resident of a job needs for a phase. Blocks. Raises `ValueError` for what is not as submitted."""
+    """Return what a resident of a job needs for a phase: a trainer also its run's configuration and last checkpoint, as
+    they are now. Blocks. Raises `ValueError` for what is not as submitted."""
     if entry.script:
         needed = [*entry.files]
     else:
         needed = [one for one in entry.files if (one.file.path.split("/")[0] == BASE) is (phase is PhaseKind.ROLLOUT)]
     check_unchanged(needed)
     if phase is PhaseKind.TRAIN and not entry.script:
-        needed += [one for path in saved(Path(entry.directory) / CHECKPOINTS)[-1:] for one in _of_checkpoint(path)]
+        run_dir = Path(entry.directory)
+        needed.append(submitted_file(run_dir / CONFIG, CONFIG))
+        for path in saved(run_dir / CHECKPOINTS)[-1:]:
+            needed += files_below(path, f"{CHECKPOINTS}/{path.name}", POLICY_BYTES_MAX, follow=False)
     return needed
 
 
@@ -115,8 +118,8 @@ def lacking(entry: JobEntry, files: Sequence[JobFile]) -> Sequence[tuple[JobFile
 
 
 def keep(entry: JobEntry, files: Sequence[JobFile]) -> None:
-    """Give fetched checkpoints their names, and remove those that their trainer does not keep any more, but the best.
-    Blocks. Raises `OSError`."""
+    """Give fetched checkpoints their names, and remove older ones that their trainer does not keep any more, but the
+    best. Blocks. Raises `OSError`."""
     directory = Path(entry.directory) / CHECKPOINTS
     of_checkpoint: dict[Path, list[JobFile]] = {}
     for file in files:
@@ -133,15 +136,10 @@ def keep(entry: JobEntry, files: Sequence[JobFile]) -> None:
         remove_saved(path)
         draft.replace(path)
     best = best_kept(directory)
-    for path in saved(directory) if of_checkpoint else ():
+    for path in saved(directory)[:-KEEP]:
         if path not in of_checkpoint and int(path.stem) != best:
             remove_saved(path)
     shutil.rmtree(directory / INCOMING, ignore_errors=True)
-
-
-def _of_checkpoint(path: Path) -> Sequence[SubmittedFile]:
-    name = f"{CHECKPOINTS}/{path.name}"
-    return files_below(path, name, POLICY_BYTES_MAX, follow=False)
 
 
 def _digest_at(path: Path) -> str:

@@ -26,7 +26,14 @@ from elastic.core.cluster.events import ClusterEvent
 from elastic.core.cluster.types import JobId, KindName, NodeId, PhaseKind, PhasePlan
 from elastic.core.ids import tagged
 from elastic.pool import messages as w
-from elastic.pool.client import FINGERPRINT_VARIABLE, JOB_VARIABLE, POOL_VARIABLE, TOKEN_VARIABLE, PoolMembership
+from elastic.pool.client import (
+    FINGERPRINT_VARIABLE,
+    JOB_VARIABLE,
+    POOL_VARIABLE,
+    TOKEN_VARIABLE,
+    TRAINS_VARIABLE,
+    PoolMembership,
+)
 from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandManager, invalid
 from elastic.pool.devices import DeviceAllotment
 from elastic.pool.gateway import PoolGateway, PoolTokens
@@ -107,6 +114,7 @@ class PoolPrograms:
         path = Path(entry.directory)
         kept = {"world": world(), "journals": str(len(RunDirectory(path).journal_paths()))}
         environment = {**inherited(), **entry.environment, **self.job_environment(entry, placement)}
+        environment |= {TRAINS_VARIABLE: "1"} if self._config.trains_elsewhere else {}
         return ProcessLaunch(command=self.run_command(entry), environment=environment, log=path / RUN_LOG, kept=kept)
 
     def ended(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> JobEnding:

@@ -30,6 +30,8 @@ log = structlog.get_logger(__name__)
 
 POOL_VARIABLE, FINGERPRINT_VARIABLE = "ELASTIC_POOL", "ELASTIC_POOL_FINGERPRINT"
 JOB_VARIABLE, PLACEMENT_VARIABLE, TOKEN_VARIABLE = "ELASTIC_POOL_JOB", "ELASTIC_POOL_PLACEMENT", "ELASTIC_POOL_TOKEN"
+TRAINS_VARIABLE = "ELASTIC_POOL_TRAINS_ELSEWHERE"
+"""Set for a job's process whose pool has training nodes on other machines: their devices are not this machine's."""
 REDIAL_S = 60.0
 """Interval of log entries while the pool stays away."""
 NOT_A_JOB = (

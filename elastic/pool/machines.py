@@ -1,4 +1,4 @@
-"""Rollout nodes on other machines: which machines may join a pool as one, and under which tickets. Pure.
+"""Nodes on other machines: which machines may join a pool as one, and under which tickets. Pure.
 
 A ticket is for one node, whose name it has. Who has spent it comes back by the session that it was given.
 """

@@ -146,10 +146,10 @@ class _Desk:
     async def _take(self, there: w.FilesThere) -> None:
         programs, kept = self._files.programs, tuple(one.digest for one in there.files)
         while True:
-            entry, _ = self._files.entry(self._node, there)
+            entry, phase = self._files.entry(self._node, there)
             with self._files.isolated.attempt(f"what {there.job} keeps"):
                 try:
-                    if entry is None:
+                    if entry is None or phase is not PhaseKind.TRAIN:
                         return
                     for file, place in await asyncio.to_thread(programs.lacking, entry, there.files):
                         await self._fetcher.fetch(file, place)

@@ -122,12 +122,13 @@ class Exchange:
     def __init__(self, directory: Path, files: Sequence[SubmittedFile], bytes_max: int = MB) -> None:
         (directory / "node").mkdir()
         (directory / "run").mkdir()
+        self.phase = PhaseKind.TRAIN
         self.programs, self.unfit = Programs(files), list[tuple[str, str]]()
         self.entry = JobEntry(job="one", directory=str(directory / "run"))
         self.pool = PoolFiles(
             self.programs,
             lambda job, placement: self.entry if (job, placement) == ("one", 1) else None,
-            lambda node: PhaseKind.TRAIN,
+            lambda node: self.phase,
             lambda job, placement, cause: self.unfit.append((job, cause)),
             IsolatedLoop("pool", LoopFaults()),
             5.0,
@@ -179,8 +180,8 @@ async def test_files_come_whole_and_once_and_what_is_kept_goes_back(tmp_path: Pa
 
         place = tmp_path / "node/jobs/one/1/run/checkpoints"
         assert returned(place) == frozenset()
-        for version, kept in ((1, "00000001.safetensors"), (2, "00000002.shards")):
-            path = written(place, **{kept if version == 1 else f"{kept}__0": f"of {version}"}) / kept
+        for version, kept in ((1, "00000001.safetensors"), (2, "00000002.shards"), (3, "00000003.safetensors")):
+            path = written(place, **{f"{kept}__0" if version == 2 else kept: f"of {version}"}) / kept
             await until(lambda kept=kept: kept in (returned(place) or ()))
             there = tmp_path / "run/checkpoints" / kept
             assert (there / "0" if there.is_dir() else there).read_text() == f"of {version}"
@@ -266,6 +267,12 @@ async def test_what_a_node_may_not_ask_for_it_does_not_get(tmp_path: Path) -> No
             with pytest.raises(ValueError, match="a trainer keeps checkpoints"):
                 lacking(both.entry, [w.JobFile(path, "0" * 64, 1)])
         both.pool.left("other-1")
+        both.phase, say = PhaseKind.ROLLOUT, both.told.append  # On whose nodes there are no trainers.
+        forged = (w.JobFile("checkpoints/00000009.safetensors", "0" * 64, 1),)
+        both.pool.heard(NODE, w.FilesThere("one", 1, both.order().files_token, forged), say)
+        both.pool.heard(NODE, w.AskFiles("one", 1, both.order().files_token), say)
+        await until(lambda: isinstance(both.told[-1], w.FilesNeeded) and not both.told[-1].cause)
+        assert not any(isinstance(message, w.AskChunk) for message in both.told)
         for _ in range(AT_WORK_MAX):
             both.pool.heard("other-1", w.AskFiles("one", 1, "guessed"), both.told.append)
         with pytest.raises(WireError, match=f"asks for more than {AT_WORK_MAX}"):

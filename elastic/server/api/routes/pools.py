@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 import sqlalchemy as sa
@@ -176,7 +175,7 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     (path / "logs").mkdir(mode=0o700, exist_ok=True)
     save_run_config(path, config)
     try:
-        files = _files(settings, pool, config, path)
+        files = _files(settings, pool, config)
         entry = JobEntry(job=job, directory=str(path), providers=tuple(body.providers), files=files)
         asked(control.submit(SubmitJob(id=command, request=request, entry=entry)))
     except ApiProblem as problem:
@@ -257,11 +256,11 @@ def _request(job: str, config: Config) -> JobRequest:
         raise invalid_configuration(configuration_errors(error.problems)) from error
 
 
-def _files(settings: ServerSettings, pool: str, config: Config, run_dir: FilePath) -> tuple[SubmittedFile, ...]:
+def _files(settings: ServerSettings, pool: str, config: Config) -> tuple[SubmittedFile, ...]:
     """What the pool's nodes on other machines are sent of the job's files. Raises `ApiProblem`."""
     try:
         elsewhere = load_pool(pool_dir(settings, pool) / POOL_CONFIG).joins
-        return run_files(config, run_dir) if elsewhere else ()
+        return run_files(config) if elsewhere else ()
     except ConfigError as error:
         raise invalid_configuration(configuration_errors(error.problems)) from error
 
