@@ -399,7 +399,7 @@ async def pool(path: Path, faults: LoopFaults) -> AsyncIterator[PoisonedLoop]:
         return JobEnding("finished", f"status {status}")
 
     programs: Any = SimpleNamespace(job=launch, ended=ended)
-    gateway: Any = SimpleNamespace(serve=lambda shell: None)
+    gateway: Any = SimpleNamespace(serve=lambda shell, programs: None)
     journal: Any = SimpleNamespace(node_agents=list, joined=dict)
     clock = asyncio.get_running_loop().time
     ports = LivePorts(path, "lab", journal, gateway, programs, lambda: 0, IsolatedLoop("pool", faults, clock=clock))

@@ -75,17 +75,17 @@ class FileFetcher:
     """Fetches files, one at a time, from the peer of the connection that there is. A peer that sends nothing for
     `patience_s`, or is away for so long, is waited for no more."""
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def __init__(self) -> None:
+        self.patience_s = 0.0
         self._say: Say | None = None
         self._stirred = asyncio.Event()
         self._chunks: deque[FileChunk] = deque()
         self._digest = ""
         self._at_work = asyncio.Lock()
 
-    def joined(self, say: Say) -> None:
+    def joined(self, say: Say, patience_s: float) -> None:
         """There is a connection, a new one or the first."""
-        self._say = say
+        self._say, self.patience_s = say, patience_s
         self._chunks.clear()
         self._stirred.set()
 
@@ -136,23 +136,23 @@ class FileFetcher:
     async def _next(self, file: JobFile, by: Say) -> FileChunk | None:
         """Return the next chunk, or None once the connection is another. Raises `FilesUnavailable`."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self.patience_s):
                 while self._say is by:
                     if self._chunks:
                         return self._chunks.popleft()
                     self._stirred.clear()
                     await self._stirred.wait()
                 return None
-        raise FilesUnavailable(f"{file.path}: nothing of it came for {self._patience_s:g} s")
+        raise FilesUnavailable(f"{file.path}: nothing of it came for {self.patience_s:g} s")
 
     async def _peer(self, file: JobFile) -> Say:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self.patience_s):
                 while self._say is None:
                     self._stirred.clear()
                     await self._stirred.wait()
                 return self._say
-        raise FilesUnavailable(f"{file.path}: whoever has it was not heard for {self._patience_s:g} s")
+        raise FilesUnavailable(f"{file.path}: whoever has it was not heard for {self.patience_s:g} s")
 
 
 def _kept(part: Path, size_bytes: int) -> "tuple[hashlib._Hash, int]":

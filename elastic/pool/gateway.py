@@ -19,7 +19,7 @@ from elastic.core.types import NS_PER_S
 from elastic.pool import messages as w
 from elastic.pool.connection import FROM_DIALLER, FromDialler, PoolLink
 from elastic.pool.journal import PoolJournal
-from elastic.pool.pool_files import PoolFiles
+from elastic.pool.pool_files import FilePrograms, PoolFiles
 from elastic.pool.shell import PoolShell
 from elastic.protocol.admission import Admission, is_secret
 from elastic.protocol.connection import SessionRefused
@@ -71,8 +71,9 @@ class PoolGateway:
         """Listen; returns `host:port`. No peer is let in before `serve`. Raises `OSError`."""
         return await self._admission.start(host, port, certificate)
 
-    def serve(self, shell: PoolShell, files: PoolFiles | None = None) -> None:
-        self._shell, self._files = shell, files
+    def serve(self, shell: PoolShell, programs: FilePrograms) -> None:
+        """Let peers in. `programs` says which files jobs have."""
+        self._shell, self._files = shell, PoolFiles(programs, shell, self._isolated, self._welcome.orphan_s)
 
     async def aclose(self) -> None:
         self._shell = None

@@ -16,7 +16,7 @@ from elastic.pool.gateway import PoolGateway
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import NotedDeath, PoolJournal
 from elastic.pool.node_agent import RESIDENTS
-from elastic.pool.pool_files import FilePrograms, PoolFiles
+from elastic.pool.pool_files import FilePrograms
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry
 from elastic.pool.shell import PoolShell
 from elastic.protocol.run_control import ControlError, RunControl
@@ -315,9 +315,7 @@ class LivePorts:
         for job, kept in ended.items():
             await self.jobs.settle(job)
             self._job_over(job, kept, None)
-        patience_s = shell.cluster.limits.start_ns / 1e9
-        files = PoolFiles(self._programs, shell.entry_of, shell.phase_of, shell.job_unfit, self._isolated, patience_s)
-        self._gateway.serve(shell, files)
+        self._gateway.serve(shell, self._programs)
         if stop:
             shell.stop(now=stop == "now")
         await self._drive(shell)

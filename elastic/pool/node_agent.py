@@ -201,7 +201,7 @@ class NodeAgent:
             self._limits = SilenceLimits(welcome.stall_s, welcome.still_s)
             link.watch(welcome.silence_s)
             if self._files is not None:
-                self._files.joined(link.send)
+                self._files.joined(link.send, welcome.orphan_s)
             measuring = asyncio.create_task(self._measure(welcome.measure_s), name="memory")
             try:
                 while True:

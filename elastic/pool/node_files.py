@@ -57,23 +57,22 @@ class _Start:
 
 
 class NodeFiles:
-    """The files of one node, in its `directory`, of at most `bytes_max` together. The pool is waited for as long as
-    `patience_s`."""
+    """The files of one node, in its `directory`, of at most `bytes_max` together."""
 
-    def __init__(self, directory: Path, bytes_max: int, patience_s: float = 60.0) -> None:
-        self._root, self._bytes_max, self._patience_s = directory, bytes_max, patience_s
+    def __init__(self, directory: Path, bytes_max: int) -> None:
+        self._root, self._bytes_max = directory, bytes_max
         self._say: SayOfFiles = _nobody
-        self._fetcher, self._server = FileFetcher(patience_s), FileServer(lambda message: self._say(message))
+        self._fetcher, self._server = FileFetcher(), FileServer(lambda message: self._say(message))
         self._serving: asyncio.Task[None] | None = None
         self._starts: dict[JobId, _Start] = {}
         self._checked: dict[str, tuple[int, int]] = {}
         """Size and time of change of blobs that had their digest when they were looked at."""
         self._changing = asyncio.Lock()
 
-    def joined(self, say: SayOfFiles) -> None:
-        """The pool is there, and is told again what it may not have heard."""
+    def joined(self, say: SayOfFiles, patience_s: float) -> None:
+        """The pool is there, and is told again what it may not have heard. It is waited for as long as `patience_s`."""
         self._say = say
-        self._fetcher.joined(say)
+        self._fetcher.joined(say, patience_s)
         self._serving = self._serving or asyncio.create_task(self._server.run(), name="files that go back")
         for start in self._starts.values():
             if not start.answer.done():
@@ -117,11 +116,11 @@ class NodeFiles:
         start = self._starts[order.job] = _Start(order, self._root / order.directory)
         self._say(start.question)
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._fetcher.patience_s):
                 needed = await start.answer
         except TimeoutError:
             raise FilesUnavailable(
-                f"the pool did not say within {self._patience_s:g} s which files there are"
+                f"the pool did not say within {self._fetcher.patience_s:g} s which files there are"
             ) from None
         if needed.cause:
             raise FilesUnavailable(needed.cause)

@@ -45,21 +45,28 @@ class FilePrograms(Protocol):
         ...
 
 
+class FileShell(Protocol):
+    """What the pool's shell knows of jobs and nodes."""
+
+    def entry_of(self, job: JobId, placement: int) -> JobEntry | None: ...
+
+    def phase_of(self, node: NodeId) -> PhaseKind | None: ...
+
+    def job_unfit(self, job: JobId, placement: int, cause: str) -> None: ...
+
+
 class PoolFiles:
-    """Serves the nodes of a pool. `started` returns the record of a job if this is its present start, and `unfit` is
-    told why a job cannot go on."""
+    """Serves the nodes of a pool, which `shell` knows. A node that sends nothing is waited for as long as
+    `patience_s`."""
 
     def __init__(
         self,
         programs: FilePrograms,
-        started: Callable[[JobId, int], JobEntry | None],
-        phase: Callable[[NodeId], PhaseKind | None],
-        unfit: Callable[[JobId, int, str], None],
+        shell: FileShell,
         isolated: IsolatedLoop,
         patience_s: float,
     ) -> None:
-        self.programs, self.unfit, self.isolated, self.patience_s = programs, unfit, isolated, patience_s
-        self._started, self._phase = started, phase
+        self.programs, self.shell, self.isolated, self.patience_s = programs, shell, isolated, patience_s
         self._desks: dict[NodeId, _Desk] = {}
 
     def entry(self, node: NodeId, message: w.AskFiles | w.FilesThere) -> tuple[JobEntry | None, PhaseKind | None]:
@@ -67,7 +74,7 @@ class PoolFiles:
         job, placement = message.job, message.placement
         if not is_secret(message.token, self.programs.files_token(job, placement, node)):
             return None, None
-        return self._started(job, placement), self._phase(node)
+        return self.shell.entry_of(job, placement), self.shell.phase_of(node)
 
     def heard(self, node: NodeId, message: w.OfFiles, say: SayOfFiles) -> None:
         """Take a message of a node's agent, to whom `say` sends. Raises `WireError` for too many at once."""
@@ -90,8 +97,8 @@ class _Desk:
     def __init__(self, node: NodeId, say: SayOfFiles, files: PoolFiles) -> None:
         self.say = say
         self._node, self._files = node, files
-        self._server, self._fetcher = FileServer(say), FileFetcher(files.patience_s)
-        self._fetcher.joined(say)
+        self._server, self._fetcher = FileServer(say), FileFetcher()
+        self._fetcher.joined(say, files.patience_s)
         self._tasks = {asyncio.create_task(self._server.run(), name=f"files for {node}")}
         self._taking: dict[JobId, asyncio.Task[None]] = {}
 
@@ -136,7 +143,7 @@ class _Desk:
                 self.say(w.FilesNeeded(job, placement, cause=str(error)))
             except ValueError as error:
                 self.say(w.FilesNeeded(job, placement, cause=str(error)))
-                self._files.unfit(job, placement, str(error))
+                self._files.shell.job_unfit(job, placement, str(error))
             else:
                 self._server.offer({one.file.digest: Path(one.source) for one in found})
                 self.say(w.FilesNeeded(job, placement, tuple(one.file for one in found)))

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import pytest
+
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
-from elastic.core.cluster.types import JobState, PhaseKind
+from elastic.core.cluster.types import JobState, PhaseKind, Seat
 from tests.cluster.conftest import Driver, S, timed_job
 
 ROLLOUT = PhaseKind.ROLLOUT
@@ -12,6 +14,10 @@ ROLLOUT = PhaseKind.ROLLOUT
 
 def told(commands: list[c.ClusterCommand]) -> list[tuple[type, str]]:
     return [(type(one), getattr(one, "node", None) or getattr(one, "job", "")) for one in commands]
+
+
+def places(pool: Driver, seat: Seat) -> tuple[str, ...]:
+    return (*seat.rollout, *pool.cluster.groups[seat.group].train)
 
 
 def begin(pool: Driver, commands: list[c.ClusterCommand], at_s: float) -> list[c.StartJob]:
@@ -27,23 +33,24 @@ def test_a_free_node_goes_at_once_and_what_it_has_cost_stays_in_the_books() -> N
     assert pool.cluster.free("rollout") == 2
     assert pool.cluster.books.paid(10 * S) == 10 * S * (3 * 2 * S + 3 * 5 * S)
     assert pool.tell(e.NodeDrained(node="rollout-2"), 20) == []
-    assert pool.tell(e.NodeDrained(node="train-1"), 20) == []
+    assert told(pool.tell(e.NodeDrained(node="train-1"), 20)) == [(c.ReleaseNode, "train-1")]
     pool.tell(e.NodeJoined(node="rollout-2", kind=ROLLOUT), 30)
     assert pool.cluster.free("rollout") == 3
 
 
-def test_jobs_on_a_node_stop_at_their_step_s_end_and_go_on_elsewhere_as_they_were_accepted() -> None:
+@pytest.mark.parametrize("trains", [False, True], ids=["rollout", "train"])
+def test_jobs_on_a_node_stop_at_their_step_s_end_and_go_on_elsewhere_as_they_were_accepted(trains: bool) -> None:
     pool = Driver()
     a, b = (timed_job(name, slo=2.5, restart_ns=S) for name in ("a", "b"))
     pool.run(a, b)
     (group,) = pool.cluster.groups.values()
-    (node,) = group.rollout
+    (node,) = group.train if trains else group.rollout
     pool.ask("a", ROLLOUT, 0)
     assert told(pool.tell(e.NodeDrained(node=node), 50)) == [(c.StopJob, "a"), (c.StopJob, "b")]
     assert pool.cluster.jobs["a"].permit is not None, "what is under way goes on to the step's end"
     pool.run(timed_job("c", slo=2.5), at_s=51)
     seat = pool.cluster.jobs["c"].seat
-    assert seat is None or node not in seat.rollout, "nobody gets a place there any more"
+    assert seat is None or node not in places(pool, seat), "nobody gets a place there any more"
     commands: list[Any] = []
     for name, steps in (("b", 0), ("a", 1)):
         commands += pool.tell(e.JobStopped(job=name, steps_done=steps), 100)
@@ -55,7 +62,7 @@ def test_jobs_on_a_node_stop_at_their_step_s_end_and_go_on_elsewhere_as_they_wer
         assert record.state is JobState.RUNNING
         assert record.request == request, "what was promised stays"
         assert record.seat is not None
-        assert node not in record.seat.rollout
+        assert node not in places(pool, record.seat)
     assert pool.cluster.jobs["a"].steps_done == 1
 
 

@@ -125,15 +125,8 @@ class Exchange:
         self.phase = PhaseKind.TRAIN
         self.programs, self.unfit = Programs(files), list[tuple[str, str]]()
         self.entry = JobEntry(job="one", directory=str(directory / "run"))
-        self.pool = PoolFiles(
-            self.programs,
-            lambda job, placement: self.entry if (job, placement) == ("one", 1) else None,
-            lambda node: self.phase,
-            lambda job, placement, cause: self.unfit.append((job, cause)),
-            IsolatedLoop("pool", LoopFaults()),
-            5.0,
-        )
-        self.node = NodeFiles(directory / "node", bytes_max, 5.0)
+        self.pool = PoolFiles(self.programs, self, IsolatedLoop("pool", LoopFaults()), 5.0)
+        self.node = NodeFiles(directory / "node", bytes_max)
         self.told = list[w.OfFiles]()
         self.connect()
 
@@ -145,7 +138,18 @@ class Exchange:
         def to_pool(message: w.OfFiles) -> None:
             asyncio.get_running_loop().call_soon(self.pool.heard, NODE, message, to_node)
 
-        self.node.joined(to_pool)
+        self.node.joined(to_pool, 5.0)
+
+    # As the pool's shell.
+
+    def entry_of(self, job: str, placement: int) -> JobEntry | None:
+        return self.entry if (job, placement) == ("one", 1) else None
+
+    def phase_of(self, node: str) -> PhaseKind | None:
+        return self.phase
+
+    def job_unfit(self, job: str, placement: int, cause: str) -> None:
+        self.unfit.append((job, cause))
 
     def order(self, **changed: object) -> w.StartResidentFrame:
         token = self.programs.files_token("one", 1, NODE)
@@ -197,7 +201,7 @@ async def test_a_file_goes_on_from_where_its_connection_was_lost(tmp_path: Path)
     (root / "weights").write_bytes(content)
     (one,) = files_below(root, "policy", 9 * MB, follow=True)
     asked: list[int] = []
-    fetcher = FileFetcher(5.0)
+    fetcher = FileFetcher()
     server = FileServer(lambda chunk: isinstance(chunk, w.FileChunk) and fetcher.heard(chunk))
     server.offer({one.file.digest: root / "weights"})
 
@@ -212,7 +216,7 @@ async def test_a_file_goes_on_from_where_its_connection_was_lost(tmp_path: Path)
 
     async with asyncio.timeout(30):
         serving = asyncio.create_task(server.run())
-        fetcher.joined(breaks)
+        fetcher.joined(breaks, 5.0)
         fetching = asyncio.create_task(fetcher.fetch(one.file, tmp_path / "fetched"))
         part = tmp_path / f"fetched{PART}"
         await until(lambda: part.exists() and part.stat().st_size == 2 * w.CHUNK_BYTES)
@@ -220,7 +224,7 @@ async def test_a_file_goes_on_from_where_its_connection_was_lost(tmp_path: Path)
         fetching.cancel()  # As if the process had died.
         await asyncio.gather(fetching, return_exceptions=True)
         again = asyncio.create_task(fetcher.fetch(one.file, tmp_path / "fetched"))
-        fetcher.joined(answers)
+        fetcher.joined(answers, 5.0)
         await again
         serving.cancel()
     assert asked == [0, 1, 2, 3, 4, 5]
@@ -254,13 +258,13 @@ async def test_what_a_node_may_not_ask_for_it_does_not_get(tmp_path: Path) -> No
             with pytest.raises(FilesUnavailable, match="no such start of this job any more"):
                 await both.node.bring(order)
         assert not both.unfit
-        fetcher = FileFetcher(5.0)
+        fetcher = FileFetcher()
 
         def say(message: object) -> None:
             assert isinstance(message, w.AskChunk)
             both.pool.heard("other-1", message, lambda said: isinstance(said, w.FileChunk) and fetcher.heard(said))
 
-        fetcher.joined(say)
+        fetcher.joined(say, 5.0)
         with pytest.raises(FilesUnavailable, match="was not offered"):
             await fetcher.fetch(both.programs.submitted[0].file, tmp_path / "stolen")
         for path in ("checkpoints/best.json", "config.json", "checkpoints/../../x", "checkpoints/00000001.state"):

@@ -240,18 +240,19 @@ class Cluster:
                 record.reason = self.short_of(record.request)
 
     def _node_drained(self, event: e.NodeDrained) -> None:
-        """Have the jobs with places on a rollout node stop, and be placed anew. A job that moves here already is told
-        to stop by then; it is placed anew instead."""
+        """Have the jobs with places on a node stop, and be placed anew. A job that moves here already is told to stop
+        by then; it is placed anew instead."""
         node = self.state.nodes.get(event.node)
-        if node is None or node.draining or node.phase is not _ROLLOUT:
+        if node is None or node.draining:
             return
         node.draining = True
         if node.group is None:
             self._release(node)
             return
-        for job, member in self.state.groups[node.group].members.items():
+        group = self.state.groups[node.group]
+        for job, member in group.members.items():
             record = self.state.jobs[job]
-            if event.node in member.nodes and not record.stopping:
+            if event.node in (*member.nodes, *group.train) and not record.stopping:
                 self._stop(record)
 
     def _release(self, node: NodeRecord) -> None:
@@ -265,13 +266,16 @@ class Cluster:
         self.state.free[node.kind].pop(node.id)
         del self.state.nodes[node.id]
 
-    def _draining(self, nodes: Sequence[NodeId]) -> bool:
+    def _draining(self, place: Seat | PlacementChoice) -> bool:
+        """Whether a node of this place is let go."""
+        group = self.state.groups.get(place.group) if place.group is not None else None
+        nodes = (*place.rollout, *(() if group is None else group.train))
         return any(self.state.nodes[node].draining for node in nodes)
 
     def _choice(self, request: JobRequest) -> PlacementChoice | None:
         """Return where the job goes; None if it has to wait, as also for a node to be let go."""
         choice = self.policies.placement.place(request, self)
-        return None if choice is None or self._draining(choice.rollout) else choice
+        return None if choice is None or self._draining(choice) else choice
 
     def _take(self, kinds: Sequence[KindName], group: GroupName) -> tuple[NodeId, ...]:
         taken: list[NodeId] = []
@@ -514,9 +518,9 @@ class Cluster:
     def _go_on_elsewhere(self, record: JobRecord) -> None:
         """Move a stopped job to its reserved place. Without one that lasts, it arrives anew with its measured plan."""
         seat = record.reserved
-        if seat is None or self._draining(seat.rollout):
+        if seat is None or self._draining(seat):
             cause = "placed anew, as a node of its place is drained"
-            if not any(self._draining(each.rollout) for each in (record.seat, seat) if each is not None):
+            if not any(self._draining(each) for each in (record.seat, seat) if each is not None):
                 record.request = self._replanned(record)
                 cause = "placed anew with the plan that was measured"
             record.measured_ns = {}
@@ -637,7 +641,7 @@ class Cluster:
     def _regroup(self) -> None:
         changed, self.state.changed = self.state.changed, []
         moves = self.policies.placement.relocations(self, changed)
-        if any(self._draining(move.to.rollout) for move in moves):
+        if any(self._draining(move.to) for move in moves):
             return  # They are looked for again once the node is gone.
         for move in moves:
             record = self.state.jobs[move.job]
