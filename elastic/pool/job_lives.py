@@ -50,6 +50,7 @@ class JobLives(PoolRoom):
         return w.JobWelcome(
             rollout_nodes=record.seat.rollout,
             train_nodes=train,
+            trains_elsewhere=any(self._nodes[name].hello is not None for name in train),
             rollout_usd_per_gpu_hour=rollout_usd,
             train_usd_per_gpu_hour=train_usd,
             gpus_per_rollout_node=rollout_gpus,
@@ -58,7 +59,6 @@ class JobLives(PoolRoom):
             permits=tuple(self._slices.grant_of(permit) for permit in permits),
             trainer=trainer.worker if trainer is not None else "",
             silence_s=pool.times.silence_ns / NS_PER_S,
-            trains_elsewhere=any(self._nodes[name].hello is not None for name in train),
         )
 
     def _terms(self, nodes: Sequence[NodeId]) -> tuple[float, int]:
