@@ -23,7 +23,7 @@ ASKED_MAX = 4 * WINDOW
 """Questions of a peer that may wait."""
 PART = ".part"
 
-Say = Callable[[AskChunk | FileChunk], None]
+Say = Callable[[AskChunk | FileChunk], object]
 
 
 class FilesUnavailable(Exception):

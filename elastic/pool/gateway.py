@@ -77,8 +77,9 @@ class PoolGateway:
 
     async def aclose(self) -> None:
         self._shell = None
-        for node in self._node_agents if self._files is not None else ():
-            self._files.left(node)
+        if self._files is not None:
+            for node in self._node_agents:
+                self._files.left(node)
         for links in (self._node_agents, self._jobs):
             links.clear()
         await self._admission.aclose()

@@ -346,7 +346,7 @@ class NodeAgent:
             ours.close()
             self._heed(ScriptStarted(order.job))
 
-    async def _bring_files(self, resident: _OwnResident) -> Mapping[str, str]:
+    async def _bring_files(self, resident: _OwnResident) -> dict[str, str]:
         """Have the files of a resident here, unless it is to end before they are. Raises `FilesUnavailable`."""
         order = resident.order
         if not order.files_token:

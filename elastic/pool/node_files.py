@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 LOOK_S = 0.25
 """How often a node agent looks for what goes back."""
 FILES, JOBS = "files", "jobs"
-SayOfFiles = Callable[[w.OfFiles], None]
+SayOfFiles = Callable[[w.OfFiles], object]
 
 
 @dataclass
@@ -105,7 +105,7 @@ class NodeFiles:
             case _:
                 pass
 
-    async def bring(self, order: w.StartResidentFrame) -> Mapping[str, str]:
+    async def bring(self, order: w.StartResidentFrame) -> dict[str, str]:
         """Have the files of this start in its directory; returns the resident's variables.
 
         Raises `FilesUnavailable`.

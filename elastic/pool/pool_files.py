@@ -17,7 +17,7 @@ from elastic.protocol.admission import is_secret
 from elastic.protocol.frames import WireError
 from elastic.system.isolation import IsolatedLoop
 
-SayOfFiles = Callable[[w.OfFiles], None]
+SayOfFiles = Callable[[w.OfFiles], object]
 log = structlog.get_logger(__name__)
 
 AT_WORK_MAX = 64

@@ -271,10 +271,10 @@ async def test_what_a_node_may_not_ask_for_it_does_not_get(tmp_path: Path) -> No
             with pytest.raises(ValueError, match="a trainer keeps checkpoints"):
                 lacking(both.entry, [w.JobFile(path, "0" * 64, 1)])
         both.pool.left("other-1")
-        both.phase, say = PhaseKind.ROLLOUT, both.told.append  # On whose nodes there are no trainers.
+        both.phase, tell = PhaseKind.ROLLOUT, both.told.append  # On whose nodes there are no trainers.
         forged = (w.JobFile("checkpoints/00000009.safetensors", "0" * 64, 1),)
-        both.pool.heard(NODE, w.FilesThere("one", 1, both.order().files_token, forged), say)
-        both.pool.heard(NODE, w.AskFiles("one", 1, both.order().files_token), say)
+        both.pool.heard(NODE, w.FilesThere("one", 1, both.order().files_token, forged), tell)
+        both.pool.heard(NODE, w.AskFiles("one", 1, both.order().files_token), tell)
         await until(lambda: isinstance(both.told[-1], w.FilesNeeded) and not both.told[-1].cause)
         assert not any(isinstance(message, w.AskChunk) for message in both.told)
         for _ in range(AT_WORK_MAX):
