@@ -109,12 +109,18 @@ def faults() -> list[str]:
     return []
 
 
+def is_unkeyed(request: Any) -> bool:
+    """Whether a request that changes something would be carried out as often as it is sent."""
+    return request.method not in ("GET", "HEAD") and "idempotency-key" not in request.headers
+
+
 @pytest.fixture
 def tab(browser: Any, faults: list[str]) -> Iterator[Any]:
     """A tab of a fresh profile, whose faults fail the test."""
     context = opened(browser)
     page = context.new_page()
     page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("request", lambda request: faults.append(f"no key: {request.url}") if is_unkeyed(request) else None)
     page.on("console", lambda message: faults.append(message.text) if "Content Security" in message.text else None)
     yield page
     context.close()

@@ -157,6 +157,11 @@ def test_a_viewer_has_no_buttons_and_a_revoked_key_no_page(tab: Any, served: Ser
     sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{run}")
     tab.wait_for_selector("#figures")
     assert tab.locator("main button").count() == 0
+    tab.goto(f"{served.url}/#/submit")
+    tab.wait_for_selector("text=You are signed in as ours-viewer, viewer; this takes runs:write.")
+    assert tab.locator("main form").count() == 0, "what one may not do is not asked for"
+    tab.go_back()
+    tab.wait_for_selector("#figures")
     admin = served.site.client()
     viewers = [one["id"] for one in admin.get("/v1/keys?limit=100").json()["data"] if one["name"] == "ours-viewer"]
     assert admin.delete(f"/v1/keys/{viewers[0]}").status_code == 204
@@ -184,6 +189,19 @@ def test_people_sign_in_with_a_provider_and_let_a_terminal_in(tab: Any, served: 
         tab.click("#allow")
         tab.wait_for_selector("text=The terminal is logged in")
         assert served.site.client(secret).get("/v1/me").json()["name"] == "laptop"
+        tab.goto(f"{served.url}/#/projects")
+        own = tab.locator("#own-keys tbody tr", has_text="laptop")
+        own.locator("text=Revoke").click()
+        tab.click("dialog button[type=submit]")
+        own.get_by_text("revoked").wait_for()
+        assert served.site.client(secret).get("/v1/me").status_code == 401
+        tab.click("text=Make a key")
+        assert tab.locator("dialog [name=role] option").all_inner_texts() == ["viewer", "runner"], "no more than oneself"
+        tab.fill("dialog [name=name]", "desktop")
+        tab.click("dialog button[type=submit]")
+        made = tab.inner_text("#secret")
+        assert served.site.client(made).get("/v1/me").json()["name"] == "desktop"
+        tab.click("dialog >> text=Close")
         tab.reload()
         tab.wait_for_selector("#sign-out:visible")
         tab.click("#sign-out")

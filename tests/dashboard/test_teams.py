@@ -50,6 +50,9 @@ def test_a_pool_shows_who_computes_and_a_job_is_cancelled(tab: Any, served: Serv
     tab.wait_for_selector(f"#groups >> text={job}")
     for turn in ("1:00 to 1:20", "1:40 to 2:10"):
         tab.wait_for_selector(f"#pool-lanes [title='slice for {job}, {turn}']")
+    colour = "(part) => /provider-[0-9]/.exec(part.className)[0]"
+    colours = [tab.locator(one).first.evaluate(colour) for one in ("#pool-lanes .band", "#nodes .swatch", "#groups .swatch")]
+    assert [row.locator(".swatch").evaluate(colour)] * 3 == colours, "a job has its colour wherever it is named"
     row.locator("text=Cancel").click()
     tab.wait_for_selector("dialog >> text=Everything of it ends now.")
     tab.click("dialog button[type=submit]")

@@ -49,6 +49,26 @@ def test_a_page_goes_on_once_its_server_is_back(tab: Any, served: Served, submis
     tab.wait_for_selector("#figures >> text=5/100")
 
 
+def test_a_page_of_which_a_part_does_not_come_is_loaded_anew(tab: Any, served: Served) -> None:
+    left = ["/page/runs.js", "/page/page.css"]
+
+    def answer(route: Any) -> None:
+        if any(route.request.url.endswith(place) and (left.remove(place) or True) for place in [*left]):
+            route.abort()
+        else:
+            route.continue_()
+
+    tab.route("**/page/*", answer)
+    tab.goto(served.url)
+    tab.wait_for_selector("#key")
+    assert left == []
+    tab.clock.install()
+    tab.route("**/page/runs.js", lambda route: route.abort())
+    tab.reload()
+    while not tab.locator("main", has_text="A part of this page does not come from the server.").count():
+        tab.clock.run_for(20_000)
+
+
 def test_a_session_that_ends_asks_to_sign_in_and_leads_back(tab: Any, served: Served, run: str) -> None:
     sign_in(tab, served, at=f"/#/runs/{run}/workers")
     tab.wait_for_selector("#lanes li")
@@ -147,13 +167,13 @@ def test_a_provider_of_a_plug_in_and_a_reward_below_zero(tab: Any, served: Serve
 
 
 def mutated(value: Any, texts: list[str], field: str = "") -> Any:
-    """An answer with each of its texts in the place of another."""
+    """An answer with each of its texts in the place of another; where there is none, there is none."""
     if isinstance(value, dict):
         named = (lambda key: texts[len(key) % len(texts)] + key) if field in NAMED else str
         return {named(key): mutated(inner, texts, key) for key, inner in value.items()}
     if isinstance(value, list):
         return [mutated(inner, texts, field) for inner in value]
-    if isinstance(value, str) and field not in MEANS_SOMETHING:
+    if value and isinstance(value, str) and field not in MEANS_SOMETHING:
         return texts[len(value) % len(texts)]
     return value
 
@@ -178,6 +198,9 @@ def test_texts_of_answers_never_become_markup(
     texts: list[str] = ["x"]
 
     def answer(route: Any) -> None:
+        if "/logs" in route.request.url and "follow=false" not in route.request.url:
+            route.abort()  # A stream has no end that one could wait for.
+            return
         found = route.fetch()
         told = found.headers.get("content-type", "")
         if found.status == 200 and ("json" in told or "event-stream" in told):

@@ -25,6 +25,18 @@ OUTLINED = (
     "document.activeElement === document.body || getComputedStyle(document.activeElement).outlineStyle !== 'none'"
 )
 """What can be used, is there to be used, and is marked while one is there."""
+LISTENS = """() => {
+    const place = "/page/live_worker.js";
+    const policy = trustedTypes.createPolicy("elastic", { createScriptURL: () => place });
+    window.pages = Array.from({ length: 97 }, () => {
+        const page = { heard: [], port: new SharedWorker(policy.createScriptURL(place), { type: "module", name: "elastic" }).port };
+        page.port.onmessage = ({ data }) => page.heard.push(data);
+        page.port.start();
+        page.port.postMessage({ seen: true, follows: false });
+        return page;
+    });
+}"""
+"""As many pages more as the browser's worker hears of it."""
 PARTS = ("", "/workers", "/trajectories", "/events", "/logs", "/configuration")
 
 
@@ -142,11 +154,16 @@ def test_losses_are_told_with_what_followed(tab: Any, served: Served, run: str, 
 
 
 def test_a_log_is_followed(tab: Any, served: Served, run: str) -> None:
+    asked: list[str] = []
+    tab.on("request", lambda request: asked.append(request.url) if "/logs?" in request.url else None)
     sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{run}/logs")
     tab.wait_for_selector("#log >> text=step 1")
     with (served.site.settings.run_dir(run) / "logs/process.log").open("a") as log:
-        log.write("step 2 of the test\n")
-    tab.wait_for_selector("#log >> text=step 2 of the test")
+        for step in range(2, 5):
+            log.write(f"step {step} of the test\n")
+            log.flush()
+            tab.wait_for_selector(f"#log >> text=step {step} of the test")
+    assert len(asked) == 2, "what there is, and a stream of what follows"
 
 
 def test_many_runs_are_found_ordered_and_compared(tab: Any, served: Served, submission: Submission) -> None:
@@ -175,22 +192,42 @@ def test_many_runs_are_found_ordered_and_compared(tab: Any, served: Served, subm
     tab.wait_for_selector("#runs-compared tbody tr >> nth=2")
 
 
-def test_what_changes_is_seen_by_a_page_that_is_seen(tab: Any, served: Served, run: str) -> None:
-    """All pages of a browser have one stream; one that is hidden asks for nothing."""
+def open_now(served: Served) -> int:
+    """How many streams the server has of all browsers."""
+    streams = served.site.app.state.server.streams
+    return sum(len(one) for _, one in streams._open.values())
+
+
+def test_a_hundred_pages_of_a_browser_have_one_stream(tab: Any, served: Served, run: str) -> None:
+    """Two of them are whole; of the others there is what they hear by. A few may follow a log besides."""
     asked: list[str] = []
     tab.context.on("request", lambda request: asked.append(request.url))
     sign_in(tab, served, at=f"/#/runs/{run}")
-    tab.wait_for_selector("#figures >> text=30/100")
-    others = [tab.context.new_page() for _ in range(10)]
-    for other in others:
-        other.goto(f"{served.url}/#/runs/{run}")
-        other.wait_for_selector("#figures >> text=30/100")
-    streams = served.site.app.state.server.streams
-    assert sum(len(open_now) for _, open_now in streams._open.values()) == 1
+    other, light = tab.context.new_page(), tab.context.new_page()
+    other.goto(f"{served.url}/#/runs/{run}")
+    light.goto(f"{served.url}/page/icon.svg")
+    light.evaluate(LISTENS)
+    for page in (tab, other):
+        page.wait_for_selector("#figures >> text=30/100")
+    assert open_now(served) == 1
     seen(served, run, RunPhase.RUNNING, step=31)
-    for page in (tab, *others):
+    for page in (tab, other):
         page.wait_for_selector("#figures >> text=31/100")
+    light.wait_for_function(
+        "pages.every((page) => page.heard.some((told) => told.kind === 'run' && told.run.figures.step === 31))"
+    )
     assert not [url for url in asked if "/figures" in url]
+    light.evaluate("for (const page of pages) page.port.postMessage({ seen: true, follows: true })")
+    light.wait_for_function("pages.every((page) => page.heard.some((told) => told.kind === 'follow'))")
+    assert light.evaluate("pages.filter((page) => page.heard.at(-1).granted).length") == 3
+    other.goto(f"{served.url}/#/runs/{run}/logs")
+    other.wait_for_selector("text=Other windows follow logs already")
+    other.wait_for_selector("#log >> text=step 1")
+    assert open_now(served) == 1
+    light.evaluate("for (const page of pages) page.port.postMessage({ seen: false, follows: true })")
+    other.wait_for_selector("text=Other windows follow logs already", state="detached")
+    while open_now(served) < 2:
+        tab.wait_for_timeout(50)
 
 
 def test_pages_that_are_hidden_ask_for_nothing_until_they_are_seen(tab: Any, served: Served, run: str) -> None:
@@ -201,13 +238,12 @@ def test_pages_that_are_hidden_ask_for_nothing_until_they_are_seen(tab: Any, ser
         page.goto(served.url + place)
         settled(page)
     pages[0].wait_for_selector("#log >> text=step 1")
-    streams = served.site.app.state.server.streams
     hide = "(hidden) => { Object.defineProperty(document, 'hidden', { configurable: true, value: hidden }); "
     hide += "document.dispatchEvent(new Event('visibilitychange')); }"
     asked: list[str] = []
     for page in (tab, *pages):
         page.evaluate(hide, True)
-    while sum(len(open_now) for _, open_now in streams._open.values()):
+    while open_now(served):
         tab.wait_for_timeout(50)
     tab.context.on("request", lambda request: asked.append(request.url))
     for page in pages:
@@ -216,6 +252,10 @@ def test_pages_that_are_hidden_ask_for_nothing_until_they_are_seen(tab: Any, ser
     assert asked == []
     pages[-1].evaluate(hide, False)
     pages[-1].wait_for_selector("#figures >> text=31/100")
+    with (served.site.settings.run_dir(run) / "logs/process.log").open("a") as log:
+        log.write("step 31\n")
+    pages[0].evaluate(hide, False)
+    pages[0].wait_for_selector("#log >> text=step 31")
 
 
 def test_everything_is_reached_by_the_tabulator_key_and_is_seen_to_be(

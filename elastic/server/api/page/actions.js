@@ -2,13 +2,13 @@
 import { Refused, ask, newKey } from "./data.js";
 import { button, el, fill, labelled } from "./dom.js";
 
-/** A field of a dialog: {name, label, type, value, options, min, step, required, hint}. */
+/** A field of a dialog: {name, label, type, value, options, min, max, step, required, hint}. */
 function controlOf(field) {
   const value = field.value ?? "";
   const told = { name: field.name, id: `of-${field.name}`, required: field.required ?? false };
   if (field.options) return el("select", told, field.options.map((one) => el("option", { value: one.value ?? one, textContent: one.text ?? one, selected: (one.value ?? one) === value })));
   if (field.type === "checkbox") return el("input", { ...told, type: "checkbox", checked: Boolean(value) });
-  return el("input", { ...told, type: field.type ?? "text", value: String(value), min: field.min, step: field.step ?? (field.type === "number" ? "any" : undefined), placeholder: field.hint, autocomplete: "off" });
+  return el("input", { ...told, type: field.type ?? "text", value: String(value), min: field.min, max: field.max, step: field.step ?? (field.type === "number" ? "any" : undefined), placeholder: field.hint, autocomplete: "off" });
 }
 
 function valuesOf(controls) {

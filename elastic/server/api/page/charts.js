@@ -18,17 +18,30 @@ const COLOURS = 9;
 
 const fnv1a = (text) => new TextEncoder().encode(text).reduce((found, byte) => Math.imul(found ^ byte, 0x01000193) >>> 0, 0x811c9dc5);
 
-/** The colours of providers, the same as in reports (`charts.provider_classes`): others have theirs by their names. */
-export function providerColours(names) {
-  const slots = new Map(names.filter((name) => KNOWN.includes(name)).map((name) => [name, KNOWN.indexOf(name)]));
-  const spare = Array.from({ length: COLOURS - KNOWN.length }, (_, place) => KNOWN.length + place);
-  for (const name of [...new Set(names)].filter((one) => !KNOWN.includes(one)).sort()) {
-    const first = fnv1a(name) % spare.length;
-    const wished = [...spare.slice(first), ...spare.slice(0, first), ...KNOWN.keys()];
+/** Give each name a slot by its letters: one of these that is free yet, else one of the others, else one that is shared. */
+function assign(slots, names, these, others = []) {
+  for (const name of [...new Set(names)].filter((one) => !slots.has(one)).sort()) {
+    const first = fnv1a(name) % these.length;
+    const wished = [...these.slice(first), ...these.slice(0, first), ...others];
     const taken = new Set(slots.values());
     slots.set(name, wished.find((slot) => !taken.has(slot)) ?? wished[0]);
   }
+}
+
+const SLOTS = [...Array(COLOURS).keys()];
+
+/** The colours of providers, the same as in reports (`charts.provider_classes`): others have theirs by their names. */
+export function providerColours(names) {
+  const slots = new Map(names.filter((name) => KNOWN.includes(name)).map((name) => [name, KNOWN.indexOf(name)]));
+  assign(slots, names, SLOTS.slice(KNOWN.length), SLOTS.slice(0, KNOWN.length));
   return Object.fromEntries(names.map((name) => [name, `provider-${slots.get(name)}`]));
+}
+
+/** Slots of colours for jobs by name; a job keeps the one that it had `before`. */
+export function jobSlots(jobs, before) {
+  const slots = new Map([...before].filter(([job]) => jobs.includes(job)));
+  assign(slots, jobs, SLOTS);
+  return slots;
 }
 
 /** A colour and a dash for one of several alike: nothing is told by colour alone. */

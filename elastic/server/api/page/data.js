@@ -28,7 +28,7 @@ export async function ask(method, path, { body, key, signal, idempotencyKey, ifM
   if (body !== undefined) headers["content-type"] = "application/json";
   if (key) headers.authorization = `Bearer ${key}`;
   else if (method !== "GET" && session.me) headers["x-csrf-token"] = session.me.csrf_token;
-  if (method === "POST") headers["idempotency-key"] = idempotencyKey ?? newKey();
+  if (method !== "GET") headers["idempotency-key"] = idempotencyKey ?? newKey();
   if (ifMatch) headers["if-match"] = ifMatch;
   let answer;
   try {

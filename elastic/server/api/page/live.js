@@ -4,11 +4,23 @@ import { LiveStream } from "./live_stream.js";
 const HERE_MS = 30_000;
 const listeners = new Set();
 let send = () => {};
+let follows = false;
 
-/** Call `heard` with what happens until the signal aborts: {kind: run|deleted|anew|lost|up, …}. */
+/** Call `heard` with what happens until the signal aborts: {kind: run|deleted|anew|lost|up|follow, …}. */
 export function listen(heard, signal) {
   listeners.add(heard);
   signal.addEventListener("abort", () => listeners.delete(heard));
+}
+
+/** Ask for one of the few streams that pages of a browser may have beside the shared one: a page that is seen hears
+ * {kind: follow, granted} whenever that changes. */
+export function follow(signal) {
+  follows = true;
+  here();
+  signal.addEventListener("abort", () => {
+    follows = false;
+    here();
+  });
 }
 
 function tell(told) {
@@ -19,9 +31,10 @@ function tell(told) {
 function connect() {
   if (typeof SharedWorker === "undefined") {
     const own = new LiveStream(tell);
-    return ({ seen, again }) => {
+    return ({ seen, again, follows: granted }) => {
       own.want(seen);
       if (again) own.begin();
+      tell({ kind: "follow", granted });
     };
   }
   const place = "/page/live_worker.js";
@@ -32,7 +45,7 @@ function connect() {
   return (told) => worker.port.postMessage(told);
 }
 
-const here = (again = false) => send({ seen: !document.hidden, again });
+const here = (again = false) => send({ seen: !document.hidden, again, follows });
 
 /** Begin, or begin anew as somebody else. */
 export function start() {
@@ -48,6 +61,6 @@ export function start() {
     here();
     if (!document.hidden) tell({ kind: "anew" });
   });
-  window.addEventListener("pagehide", () => send({ seen: false }));
+  window.addEventListener("pagehide", () => send({ seen: false, follows: false }));
   window.addEventListener("pageshow", (event) => event.persisted && here());
 }

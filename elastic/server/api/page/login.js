@@ -36,6 +36,10 @@ export function showSignIn(main, { provider, text, say, done }) {
 
 /** A terminal that waits for a key: it has made the secret, and lets in the person who confirms here. */
 export function showLogin(main, { parts: [digest, name], wrong }) {
+  if (session.me.member === null) {
+    fill(main, el("h1", { textContent: "Log a terminal in?" }), el("p", { textContent: `You are signed in with the key ${session.me.name}, which is of no person. Sign out and in as a person; a terminal can have this key itself: ` }, el("code", { textContent: `elastic api login ${location.origin} --key` })));
+    return;
+  }
   const allow = button("Allow", async () => {
     try {
       await ask("POST", "/v1/me/keys", { body: { name, sha256: digest } });

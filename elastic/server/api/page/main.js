@@ -99,10 +99,11 @@ function route() {
   fill(tabs, TABS.filter(([, , action]) => may(action)).map(([text, href]) => el("a", { href, textContent: text, ariaCurrent: text === tab ? "page" : undefined })));
   document.title = "Elastic";
   main.replaceChildren();
+  const needs = TABS.find(([text]) => text === tab)?.[2];
   const context = { signal: view.signal, parts: match.slice(1).map((one) => one ?? ""), query: new URLSearchParams(asked), wrong, go };
   main.setAttribute("aria-busy", "true");
   const { signal } = view;
-  Promise.resolve(show(main, context)).catch(failed).finally(() => signal.aborted || main.removeAttribute("aria-busy"));
+  Promise.resolve(needs && !may(needs) ? showForbidden(main, needs) : show(main, context)).catch(failed).finally(() => signal.aborted || main.removeAttribute("aria-busy"));
 }
 
 /** A view that has nothing to show says so: what went wrong stands above it. */
@@ -113,6 +114,11 @@ function failed(error) {
 
 function showNowhere(main) {
   fill(main, el("h1", { textContent: "There is nothing at this address" }), el("p", {}, el("a", { href: "#/", textContent: "All runs" })));
+}
+
+function showForbidden(main, needs) {
+  const { name, role } = session.me;
+  fill(main, el("h1", { textContent: "This is not for you" }), el("p", {}, `You are signed in as ${name}, ${role}; this takes `, el("code", { textContent: needs }), ". Ask an admin of the project, or sign in with another key."));
 }
 
 function go(place) {
@@ -167,6 +173,7 @@ listen(async (told) => {
   }
 }, new AbortController().signal);
 
+window.dispatchEvent(new Event("elastic-shown"));
 try {
   const me = get("/v1/me");
   me.catch(() => {}); // It is heard once it is known how one signs in.

@@ -15,27 +15,27 @@ const idle = (accounts) => {
   return all ? (accounts.idle ?? 0) / all : null;
 };
 
-const NODES = [
+const nodesOf = (named) => [
   { title: "Node", of: (one) => one.name },
   { title: "Phase", of: (one) => one.phase },
   { title: "Site", of: (one) => one.site || NONE },
   { title: "$/GPU-hour", number: true, of: (one) => usd(one.usd_per_gpu_hour) },
   { title: "Group", of: (one) => one.group ?? NONE },
-  { title: "Job now", of: (one) => one.job ?? NONE },
+  { title: "Job now", of: (one) => (one.job === null ? NONE : named(one.job)) },
   { title: "Does", of: (one) => one.account },
   { title: "Bubbles", number: true, of: (one) => percent(idle(one.accounts_s)) },
   { title: "Where its time went", wide: true, of: (one) => accountsBar(one.accounts_s) },
 ];
-const GROUPS = [
+const groupsOf = (named) => [
   { title: "Group", of: (one) => one.name },
   { title: "Cycle", number: true, of: (one) => duration(one.cycle_s) },
   { title: "At most", number: true, of: (one) => duration(one.limit_s) },
   { title: "$/hour", number: true, of: (one) => usd(one.usd_per_hour) },
   { title: "Nodes", wide: true, of: (one) => `${one.rollout.join(", ")} for rollouts, ${one.train.join(", ")} for training` },
-  { title: "Jobs", wide: true, of: (one) => one.members.join(", ") },
+  { title: "Jobs", wide: true, of: (one) => one.members.map((job) => el("span", { className: "job" }, named(job))) },
 ];
-const PERMITS = [
-  { title: "Job", of: (one) => one.job },
+const permitsOf = (named) => [
+  { title: "Job", of: (one) => named(one.job) },
   { title: "Phase", of: (one) => one.phase },
   { title: "Nodes", wide: true, of: (one) => one.nodes.join(", ") },
   { title: "Since", number: true, of: (one) => clock(one.since_s) },
@@ -48,7 +48,7 @@ const WAITS = [
   { title: "At most for", number: true, of: (one) => duration(Math.max(0, one.left_s)) },
 ];
 
-function jobsOf(pool, { signal, wrong }) {
+function jobsOf(pool, named, { signal, wrong }) {
   const act = async (said) => {
     try {
       if (await action(said)) await list.refresh();
@@ -60,7 +60,7 @@ function jobsOf(pool, { signal, wrong }) {
   const cancel = (one) => button("Cancel", () => act({ title: `Cancel ${one.id}?`, says: [`It is at step ${one.steps_done} of ${one.steps}, and has cost ${usd(one.usd)}. Everything of it ends now.`], verb: "Cancel it", danger: true, act: (_, key) => ask("POST", at(one, "cancel"), { idempotencyKey: key }) }));
   const again = (one) => button("Resubmit", () => act({ title: `Resubmit ${one.id}?`, says: ["It goes on from its last checkpoint, as a new arrival."], verb: "Resubmit", act: (_, key) => ask("POST", at(one, "resubmit"), { idempotencyKey: key }) }));
   const columns = [
-    { title: "Job", of: (one) => one.id },
+    { title: "Job", of: (one) => named(one.id) },
     { title: "State", of: (one) => one.state },
     { title: "Why", wide: true, of: (one) => (one.queue_place === null ? one.reason : `${one.queue_place}. in the queue: ${one.reason}`) },
     { title: "Step", number: true, of: (one) => `${one.steps_done}/${one.steps}` },
@@ -95,12 +95,12 @@ export async function showPool(main, context) {
   const { signal, parts: [name], wrong } = context;
   const about = soft();
   const made = (columns, label, empty, id) => table(columns, { label, empty, id });
-  const nodes = made(NODES, "Nodes", "No nodes.", "nodes");
-  const groups = made(GROUPS, "Groups", "No group: no job is placed.", "groups");
-  const permits = made(PERMITS, "Permits", "Nobody computes now.", "permits");
-  const waits = made(WAITS, "Waits", "Nothing waits.", "waits");
-  const jobs = jobsOf(name, context);
   const lanes = poolLanes(name, signal);
+  const nodes = made(nodesOf(lanes.named), "Nodes", "No nodes.", "nodes");
+  const groups = made(groupsOf(lanes.named), "Groups", "No group: no job is placed.", "groups");
+  const permits = made(permitsOf(lanes.named), "Permits", "Nobody computes now.", "permits");
+  const waits = made(WAITS, "Waits", "Nothing waits.", "waits");
+  const jobs = jobsOf(name, lanes.named, context);
   fill(main, el("h1", { textContent: `Pool ${name}` }), about, section("Nodes", accountKeys(OF_NODES), lanes.node, nodes.node), section("Groups that take turns", groups.node), section("Who computes", permits.node), section("What waits, and for what", waits.node), section("Jobs", may("runs:write") && el("p", {}, el("a", { href: `#/submit?pool=${encodeURIComponent(name)}`, textContent: "Submit a job" })), jobs.node));
   let [timer, seen] = [0, ""];
 
@@ -108,8 +108,8 @@ export async function showPool(main, context) {
     const pool = await get(`/v1/pools/${name}`, signal);
     fill(about, pool.away ? "Its process does not answer now, and is started again. What was known stands here." : `Up for ${duration(pool.now_s)}: ${usd(pool.usd)} so far, ${usd(pool.usd_per_hour)} an hour for its groups.`);
     if (pool.away) return;
-    nodes.show(pool.nodes);
     await lanes.show(pool.now_s, pool.nodes, pool.permits);
+    nodes.show(pool.nodes);
     groups.show(pool.groups);
     permits.show(pool.permits);
     waits.show(pool.waits);

@@ -60,9 +60,10 @@ function people(place, { signal, wrong }) {
   return [section("People", list.node, add), list];
 }
 
-function keys(project, { signal, wrong }) {
+/** Keys at a place, each of which may be revoked and others made by who `may` it. */
+function keyList({ signal, wrong }, { place, may: writes, title, empty, id, made }) {
   const act = asker(wrong, () => list.refresh());
-  const revoke = (one) => button("Revoke", () => act({ title: `Revoke ${one.name}?`, says: ["It opens nothing from now on; sessions and streams that were begun with it end."], verb: "Revoke", danger: true, act: (_, key) => ask("DELETE", `/v1/keys/${one.id}`, { idempotencyKey: key }) }));
+  const revoke = (one) => button("Revoke", () => act({ title: `Revoke ${one.name}?`, says: ["It opens nothing from now on; sessions and streams that were begun with it end."], verb: "Revoke", danger: true, act: (_, key) => ask("DELETE", `${place}/${one.id}`, { idempotencyKey: key }) }));
   const columns = [
     { title: "Key", of: (one) => one.name },
     { title: "Begins", of: (one) => el("code", { textContent: one.hint }) },
@@ -70,19 +71,39 @@ function keys(project, { signal, wrong }) {
     { title: "Of", of: (one) => (one.member ? "a person" : "the project") },
     { title: "Limited to", wide: true, of: (one) => one.scopes.join(", ") },
     { title: "Expires", of: (one) => moment(one.expires_at) },
-    { title: "", head: el("span", { className: "hidden", textContent: "Actions" }), of: (one) => (one.revoked_at ? `revoked ${moment(one.revoked_at)}` : may("keys:write") && revoke(one)) },
+    { title: "", head: el("span", { className: "hidden", textContent: "Actions" }), of: (one) => (one.revoked_at ? `revoked ${moment(one.revoked_at)}` : writes && revoke(one)) },
   ];
-  const list = paged(columns, () => new Pager("/v1/keys", {}, 20), { signal, label: "Keys", empty: "No keys.", id: "keys" });
-  const make = may("keys:write") && button("Make a key", () => act({
+  const list = paged(columns, () => new Pager(place, {}, 20), { signal, label: title, empty, id });
+  const make = writes && button("Make a key", () => act({
     title: "Make a key",
-    says: ["It is the project's own, for programs, and outlives the person who made it. Its secret is shown once."],
-    fields: [{ name: "name", label: "Name", required: true }, { name: "role", label: "Role", options: ROLES, value: "runner" }, { name: "days", label: "Days until it expires; empty: never", type: "number", min: 1, step: 1, value: 90 }],
+    says: made.says,
+    fields: [{ name: "name", label: "Name", required: true }, { name: "role", label: "Role", options: made.roles, value: made.roles.includes("runner") ? "runner" : made.roles[0] }, made.days],
     verb: "Make",
-    act: ({ days, ...values }, key) => ask("POST", "/v1/keys", { body: { ...values, ...(session.me.project === null ? { project } : {}), ...(days === null ? {} : { expires_in_s: days * DAY_S }) }, idempotencyKey: key }),
-    shows: (made) => [el("h2", { textContent: `The key ${made.name}` }), el("p", { textContent: made.secret ? "Copy it now: nobody can show it again." : "Its secret was told once, and is not told again. Where it did not reach you, revoke this key and make another." }), el("p", {}, el("code", { id: "secret", textContent: made.secret ?? "" }))],
+    act: ({ days, ...values }, key) => ask("POST", place, { body: { ...values, ...made.body, ...(days === null ? {} : { expires_in_s: days * DAY_S }) }, idempotencyKey: key }),
+    shows: (one) => [el("h2", { textContent: `The key ${one.name}` }), el("p", { textContent: one.secret ? "Copy it now: nobody can show it again." : "Its secret was told once, and is not told again. Where it did not reach you, revoke this key and make another." }), el("p", {}, el("code", { id: "secret", textContent: one.secret ?? "" }))],
   }));
-  return [section("Keys", list.node, make), list];
+  return [section(title, list.node, make), list];
 }
+
+const keys = (project, context) => keyList(context, {
+  place: "/v1/keys", may: may("keys:write"), title: "Keys", empty: "No keys.", id: "keys",
+  made: {
+    says: ["It is the project's own, for programs, and outlives the person who made it. Its secret is shown once."],
+    roles: ROLES,
+    body: session.me.project === null ? { project } : {},
+    days: { name: "days", label: "Days until it expires; empty: never", type: "number", min: 1, step: 1, value: 90 },
+  },
+});
+
+const ownKeys = (context) => keyList(context, {
+  place: "/v1/me/keys", may: may("me:write"), title: "Your own keys", empty: "No keys of yours: elastic api login makes one for a terminal.", id: "own-keys",
+  made: {
+    says: ["It is yours, does what you may do in this project, and ends with your membership. Its secret is shown once."],
+    roles: ROLES.slice(0, ROLES.indexOf(session.me.role) + 1),
+    body: {},
+    days: { name: "days", label: "Days until it expires", type: "number", min: 1, max: 366, step: 1, value: 90, required: true },
+  },
+});
 
 function secrets(place, { signal, wrong }) {
   const act = asker(wrong, () => list.refresh());
@@ -129,7 +150,7 @@ export async function showProjects(main, context) {
       fill(quota, soft(`This cannot be shown: ${error.message}`));
     }
   };
-  const parts = [may("members:read") && people(place, context), may("keys:read") && keys(chosen.id, context), may("secrets:read") && secrets(place, context), may("audit:read") && audit(context)].filter(Boolean);
+  const parts = [may("members:read") && people(place, context), session.me.member !== null && session.me.project === chosen.id && ownKeys(context), may("keys:read") && keys(chosen.id, context), may("secrets:read") && secrets(place, context), may("audit:read") && audit(context)].filter(Boolean);
   fill(main, el("div", { className: "row" }, el("h1", { textContent: `Project ${chosen.name}` }), found.data.length > 1 ? labelled("Project", choice) : null), soft(`Its runs are processes of ${chosen.unix_user ?? "the server's own user"}; made ${moment(chosen.created_at)}.`), section("What it may have, and uses", quota), parts.map(([node]) => node));
   await Promise.all([showQuota(), ...parts.map(([, list]) => list.refresh())]);
 }

@@ -26,7 +26,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }
-INDEX, MODULE, COLOURS = "index.html", ".js", "colours.css"
+INDEX, MODULE, COLOURS, LOADING = "index.html", ".js", "colours.css", "loading.js"
 _PAGE = Path(__file__).parents[1] / "page"
 _TYPES = {
     ".js": "text/javascript; charset=utf-8",
@@ -40,7 +40,7 @@ _TYPES = {
 def index() -> Response:
     """The page, which knows of which version of the server it is."""
     version = importlib.metadata.version("elastic-rl")
-    modules = sorted(name for name in _files() if name.endswith(MODULE) and (_PAGE / name).is_file())
+    modules = sorted(name for name in _files() if name.endswith(MODULE) and name != LOADING and (_PAGE / name).is_file())
     # Their imports would be found one after the other.
     links = "\n    ".join(f'<link rel="modulepreload" href="/page/{name}" />' for name in modules)
     html = (_PAGE / INDEX).read_text(encoding="utf-8").replace("{{version}}", version).replace("{{modules}}", links)
