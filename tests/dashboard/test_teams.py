@@ -51,7 +51,9 @@ def test_a_pool_shows_who_computes_and_a_job_is_cancelled(tab: Any, served: Serv
     for turn in ("1:00 to 1:20", "1:40 to 2:10"):
         tab.wait_for_selector(f"#pool-lanes [title='slice for {job}, {turn}']")
     colour = "(part) => /provider-[0-9]/.exec(part.className)[0]"
-    colours = [tab.locator(one).first.evaluate(colour) for one in ("#pool-lanes .band", "#nodes .swatch", "#groups .swatch")]
+    colours = [
+        tab.locator(one).first.evaluate(colour) for one in ("#pool-lanes .band", "#nodes .swatch", "#groups .swatch")
+    ]
     assert [row.locator(".swatch").evaluate(colour)] * 3 == colours, "a job has its colour wherever it is named"
     row.locator("text=Cancel").click()
     tab.wait_for_selector("dialog >> text=Everything of it ends now.")
@@ -61,6 +63,28 @@ def test_a_pool_shows_who_computes_and_a_job_is_cancelled(tab: Any, served: Serv
     tab.goto(f"{served.url}/#/pools")
     row.wait_for()
     assert tab.locator("main button:visible").count() == 0
+
+
+def test_who_looks_after_the_server_drains_a_node_of_another_machine(tab: Any, served: Served, job: str) -> None:
+    """This pool's nodes are of one machine; what it answers says otherwise."""
+
+    def answer(route: Any) -> None:
+        told = route.fetch()
+        pool = told.json()
+        route.fulfill(response=told, json=pool | {"nodes": [node | {"joined": True} for node in pool["nodes"]]})
+
+    tab.route("**/v1/pools/lab", answer)
+    sign_in(tab, served, AccessRole.ADMIN, at="/#/pools")
+    tab.wait_for_selector("#nodes >> text=rollout-2")
+    assert tab.locator("#nodes button").count() == 0, "a project's admin may not"
+    tab.click("#sign-out")
+    tab.wait_for_selector("#key")
+    sign_in(tab, served, at="/#/pools", key=served.site.admin)
+    node = tab.locator("#nodes tbody tr", has_text="rollout-2")
+    node.locator("text=Drain").click()
+    tab.wait_for_selector("dialog >> text=go on elsewhere from their step's end")
+    tab.click("dialog button[type=submit]")
+    node.wait_for(state="detached")
 
 
 def test_a_job_is_submitted_after_a_look_at_where_it_would_go(tab: Any, served: Served, job: str) -> None:

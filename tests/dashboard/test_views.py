@@ -29,7 +29,8 @@ LISTENS = """() => {
     const place = "/page/live_worker.js";
     const policy = trustedTypes.createPolicy("elastic", { createScriptURL: () => place });
     window.pages = Array.from({ length: 97 }, () => {
-        const page = { heard: [], port: new SharedWorker(policy.createScriptURL(place), { type: "module", name: "elastic" }).port };
+        const worker = new SharedWorker(policy.createScriptURL(place), { type: "module", name: "elastic" });
+        const page = { heard: [], port: worker.port };
         page.port.onmessage = ({ data }) => page.heard.push(data);
         page.port.start();
         page.port.postMessage({ seen: true, follows: false });
@@ -214,11 +215,11 @@ def test_a_hundred_pages_of_a_browser_have_one_stream(tab: Any, served: Served, 
     for page in (tab, other):
         page.wait_for_selector("#figures >> text=31/100")
     light.wait_for_function(
-        "pages.every((page) => page.heard.some((told) => told.kind === 'run' && told.run.figures.step === 31))"
+        "() => pages.every((page) => page.heard.some((told) => told.kind === 'run' && told.run.figures.step === 31))"
     )
     assert not [url for url in asked if "/figures" in url]
     light.evaluate("for (const page of pages) page.port.postMessage({ seen: true, follows: true })")
-    light.wait_for_function("pages.every((page) => page.heard.some((told) => told.kind === 'follow'))")
+    light.wait_for_function("() => pages.every((page) => page.heard.some((told) => told.kind === 'follow'))")
     assert light.evaluate("pages.filter((page) => page.heard.at(-1).granted).length") == 3
     other.goto(f"{served.url}/#/runs/{run}/logs")
     other.wait_for_selector("text=Other windows follow logs already")

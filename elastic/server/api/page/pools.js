@@ -15,16 +15,17 @@ const idle = (accounts) => {
   return all ? (accounts.idle ?? 0) / all : null;
 };
 
-const nodesOf = (named) => [
+const nodesOf = (named, drain) => [
   { title: "Node", of: (one) => one.name },
   { title: "Phase", of: (one) => one.phase },
   { title: "Site", of: (one) => one.site || NONE },
   { title: "$/GPU-hour", number: true, of: (one) => usd(one.usd_per_gpu_hour) },
   { title: "Group", of: (one) => one.group ?? NONE },
   { title: "Job now", of: (one) => (one.job === null ? NONE : named(one.job)) },
-  { title: "Does", of: (one) => one.account },
+  { title: "Does", of: (one) => (one.draining ? `${one.account}, draining` : one.account) },
   { title: "Bubbles", number: true, of: (one) => percent(idle(one.accounts_s)) },
   { title: "Where its time went", wide: true, of: (one) => accountsBar(one.accounts_s) },
+  { title: "", head: el("span", { className: "hidden", textContent: "Actions" }), of: (one) => may("server:write") && one.joined && !one.draining && drain(one) },
 ];
 const groupsOf = (named) => [
   { title: "Group", of: (one) => one.name },
@@ -96,7 +97,11 @@ export async function showPool(main, context) {
   const about = soft();
   const made = (columns, label, empty, id) => table(columns, { label, empty, id });
   const lanes = poolLanes(name, signal);
-  const nodes = made(nodesOf(lanes.named), "Nodes", "No nodes.", "nodes");
+  const drain = (node) => button("Drain", async () => {
+    const done = await action({ title: `Drain ${node.name}?`, says: ["Its jobs go on elsewhere from their step's end; then the machine is let go.", "It comes back with another ticket, or is put back on the server's machine: elastic pool put-back."], verb: "Drain it", danger: true, act: (_, key) => ask("POST", `/v1/pools/${name}/nodes/${encodeURIComponent(node.name)}/drain`, { idempotencyKey: key }) });
+    if (done) await refresh().catch(wrong);
+  });
+  const nodes = made(nodesOf(lanes.named, drain), "Nodes", "No nodes.", "nodes");
   const groups = made(groupsOf(lanes.named), "Groups", "No group: no job is placed.", "groups");
   const permits = made(permitsOf(lanes.named), "Permits", "Nobody computes now.", "permits");
   const waits = made(WAITS, "Waits", "Nothing waits.", "waits");

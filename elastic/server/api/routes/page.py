@@ -40,7 +40,8 @@ _TYPES = {
 def index() -> Response:
     """The page, which knows of which version of the server it is."""
     version = importlib.metadata.version("elastic-rl")
-    modules = sorted(name for name in _files() if name.endswith(MODULE) and name != LOADING and (_PAGE / name).is_file())
+    own = [name for name in _files() if (_PAGE / name).is_file() and name != LOADING]
+    modules = sorted(name for name in own if name.endswith(MODULE))
     # Their imports would be found one after the other.
     links = "\n    ".join(f'<link rel="modulepreload" href="/page/{name}" />' for name in modules)
     html = (_PAGE / INDEX).read_text(encoding="utf-8").replace("{{version}}", version).replace("{{modules}}", links)
