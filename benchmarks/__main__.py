@@ -1,10 +1,11 @@
 """Benchmarks one after the other, and one table of all: `python benchmarks --quick`, or with the names of some.
 
-Exits with 1 where one of them failed; the others are run all the same.
+Exits with 1 where one of them failed; the others are run all the same. SIGTERM ends them with a table of those before.
 """
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -15,11 +16,15 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import HERE, ROOT
+from benchmarks import HERE
 from benchmarks._common import flattened, shown
+from benchmarks._processes import program
+from elastic.system.signals import handled
 
 NAMES = sorted(path.stem for path in HERE.glob("[a-z]*.py"))
 FIGURES_SHOWN = 3
+QUICK_LIMIT_S = 300
+"""For a benchmark in short, on a machine that is busy with other things."""
 
 
 class Played(NamedTuple):
@@ -36,10 +41,14 @@ class Played(NamedTuple):
 def play(name: str, quick: bool) -> Played:
     began_s, used_s = time.monotonic(), _children_s()
     command = [sys.executable, str(HERE / f"{name}.py"), "--json", *(["--quick"] if quick else [])]
-    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
-    lines = done.stdout.splitlines()
-    failed = f"exited with {done.returncode}" if done.returncode else "" if lines else "printed nothing"
-    figures = json.loads(lines[-1]) if lines and not failed else {}
+    figures: dict[str, Any] = {}
+    with program(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            said, _ = process.communicate(timeout=QUICK_LIMIT_S if quick else None)
+            failed = f"exited with {process.returncode}" if process.returncode else "" if said else "printed nothing"
+            figures = {} if failed else json.loads(said.splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            failed = f"not within {QUICK_LIMIT_S} s"
     return Played(name, time.monotonic() - began_s, _children_s() - used_s, figures, failed)
 
 
@@ -69,13 +78,16 @@ def main() -> None:
     if unknown := [name for name in given.names if name not in NAMES]:
         options.error(f"found {', '.join(unknown)}; allowed: {', '.join(NAMES)}")
     played: list[Played] = []
-    for name in given.names or NAMES:
-        print(name, file=sys.stderr)
-        played.append(play(name, given.quick))
-    if given.json:
-        print(json.dumps({one.name: one._asdict() for one in played}))
-    else:
-        Console().print(table(played))
+    try:
+        with handled((signal.SIGTERM,), lambda number, _: sys.exit(128 + number)):
+            for name in given.names or NAMES:
+                print(name, file=sys.stderr)
+                played.append(play(name, given.quick))
+    finally:
+        if given.json:
+            print(json.dumps({one.name: one._asdict() for one in played}))
+        else:
+            Console().print(table(played))
     sys.exit(any(one.failed for one in played))
 
 

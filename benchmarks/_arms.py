@@ -37,6 +37,16 @@ def descends(found: Mapping[str, Sequence[float]]) -> bool:
     )
 
 
+def in_order(what: str, found: Mapping[str, Sequence[float]], arms: Iterable[str], runs: int) -> Figures:
+    """The means of what was found of all arms, and whether they descend."""
+    return {
+        what: {arm: mean(found[arm]) if arm in found else None for arm in arms},
+        "standard_error": {arm: standard_error(v) for arm, v in found.items()} if runs > 1 else None,
+        "ordering_holds": descends(found),
+        "runs": runs,
+    }
+
+
 def by_name(found: Mapping[str, Sequence[Sequence[float]]], names: Sequence[str]) -> Figures:
     """Of arms whose runs have a value of each name: the means, and the first name's deviation, by arm."""
     runs = len(next(iter(found.values())))

@@ -71,19 +71,25 @@ def why_missing(name: str) -> str:
     return f"not installed: --install makes .cache/clients-{name}, and `make test-clients` those that tests need"
 
 
+def make_environment(place: Path, *packages: str) -> str:
+    """Make an environment with these packages. Returns why they do not install, if they do not."""
+    pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for command in ([sys.executable, "-m", "venv", str(place)], [*pip, *packages]):
+        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        if ended.returncode:
+            lines = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")] or [ended.stderr[-200:]]
+            return f"{' '.join(packages)} does not install: {lines[-1]}"
+    return ""
+
+
 def install(name: str) -> str:
     """Make the environment, unless it is there with these pins. Returns why there is none, if it does not install."""
     client, place = CLIENTS[name], environment(name)
     pinned = "\n".join(client.pins) + "\n"
     if not client.pins or (not why_missing(name) and (place / "installed").read_text() == pinned):
         return why_missing(name)
-    pip = [str(python_of(name)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    pip += [] if client.dependencies else ["--no-deps"]
-    for command in ([sys.executable, "-m", "venv", str(place)], [*pip, *client.pins]):
-        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-        if ended.returncode:
-            lines = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")] or [ended.stderr[-200:]]
-            return f"{' '.join(client.pins)} does not install: {lines[-1]}"
+    if why := make_environment(place, *([] if client.dependencies else ["--no-deps"]), *client.pins):
+        return why
     if client.borrows:
         for site in place.glob("lib/python3*/site-packages"):
             ours = ROOT / ".venv" / site.relative_to(place)

@@ -16,8 +16,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import psutil
 
@@ -27,6 +29,8 @@ from elastic.system.signals import handled
 
 SCRATCH = "TMPDIR"
 """The variable that every process of a run, a pool or a server inherits."""
+IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""A place for files whose disk is not to be measured."""
 ANSWER_S = 240.0
 POLL_S = 0.05
 UNWIND_S = 30
@@ -103,19 +107,20 @@ def program(command: Sequence[str], ends_within_s: float = 0.0, **options: Any) 
 
 
 class Child:
-    """A process that runs `work` with its end of a pipe and these arguments. It is killed at the end of the context,
-    unless it ends by itself within `ends_within_s`."""
+    """A process that runs `work` with its end of a pipe and these arguments, and tells by it of an exception. It is
+    killed at the end of the context, unless it ends by itself within `ends_within_s`."""
 
     def __init__(
         self,
         work: Callable[..., object],
         *arguments: object,
-        context: Any = multiprocessing,
+        context: BaseContext | None = None,
         daemon: bool = True,
         ends_within_s: float = 0.0,
     ) -> None:
+        context = context or multiprocessing.get_context("spawn")
         self.pipe, far = context.Pipe()
-        self._process = context.Process(target=_work, args=(work, far, *arguments), daemon=daemon)
+        self._process = cast(Any, context).Process(target=_work, args=(work, far, *arguments), daemon=daemon)
         self._ends_within_s = ends_within_s
         self._process.start()
         far.close()
@@ -147,11 +152,16 @@ class Child:
         self.pipe.close()
 
 
-def _work(work: Callable[..., object], *arguments: object) -> None:
+def _work(work: Callable[..., object], pipe: Connection, *arguments: object) -> None:
     end_with_parent()
     # It may have been gone before.
-    if (parent := multiprocessing.parent_process()) is not None and parent.is_alive():
-        work(*arguments)
+    if (parent := multiprocessing.parent_process()) is None or not parent.is_alive():
+        return
+    try:
+        work(pipe, *arguments)
+    except Exception as error:
+        pipe.send(error)
+        raise
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -23,6 +22,7 @@ import psutil
 import uvloop
 
 from benchmarks import ROOT
+from benchmarks._client_environments import make_environment
 from benchmarks._processes import Child, program
 from elastic.system.machine import raise_descriptor_limit
 from elastic.system.processes import inherited
@@ -58,14 +58,8 @@ def install() -> str:
     """Make the environment, unless it is there. Returns why there is none, if it does not install."""
     if INSTALLED.exists():
         return ""
-    pip = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    for command in ([sys.executable, "-m", "venv", str(ENVIRONMENT)], [*pip, LITELLM]):
-        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-        if ended.returncode:
-            lines = [
-                line for line in ended.stderr.splitlines() if line.startswith("ERROR")
-            ] or ended.stderr.splitlines()
-            return f"{LITELLM} does not install: {lines[-1] if lines else f'pip ended with {ended.returncode}'}"
+    if why := make_environment(ENVIRONMENT, LITELLM):
+        return why
     INSTALLED.write_text(LITELLM + "\n")
     return ""
 

@@ -40,7 +40,6 @@ from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Chunks
 from elastic.environments.base import StepResult
-from elastic.runtime.agents import AgentsWiring
 from elastic.runtime.journal import RunDirectory, SqliteJournal
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.runtime.status import total_tokens
@@ -235,27 +234,15 @@ async def streamed_run(
     workers: int,
     fleet: StandInFleet,
     *,
-    encrypted: bool = False,
     make_environment: Callable[[], object] = PausingEnvironment,
-    decided: Callable[[e.Event, Sequence[c.Command]], None] = lambda event, commands: None,
-    make_scheduler: Callable[..., Scheduler] = Scheduler,
-    make_agents: Callable[[RunDirectory], AgentsWiring | None] = lambda kept: None,
+    **more: Any,
 ) -> AsyncIterator[StreamedRun]:
-    """A run of these workers from before its begin to its end; what else is as of `orchestrated`."""
+    """A run of these workers from before its begin to its end; `more` is as of `orchestrated`."""
     raise_descriptor_limit()
     providers = [OwnWorkers(TRAINER_PROVIDER, 1, fleet.work), OwnWorkers("spot", workers - 1, fleet.work)]
     with (
         tempfile.TemporaryDirectory() as directory,
-        orchestrated(
-            config,
-            Path(directory),
-            providers,
-            make_environment,
-            encrypted=encrypted,
-            decided=decided,
-            make_scheduler=make_scheduler,
-            make_agents=make_agents,
-        ) as ours,
+        orchestrated(config, Path(directory), providers, make_environment, **more) as ours,
     ):
         run = asyncio.create_task(ours.orchestrator.run())
         try:

@@ -11,10 +11,9 @@ error. `--quick` has the first and the last arm only.
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-from benchmarks._arms import descends, in_turn, standard_error
+from benchmarks._arms import in_order, in_turn
 from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._paced import Devices, LongTailedTask, TaskSettings, paced_run
 from elastic.core.types import NS_PER_S
@@ -79,12 +78,7 @@ async def measure(arguments: Arguments) -> Figures:
     scale = QUICK if arguments.quick else FULL
     measured = await in_turn(scale.arms, scale.seeds, lambda arm, seed: rollout_s(arguments.scratch, arm, seed, scale))
     found = {arm: [time_s for run in runs for time_s in run] for arm, runs in measured.items()}
-    return {
-        "rollout_s": {arm: mean(found[arm]) if arm in found else None for arm in ARMS},
-        "standard_error": {arm: standard_error(v) for arm, v in found.items()} if scale.seeds > 1 else None,
-        "ordering_holds": descends(found),
-        "runs": scale.seeds,
-    }
+    return in_order("rollout_s", found, ARMS, scale.seeds)
 
 
 if __name__ == "__main__":

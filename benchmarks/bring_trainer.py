@@ -31,6 +31,7 @@ from benchmarks._churn import WORKERS, measured_churn, measured_hours
 from benchmarks._common import Arguments, Figures, benchmark, option, skipped_without_vllm
 from benchmarks._offered import measured_update
 from benchmarks._peers import PEERS, TIMEOUT_S, TOKENS, WITH_ADAPTERS, CallFailed, FrontSeen, PeerTurn, Play
+from benchmarks._processes import IN_MEMORY
 from benchmarks._rates import measured_rates
 from benchmarks._served import DoorsRun, write_adapter, write_version
 from benchmarks._shapes import write_chat_policy
@@ -51,7 +52,6 @@ RATES_LEFT_OUT: Figures = {
     "tokens_per_s_over_run": None,
     "tokens_per_s": {"skipped_because": "two more runs take longer to begin than a quick run has left"},
 }
-MEMORY = Path("/dev/shm")
 REQUESTS, QUICK_REQUESTS = 2000, 200
 
 
@@ -146,7 +146,7 @@ def main(arguments: Arguments) -> Figures:
 
 def _updates(place: Path) -> Figures:
     (own := place / "update").mkdir()
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as memory:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as memory:
         return measured_update(own, Path(memory))
 
 

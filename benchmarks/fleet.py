@@ -22,7 +22,6 @@ all of them.
 import argparse
 import asyncio
 import gc
-import multiprocessing
 import time
 from array import array
 from collections.abc import Sequence
@@ -178,7 +177,6 @@ async def _missing_tokens(run: StreamedRun) -> int:
 
 
 def main(arguments: Arguments) -> Measured:
-    multiprocessing.set_start_method("spawn")
     if arguments.quick:
         return _measure(arguments.workers or WORKERS_QUICK, RUN_QUICK_S, DRIFT_QUICK_S)
     return _measure(arguments.workers or WORKERS, RUN_S, DRIFT_S)

@@ -32,7 +32,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import multiprocessing
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -369,15 +368,11 @@ def rivals(loads: Sequence[ChatLoad], seconds: float, looks: int, ours: Figures,
 def in_process(results: Any, load: ChatLoad | None, amount: float, route: str) -> None:
     """A run in a process of its own: a load for so many seconds (by a route alone, if one is named), or so many
     trajectories to be filled."""
-    try:
-        if load is not None and route:
-            measuring = measure_route(route, load, amount)
-        else:
-            measuring = measure_load(load, amount) if load else weigh(round(amount))
-        results.send(run_loop(measuring))
-    except Exception as error:
-        results.send(error)
-        raise
+    if load is not None and route:
+        measuring = measure_route(route, load, amount)
+    else:
+        measuring = measure_load(load, amount) if load else weigh(round(amount))
+    results.send(run_loop(measuring))
 
 
 def measured(load: ChatLoad | None, amount: float, route: str = "") -> Figures:
@@ -401,7 +396,6 @@ def by_route(load: ChatLoad, seconds: float, rounds: int) -> dict[str, Figures]:
 
 
 def main(arguments: Arguments) -> Figures:
-    multiprocessing.set_start_method("spawn")
     quick = arguments.quick
     seconds, rounds, looks = (2.0, 1, RIVAL_LOOKS_QUICK) if quick else (10.0, 3, RIVAL_LOOKS)
     skipped = install() if arguments.with_litellm else skipped_without_litellm()

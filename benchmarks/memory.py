@@ -15,7 +15,6 @@ Memory that the allocator has and nobody uses counts.
 
 import asyncio
 import gc
-import multiprocessing
 
 import psutil
 
@@ -115,7 +114,6 @@ async def _settled_bytes() -> int:
 
 
 def main(arguments: Arguments) -> Measured:
-    multiprocessing.set_start_method("spawn")
     share = QUICK_SHARE if arguments.quick else 1
     return _measure(TRAJECTORIES // share // GROUP_SIZE * GROUP_SIZE, FILLED // share)
 

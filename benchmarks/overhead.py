@@ -26,11 +26,10 @@ Not counted on either side: starting up.
 """
 
 import asyncio
-import multiprocessing
-import multiprocessing.connection
 import os
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean, median
 from typing import ClassVar, NamedTuple
@@ -224,7 +223,7 @@ class InProcess:
         )
 
 
-def play_in_process(pipe: multiprocessing.connection.Connection, config: Config, case: OverheadCase) -> None:
+def play_in_process(pipe: Connection, config: Config, case: OverheadCase) -> None:
     """A process's whole life: steps come in, CPU time and episodes go out. Makes the policy first."""
     import torch
 
@@ -312,7 +311,6 @@ async def measure(quick: bool, directory: Path) -> Figures:
 
 
 def main(arguments: Arguments) -> Measured:
-    multiprocessing.set_start_method("spawn")
     return measure(arguments.quick, arguments.scratch)
 
 

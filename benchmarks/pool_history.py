@@ -25,7 +25,7 @@ import msgspec
 
 from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._pools import LivePool
-from benchmarks._processes import program
+from benchmarks._processes import IN_MEMORY, program
 from benchmarks._runs import ELASTIC
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, save_pool
 from elastic.core.cluster import Cluster, ClusterPolicies, JobRequest, PhasePlan
@@ -44,7 +44,6 @@ BLOCK = 10
 """Jobs at a time whose CPU time is read: reading it has a cost, too."""
 QUESTIONS = 20
 UP_S = 60.0
-MEMORY = Path("/dev/shm")
 POOL = """
 [pool]
 name = "lab"
@@ -175,7 +174,7 @@ def main(arguments: Arguments) -> Figures:
     pool_file.write_text(POOL.format(directory=arguments.scratch))
     directory = save_pool(load_pool(pool_file))
     (directory / "logs").mkdir(mode=0o700, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as memory:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as memory:
         costs_us = live_through(load_pool(directory / POOL_CONFIG), Path(memory), jobs)
         shutil.copy(Path(memory) / JOURNAL, directory / JOURNAL)
     journal_mb = (directory / JOURNAL).stat().st_size / 1e6

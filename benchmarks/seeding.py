@@ -9,10 +9,9 @@ error. `--quick` has three workers, one loss, and leaves `no_memory` out: memory
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-from benchmarks._arms import descends, in_turn, standard_error
+from benchmarks._arms import in_order, in_turn
 from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._paced import Devices, LongTailedTask, PacedRun, TaskSettings, paced_run
 from elastic.core.policy import StepRecord
@@ -81,13 +80,8 @@ async def measure(arguments: Arguments) -> Figures:
         scale.arms, scale.seeds, lambda arm, seed: tokens_per_s(arguments.scratch, arm, seed, scale)
     )
     found = {arm: [throughput for throughput, _ in runs] for arm, runs in measured.items()}
-    return {
-        "throughput": {arm: mean(found[arm]) if arm in found else None for arm in ARMS},
-        "standard_error": {arm: standard_error(v) for arm, v in found.items()} if scale.seeds > 1 else None,
-        "ordering_holds": descends(found),
-        "seeding_s": {arm: runs[-1][1] for arm, runs in measured.items()},
-        "runs": scale.seeds,
-    }
+    seeding_s = {arm: runs[-1][1] for arm, runs in measured.items()}
+    return {**in_order("throughput", found, ARMS, scale.seeds), "seeding_s": seeding_s}
 
 
 if __name__ == "__main__":

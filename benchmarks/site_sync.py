@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from benchmarks._common import PRINTED, Arguments, Figures, benchmark
-from benchmarks._processes import Child, program
+from benchmarks._processes import IN_MEMORY, Child, program
 from benchmarks._throttle import LinkedPort
 from elastic.pool.messages import SiteRelay, SiteServed
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
@@ -72,7 +72,7 @@ def main(arguments: Arguments) -> Figures:
     with ExitStack() as stack:
         for puller in pullers:
             stack.enter_context(puller)
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=IN_MEMORY)))
         far = stack.enter_context(_relay(place / "far"))
         size_bytes = _publish(far)
         across = size_bytes / (ALONE_QUICK_S if arguments.quick else ALONE_S)

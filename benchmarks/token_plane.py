@@ -30,9 +30,7 @@ them, three times, take more than ten minutes.
 """
 
 import asyncio
-import multiprocessing
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection as Pipe
@@ -137,9 +135,8 @@ class Frames(NamedTuple):
         return "machine" if self.machine_share > FULL_SHARE else "unknown"
 
 
-def orchestrate(results: Pipe, directory: str, workers: int, streams: int, seconds: float, encrypted: bool) -> None:
-    """The middle: a real orchestrator, whose CPU time is measured. Its files are in `directory`."""
-    tempfile.tempdir = directory
+def orchestrate(results: Pipe, workers: int, streams: int, seconds: float, encrypted: bool) -> None:
+    """The middle: a real orchestrator, whose CPU time is measured."""
     run_loop(_orchestrate(results, workers, streams, seconds, encrypted))
 
 
@@ -266,10 +263,7 @@ def consume(_: Pipe, port: int, streams: int) -> None:
 def measure_frames(workers: int, streams: int, seconds: float, *, encrypted: bool = False) -> Frames:
     """The orchestrator's figures, with the streams spread over so many workers."""
     given = workers, streams, seconds, encrypted
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
-        Child(orchestrate, directory, *given, daemon=False, ends_within_s=END_S) as run,
-    ):
+    with Child(orchestrate, *given, daemon=False, ends_within_s=END_S) as run:
         return run.hear(ORCHESTRATED_S)
 
 
@@ -332,7 +326,6 @@ def middle(rounds: list[Figures]) -> Figures:
 
 
 def main(arguments: Arguments) -> Figures:
-    multiprocessing.set_start_method("spawn")
     seconds, rounds, sizes = (2.0, 1, SIZES_QUICK) if arguments.quick else (10.0, 3, SIZES)
     events: list[dict[str, float]] = []
     by_size: dict[int, list[Figures]] = {size: [] for size in sorted(arguments.streams or sizes)}

@@ -42,6 +42,7 @@ from torch import Tensor
 from benchmarks._common import Arguments, Figures, benchmark
 from benchmarks._coo import Coo
 from benchmarks._object_store import measure_object_store
+from benchmarks._processes import IN_MEMORY
 from benchmarks._throttle import Link, LinkedRelay, RelayAround
 from benchmarks._updates import Snapshot, snapshots
 from elastic.weights.blobs import Buffer
@@ -64,7 +65,6 @@ TRUST = KEY.trust("run")
 RATES_GBPS = (1, 5, 20)
 WEIGHTS_BYTES = 256 << 20
 BUCKET_ELEMENTS = 8 << 20
-SHARED_MEMORY = Path("/dev/shm")
 TIMEOUT_S = 600.0
 NEVER = 10**6
 
@@ -236,7 +236,7 @@ def runs_of(
         codec=codec,
         link_bytes_per_s=bytes_per_s,
     )
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory, ThreadPoolExecutor(1) as executor:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as directory, ThreadPoolExecutor(1) as executor:
         relay, discarding = DirectoryRelay(Path(directory)), Discarding()
         publisher, encoder = (Publisher(each, "run", {}, settings, key=KEY) for each in (relay, discarding))
         switched = CountedRelay(relay)
@@ -337,10 +337,7 @@ class SmallHistory:
 
 def measure_copies(pullers: int, versions: int) -> Figures:
     chance = random.Random(0)
-    with (
-        tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory,
-        ThreadPoolExecutor(pullers) as executor,
-    ):
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as directory, ThreadPoolExecutor(pullers) as executor:
         relay = DirectoryRelay(Path(directory) / "far")
         far = CountedRelay(LinkedRelay(relay, Link(SMALL_LINK_BYTES_PER_S)))
         near = DirectoryRelay(Path(directory) / "near")
@@ -386,10 +383,7 @@ def measure_slowdown(pullers: int, versions: int, in_site: bool) -> float:
 
 
 def times_to_current(pullers: int, versions: int, first_share: float, in_site: bool) -> list[float]:
-    with (
-        tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory,
-        ThreadPoolExecutor(pullers) as executor,
-    ):
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as directory, ThreadPoolExecutor(pullers) as executor:
         relay, near = (DirectoryRelay(Path(directory) / name) for name in ("far", "near"))
         history = SmallHistory(relay)
         links = [CountedRelay(relay) for _ in range(pullers)]

@@ -48,13 +48,13 @@ def test_figures_within_figures_have_dots() -> None:
 
 
 BENCHMARK = """
-import subprocess, time
+import multiprocessing, subprocess, time
 from benchmarks._processes import Child, scratch_directory
 
 if __name__ == "__main__":
     with scratch_directory() as scratch:
         program = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        child = Child(lambda pipe: time.sleep(600))
+        child = Child(lambda pipe: time.sleep(600), context=multiprocessing.get_context("fork"))
         print(program.pid, child._process.pid, scratch, flush=True)
         time.sleep(600)
 """
