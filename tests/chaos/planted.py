@@ -23,8 +23,11 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from elastic.testing.faults.worlds import WorldFailed, WorldOptions, live
-from elastic.weights import codecs
+from elastic.system.imports import importing
+
+with importing():
+    from elastic.testing.faults.worlds import WorldFailed, WorldOptions, live
+    from elastic.weights import codecs
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

@@ -19,7 +19,8 @@ PLANTED = "parked_is_said_too_early", "resident_parks_no_engine", "trainer_compu
 
 def test_jobs_in_a_pool_come_to_their_end_and_one_seed_gives_one_history() -> None:
     """A world of production shells is lived through twice, once where texts hash to other numbers."""
-    program = "from elastic.testing.faults.shell.pooled.world import simulate_pooled; "
+    program = "from elastic.system.imports import importing\nwith importing():\n"
+    program += "    from elastic.testing.faults.shell.pooled.world import simulate_pooled\n"
     program += f"print(simulate_pooled({FIXED}).history)"
     told = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": "3"}, capture_output=True, check=True

@@ -85,7 +85,8 @@ def test_a_worker_that_lies_on_and_on_is_named_and_holds_nobody_up(lie: str) -> 
 def test_runs_come_to_their_end_and_one_seed_gives_one_history_whatever_the_hashes() -> None:
     """In this process others were lived through before."""
     last = BATCH - 1
-    program = f"from elastic.testing.faults.shell.simulate import simulate; print(simulate({last}).history)"
+    program = "from elastic.system.imports import importing\nwith importing():\n"
+    program += f"    from elastic.testing.faults.shell.simulate import simulate\nprint(simulate({last}).history)"
     command, environment = [sys.executable, "-c", program], os.environ | {"PYTHONHASHSEED": "2"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as elsewhere:
         for seed in range(last):

@@ -23,11 +23,12 @@ def test_a_worker_that_fails_leaves_a_traceback_without_tokens(start, monkeypatc
     settings = HostSettings.model_validate({"token": "the-hosts-token", "port": port})
     monkeypatch.setenv(HOST_VARIABLE, settings.to_json())
     process = start("serving-host")
+    headers = {"Authorization": "Bearer the-hosts-token"}
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers)
     order = LendOrder(run="run", join="nowhere", worker="w-1", token="the-workers-token")
 
     def ask(method: str, path: str, body: bytes | None = None) -> LoadReport:
-        headers = {"Authorization": "Bearer the-hosts-token"}
-        answer = httpx.request(method, f"http://127.0.0.1:{port}{path}", headers=headers, content=body)
+        answer = client.request(method, path, content=body)
         return msgspec.json.decode(answer.content, type=LoadReport)
 
     deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -38,6 +39,7 @@ def test_a_worker_that_fails_leaves_a_traceback_without_tokens(start, monkeypatc
         with contextlib.suppress(httpx.TransportError):
             ended = ask("POST", "/lend", msgspec.json.encode(order)).ended_error or ask("GET", "/load").ended_error
     assert "nowhere" in ended
+    client.close()
     os.kill(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=START_TIMEOUT_S)
     assert "worker failed" in err

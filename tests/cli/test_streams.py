@@ -129,7 +129,7 @@ main()
 
 def test_output_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
     """A short one as it is flushed, and a long one as it is written."""
-    command = ("config", "explain", "trainer")
+    command = ("policies",)
     with open("/dev/full", "w") as full:
         ended = elastic_with(command, tmp_path, full)
     assert (ended.returncode, ended.stderr) == (1, "error: standard output: No space left on device\n")

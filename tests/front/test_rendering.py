@@ -410,9 +410,13 @@ def test_names_of_renderers_and_parsers_are_checked(tmp_path: Path, tokenizers: 
 def test_neither_torch_nor_transformers_is_imported(tiny_directory: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from elastic.front.rendering.renderer import make_renderer\n"
+        "import elastic.front.rendering.messages\n"
         "from elastic.front.rendering.tokenizer import Tokenizer\n"
-        f"renderer = make_renderer(Tokenizer(Path({str(tiny_directory)!r})), tool_parser='hermes')\n"
+        f"tokenizer = Tokenizer(Path({str(tiny_directory)!r}))\n"
+        "tokenizer.encode('a')\n"
+        "assert 'numpy' not in sys.modules\n"
+        "from elastic.front.rendering.renderer import make_renderer\n"
+        "renderer = make_renderer(tokenizer, tool_parser='hermes')\n"
         "renderer.prompt([{'role': 'user', 'content': 'hi'}], None, {})\n"
         "print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))\n"
     )

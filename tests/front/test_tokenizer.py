@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -231,15 +229,3 @@ def test_templates_of_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     found = Tokenizer(tmp_path).templates
     assert found == {"default": (tmp_path / "chat_template.jinja").read_text(), "tool_use": "tools"}
-
-
-def test_neither_torch_nor_transformers_nor_vllm_is_imported(tiny_directory: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path\n"
-        "import elastic.front.rendering.messages\n"
-        "from elastic.front.rendering.tokenizer import Tokenizer\n"
-        f"Tokenizer(Path({str(tiny_directory)!r})).encode('a')\n"
-        "print(sorted({'torch', 'transformers', 'vllm', 'numpy'} & set(sys.modules)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -608,7 +608,9 @@ class TestReading:
     BEGIN_MANY: ClassVar[str] = """
 import sys
 from pathlib import Path
-from elastic.runtime.journal import RunDirectory, SqliteJournal
+from elastic.system.imports import importing
+with importing():
+    from elastic.runtime.journal import RunDirectory, SqliteJournal
 while True:
     SqliteJournal(RunDirectory(Path(sys.argv[1])).next_journal_path(), notes={"run": "r"}).close()
     print("begun", flush=True)

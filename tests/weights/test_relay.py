@@ -1,7 +1,5 @@
 """The conformance suite of `Relay`: what holds for every one of them."""
 
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -118,10 +116,3 @@ def test_open_relay_reads_the_scheme(tmp_path: Path, relay_url: str, token: str)
 def test_open_relay_names_what_is_allowed(url: str):
     with pytest.raises(RelayError, match="allowed are"):
         open_relay(url)
-
-
-def test_relays_and_manifests_do_not_need_torch():
-    """Only a new interpreter has not imported torch yet."""
-    rooms = "directory, errors, http, records, relay, server"
-    check = f"import sys; from elastic.weights import {rooms}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0

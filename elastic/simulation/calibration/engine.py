@@ -26,6 +26,7 @@ from elastic.simulation.calibration.numbers import (
 )
 from elastic.simulation.calibration.probe import REPEATS, Observe, Probe, Probed
 from elastic.simulation.performance.profile import Number
+from elastic.system.imports import importing
 from elastic.weights.source import TensorSource
 
 START_TIMEOUT_S = 600.0
@@ -192,10 +193,11 @@ def _measure(
 def _probe_engine(
     model: Mapping[str, Any], checkpoint: Path, settings: EngineConfig, observe: Observe, repeats: int
 ) -> _Outcome:
-    import torch
+    with importing():
+        import torch
 
-    from elastic.engine import create_engine
-    from elastic.engine.model.checkpoint import read_config, read_tensors
+        from elastic.engine import create_engine
+        from elastic.engine.model.checkpoint import read_config, read_tensors
 
     tensors = {
         name: tensor.to(torch.bfloat16) for name, tensor in read_tensors(checkpoint, read_config(checkpoint)).items()
