@@ -2,16 +2,22 @@
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from elastic.compose.checked_policies import CheckedPolicy
-from elastic.core.cluster.policy import BillShare
+from elastic.core.cluster import Cluster, WaitLimits
+from elastic.core.cluster.policy import BillShare, PlacementChoice
 from elastic.core.device_sharing import Budget
 from elastic.core.policy import BatchView, Move, SeedingPlan
 from elastic.core.rows import PassOrder, PassView
 from elastic.core.types import PolicyFault
+from elastic.pool.control import PoolCommandManager
+from elastic.pool.control_messages import PlanJob, PoolRefusal
+from policies.clusters import CLUSTER_POLICIES
+from tests.cluster.conftest import THREE_OF_EACH, timed_job
 
 WHOSE = "decision.theirs of the package theirs 1"
 TURN = SimpleNamespace(id="t", oldest_version=0)
@@ -137,6 +143,20 @@ def test_an_answer_that_is_allowed_is_passed_on(method: str, answer: Any) -> Non
     decision, arguments = ASKED[method]
     found = asked(decision, method, answer, *arguments)
     assert found == (PassOrder([1], []) if method == "order" else answer)
+
+
+async def test_a_pool_refuses_a_job_with_what_its_policy_did_wrong() -> None:
+    lost = PlacementChoice(group="nowhere", rollout=("n",))
+    policies = msgspec.structs.replace(
+        CLUSTER_POLICIES["ours"], placement=CheckedPolicy(Answering(lost), "placement", WHOSE)
+    )
+    shell = SimpleNamespace(cluster=Cluster(THREE_OF_EACH, policies, WaitLimits(), 0))
+    unused: Any = None
+    manager = PoolCommandManager("lab", cast("Any", shell), unused, unused, unused, unused, unused)
+    answer = await manager.answer(msgspec.json.encode(PlanJob(request=timed_job("one", slo=2.0))))
+    assert isinstance(answer, PoolRefusal)
+    assert answer.message.startswith(f"{WHOSE}: place returned PlacementChoice(group='nowhere'")
+    assert answer.message.endswith("allowed: None as group, or one of the groups: there is none")
 
 
 def test_attributes_that_a_decision_asks_for_are_checked_and_others_are_the_policys_own() -> None:

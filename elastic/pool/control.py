@@ -11,6 +11,7 @@ from elastic.core.cluster import ClusterError
 from elastic.core.cluster.history import cluster_digest
 from elastic.core.cluster.state import JobRecord
 from elastic.core.cluster.types import JobState, NodeId
+from elastic.core.types import PolicyFault
 from elastic.pool.control_messages import (
     JOBS_PAGE,
     POOL_CONTROL_VERSION,
@@ -102,7 +103,7 @@ class PoolCommandManager:
             case PlanJob():
                 try:
                     return PoolPlan(plan=plan_of(self._shell.cluster, request.request))
-                except ClusterError as error:
+                except (ClusterError, PolicyFault) as error:
                     return PoolRefusal(kind="rejected", message=str(error))
             case _:
                 return self._command(request)
@@ -168,7 +169,7 @@ class PoolCommandManager:
         try:
             placement = plan_of(cluster, request.request)
             entry = self._admit(request.entry)
-        except ClusterError as error:
+        except (ClusterError, PolicyFault) as error:
             return PoolRefusal(kind="rejected", message=str(error))
         except ValueError as error:
             return PoolRefusal(kind="invalid", message=str(error))
