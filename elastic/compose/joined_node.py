@@ -15,7 +15,7 @@ from elastic.compose.processes import run_loop
 from elastic.compose.runs import claimed
 from elastic.compose.site_relay import SiteMembership
 from elastic.config import ConfigError
-from elastic.pool.machines import NodeTicket
+from elastic.pool.machines import NodeTicket, check_site
 from elastic.pool.messages import NodeMachine
 from elastic.pool.node_agent import RESIDENTS, NodeAgent, NodeAgentTicket
 from elastic.pool.node_files import NodeFiles
@@ -49,6 +49,10 @@ def run_joined_node(
         Address.to_dial(address)
     except ValueError as error:
         raise ConfigError(f"elastic pool join: {error}") from error
+    try:
+        at_site = check_site(site or ticket.site)
+    except ValueError as error:
+        raise ConfigError(f"--site: {error}") from error
     its = node_devices(ticket, devices)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,7 +65,7 @@ def run_joined_node(
         token=ticket.token,
         records=directory.resolve() / "leases",
         devices=tuple(its),
-        machine=this_machine(its, site or ticket.site),
+        machine=this_machine(its, at_site),
         directory=directory.resolve(),
     )
     with claimed(directory, what="node"):

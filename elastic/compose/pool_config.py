@@ -30,7 +30,7 @@ from elastic.core.cluster.types import (
     WaitLimits,
 )
 from elastic.core.decisions import OF_POOLS
-from elastic.pool.machines import JoinRules
+from elastic.pool.machines import SITE, JoinRules
 from elastic.protocol.endpoint import Address, is_wildcard
 from elastic.system.devices import DeviceName, devices_here, machine_gpus
 from elastic.system.files import write_whole
@@ -134,7 +134,7 @@ class PoolNodesConfig(_PoolPart):
     )
     site: str = Field(
         "",
-        pattern=r"^([A-Za-z0-9][A-Za-z0-9._/:-]{0,63})?$",
+        pattern=SITE,
         description="where its nodes are. A group's training nodes are of one kind, at one site",
     )
     nodes: int = Field(ge=1, le=4096, description="how many there are; with `spot`, at most")

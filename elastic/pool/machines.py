@@ -3,6 +3,7 @@
 A ticket is for one node, whose name it has. Who has spent it comes back by the session that it was given.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -11,6 +12,18 @@ from elastic.core.cluster.types import KindName, NodeId, NodeKind
 from elastic.pool import messages as w
 from elastic.protocol.tickets import TicketRefused
 from elastic.system.devices import DeviceName, kind_of
+
+SITE = r"^([A-Za-z0-9][A-Za-z0-9._/:-]{0,63})?$"
+"""What sites are called."""
+
+
+def check_site(site: str) -> str:
+    """Return the name of a site. Raises `ValueError` for what is none."""
+    if re.fullmatch(SITE, site) is None:
+        raise ValueError(
+            f"found {site!r}; allowed: up to 64 letters, digits and . _ / : -, the first of them a letter or digit"
+        )
+    return site
 
 
 class NodeTicket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +95,10 @@ class JoinRules(msgspec.Struct, frozen=True, kw_only=True):
         machine = hello.machine
         if machine is None:
             return "it does not say which machine it is on"
+        try:
+            check_site(machine.site)
+        except ValueError as error:
+            return f"its site: {error}"
         gpus, site, its = self.kind.gpus, self.kind.site, kind_of_node(hello.node)
         if site and machine.site != site:
             return f"pool.{its}.site: it is at site {machine.site!r}; allowed: {site!r}"

@@ -160,6 +160,41 @@ def test_a_job_and_a_script_have_all_that_they_need_on_machines_without_the_pool
             assert node_agent.wait(60) == 0, [log.read_text() for log in there.glob("*.log")]
 
 
+def test_a_trainer_whose_machine_is_lost_goes_on_on_another_from_the_checkpoint_that_came_back(
+    tmp_path: Path, checkpoint: Path, machines: list[str]
+) -> None:
+    here, places = tmp_path / "here", [tmp_path / machine for machine in machines]
+    shutil.copytree(checkpoint, here / "checkpoint")
+    pool = LivePool(here, here / "checkpoint", within_s=500)
+    reached = f'host = "0.0.0.0"\nadvertise = "{POOL_HOST}"'
+    pool.start(reached=reached, train='kind = "joined"', start_s=300)
+    node_agents: list[subprocess.Popen[bytes]] = []
+
+    def join_to_train(number: int) -> None:
+        places[number].mkdir()
+        pool.elastic("pool", "ticket", pool.path, "-o", places[number] / "ticket")
+        ticket = places[number] / "ticket"
+        node_agents.append(join(machines[number], here, places[number], ticket, f"cpu:{number}"))
+
+    try:
+        join_to_train(0)
+        pool.submit("one", 1, "--set", "run.host=0.0.0.0", "--set", f"run.advertise={POOL_HOST}", train_s=60)
+        pool.until(lambda jobs: jobs["one"]["steps_done"])
+        node_agents[0].kill()
+        pool.until(lambda jobs: jobs["one"]["state"] == "queued")
+        pool.elastic("pool", "drain", "train-1", pool.path)
+        join_to_train(1)
+        jobs = pool.until(lambda jobs: jobs["one"]["over"])
+        assert (jobs["one"]["state"], jobs["one"]["steps_done"]) == ("finished", STEPS)
+        said = (places[1] / "nodes" / "lab-train-1" / "logs" / "resident-one.log").read_text()
+        assert '"event": "resuming"' in said
+        assert '"checkpoint": "none"' not in said, "it began where the other had come to"
+    finally:
+        pool.stop()
+        for node_agent in node_agents:
+            node_agent.wait(60)
+
+
 def test_one_copy_of_a_version_crosses_to_a_site_of_two_machines(
     tmp_path: Path, checkpoint: Path, machines: list[str]
 ) -> None:

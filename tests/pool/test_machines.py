@@ -39,6 +39,8 @@ def hello(*devices: str, **changes: object) -> w.NodeAgentHello:
         (hello("cuda:0", "cpu:0"), (), "devices: found cuda:0, cpu:0; allowed: some of one kind"),
         (hello("cuda:0", "cuda:1", count=1), (), "its machine has 1 devices; allowed: the 2 that it says it has"),
         (hello("cuda:0", "cuda:1", memory_bytes=99), (), "has 99 bytes of memory for 1 nodes; allowed: at least 100"),
+        (hello("cuda:0", "cuda:1", site="rack-1/b"), (), ""),
+        (hello("cuda:0", "cuda:1", site="a\x1b[2J"), (), "its site: found 'a\\x1b[2J'; allowed: up to 64 letters"),
         (hello("cuda:2", "cuda:3"), (hello("cuda:0", "cuda:1"),), ""),
         (hello("cuda:1", "cuda:2"), (hello("cuda:0", "cuda:1"),), "cuda:1 of its machine is node rollout-0's"),
         (hello("cuda:0", "cuda:1", boot="boot-2"), (hello("cuda:0", "cuda:1"),), ""),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.connection import FromDialler, PoolLink
 from elastic.pool.node_agent import NodeAgent, NodeAgentTicket
+from elastic.pool.node_files import NodeFiles
 from tests.pool.test_link import served
 
 TELL = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w')); sys.exit(int(sys.argv[2]))"
@@ -63,13 +65,16 @@ class KeptNode:
 
 @contextlib.asynccontextmanager
 async def kept(
-    path: Path, devices: tuple[str, ...] = (), silence: tuple[float, float] = (60.0, 0.0)
+    path: Path,
+    devices: tuple[str, ...] = (),
+    silence: tuple[float, float] = (60.0, 0.0),
+    files: NodeFiles | None = None,
 ) -> AsyncIterator[KeptNode]:
     async with asyncio.timeout(60), served() as (endpoint, connected):
         of_node = NodeAgentTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="t", records=path / "records")
-        ticket = msgspec.structs.replace(of_node, devices=devices)
+        ticket = msgspec.structs.replace(of_node, devices=devices, directory=path)
         (path / "records").mkdir()
-        keeping = asyncio.create_task(NodeAgent(ticket).run())
+        keeping = asyncio.create_task(NodeAgent(ticket, files=files).run())
         try:
             link = await connected.get()
             hello = await link.receive()
@@ -129,3 +134,29 @@ async def test_a_resident_that_says_nothing_is_ended_and_one_that_lives_is_not(
         assert lives.is_running()
         node.link.send(w.EndResident("lives", "it has lived"))
         assert await node.link.receive() == w.ResidentGone("lives", 1, "it has lived", code=-9)
+
+
+async def test_a_script_begins_with_its_files_and_one_that_is_to_end_waits_for_none(tmp_path: Path) -> None:
+    data = b"open('said', 'w').write('here')"
+    file = w.JobFile("script/say.py", hashlib.sha256(data).hexdigest(), len(data))
+    order = w.StartResidentFrame(
+        "one", 1, PhaseKind.TRAIN, (w.OWN_PYTHON, "-S", "script/say.py"), {}, "jobs/one/script/run", "log", script=True
+    )
+    order = msgspec.structs.replace(order, files_token="of this start")
+    async with kept(tmp_path, files=NodeFiles(tmp_path, 10**6)) as node:
+        for begins in (False, True):
+            node.link.send(order)
+            assert await node.link.receive() == w.AskFiles("one", 1, "of this start")
+            if begins:
+                node.link.send(w.FilesNeeded("one", 1, (file,)))
+                assert await node.link.receive() == w.AskChunk(file.digest, 0)
+                node.link.send(w.FileChunk(file.digest, 0, data))
+                assert await node.link.receive() == w.ResidentUp("one", 1)
+            else:
+                node.link.send(w.EndResident("one", "nobody wants it any more"))
+            gone = await node.link.receive()
+            assert isinstance(gone, w.ResidentGone)
+            assert (gone.cause.partition(";")[0], gone.code) == (
+                ("it exited with status 0", 0) if begins else ("nobody wants it any more", None)
+            )
+    assert (tmp_path / "jobs/one/script/run/said").read_text() == "here"
