@@ -178,7 +178,7 @@ def test_a_trainer_whose_machine_is_lost_goes_on_on_another_from_the_checkpoint_
 
     try:
         join_to_train(0)
-        pool.submit("one", 1, "--set", "run.host=0.0.0.0", "--set", f"run.advertise={POOL_HOST}", train_s=60)
+        pool.submit("one", 1, "--set", "run.host=0.0.0.0", "--set", f"run.advertise={POOL_HOST}", train_s=200)
         pool.until(lambda jobs: jobs["one"]["steps_done"])
         node_agents[0].kill()
         pool.until(lambda jobs: jobs["one"]["state"] == "queued")
