@@ -117,12 +117,17 @@ function secrets(place, { signal, wrong }) {
   return [section("Secrets, by name", list.node, put), list];
 }
 
+const ofWhat = ({ resource }) => {
+  const run = /^\/v1\/runs\/(run_[0-9A-Z]+)/.exec(resource)?.[1];
+  return run ? el("a", { href: `#/runs/${run}`, textContent: resource }) : resource;
+};
+
 function audit({ signal }) {
   const columns = [
     { title: "At", of: (one) => moment(one.at) },
-    { title: "Who", of: (one) => one.actor },
+    { title: "Who", of: (one) => (one.actor_name ? [one.actor_name, el("span", { className: "soft", textContent: ` …${one.actor.slice(-6)}`, title: one.actor })] : one.actor) },
     { title: "What", of: (one) => one.action },
-    { title: "Of what", wide: true, of: (one) => one.resource },
+    { title: "Of what", wide: true, of: ofWhat },
     { title: "Let", of: (one) => (one.status < 400 ? `yes, ${one.status}` : `no, ${one.status}`) },
   ];
   const list = paged(columns, () => new Pager("/v1/audit", {}, 50), { signal, label: "Audit", empty: "Nothing yet.", id: "audit" });
