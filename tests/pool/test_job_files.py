@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.compose.job_files import keep, lacking, local_places, trainer_overrides
+from elastic.compose.job_files import engine_here, keep, lacking, local_places, trainer_overrides
 from elastic.config import Config
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
@@ -20,6 +20,7 @@ from elastic.pool.job_files import SubmittedFile, check_path, check_unchanged, f
 from elastic.pool.node_files import NodeFiles
 from elastic.pool.pool_files import AT_WORK_MAX, PoolFiles
 from elastic.pool.ports import JobEntry
+from elastic.protocol import wire
 from elastic.protocol.best_checkpoint import returned
 from elastic.protocol.frames import WireError
 from elastic.system.isolation import IsolatedLoop, LoopFaults
@@ -335,3 +336,26 @@ def test_a_trainer_finds_what_was_sent_to_its_machine(tmp_path: Path) -> None:
         f"trainer.loss={tmp_path}/trainer.loss/mine.py:loss",
     ]
     assert local_places({}) == {}
+
+
+def test_an_engine_has_the_base_that_was_sent_to_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "engine.vllm.base").mkdir()
+    monkeypatch.setenv(w.FILES_VARIABLE, str(tmp_path))
+    config = {"kind": "vllm", "max_context_tokens": 64, "vllm": {"base": "/at/home"}}
+    welcome = wire.Welcome(
+        session_key="",
+        epoch=0,
+        heartbeat_interval_s=1.0,
+        flush_interval_s=1.0,
+        silence_timeout_s=1.0,
+        engine=config,
+        model={},
+        relay="",
+        resume_timeout_s=1.0,
+        orchestrator_timeout_s=1.0,
+        pull_timeout_s=1.0,
+        load_timeout_s=1.0,
+        drain_timeout_s=1.0,
+    )
+    with pytest.raises(ValueError, match=f"engine.vllm.base: {tmp_path}/engine.vllm.base has no config.json"):
+        engine_here(welcome)
