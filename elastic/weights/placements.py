@@ -6,12 +6,8 @@ fused from `q_proj`, `k_proj`, `v_proj`, and `gate_proj`, `up_proj`.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from elastic.weights.sharding import Box, LocalTensor, Shape, Shard, whole_box
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SPLIT_DIMENSION = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0),
@@ -62,15 +58,6 @@ def declared(shapes: Mapping[str, Shape], placements: Mapping[str, Placement]) -
     return {name: LocalTensor(box.shape, (box,)) for name, box in boxes.items()}
 
 
-def from_dtensors(tensors: Mapping[str, "Tensor"]) -> Shard:
-    """The shard of a rank whose tensors are these, as FSDP2 and tensor parallelism leave them; plain ones are whole.
-
-    What it has of a DTensor is its `to_local()`. Raises `ValueError` for one that is a partial sum, or on other ranks.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return declared(shapes, {name: _placement_of(name, tensor) for name, tensor in tensors.items()})
-
-
 def tensor_parallel(shapes: Mapping[str, Shape], size: int) -> list[Shard]:
     """The shards of tensor-parallel ranks, under the model's own names: for who publishes to such.
 
@@ -99,30 +86,6 @@ def _even(name: str, shape: Shape, rank: int, size: int) -> Box:
     begin, end = [0] * len(shape), list(shape)
     begin[dimension], end[dimension] = (min(at * step, shape[dimension]) for at in (rank, rank + 1))
     return Box(name, tuple(begin), tuple(end))
-
-
-def _placement_of(name: str, tensor: "Tensor") -> Placement:
-    mesh: Any = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return Placement((), (), ())
-    if (coordinate := mesh.get_coordinate()) is None:
-        raise ValueError(f"tensor {name}: this rank is not on its mesh")
-    placements: Any = getattr(tensor, "placements", ())
-    # A strided split (FSDP2 over tensor parallelism) is of what the others left.
-    order = sorted(range(len(placements)), key=lambda n: hasattr(placements[n], "split_factor"))
-    return Placement(
-        tuple(mesh.shape[n] for n in order),
-        tuple(coordinate[n] for n in order),
-        tuple(_split_dimension(name, placements[n]) for n in order),
-    )
-
-
-def _split_dimension(name: str, placement: Any) -> int | None:
-    if placement.is_replicate():
-        return None
-    if not hasattr(placement, "dim"):
-        raise ValueError(f"tensor {name}: placement {placement}; allowed: Shard, Replicate")
-    return placement.dim
 
 
 def inferred(shapes: Mapping[str, Shape], local: Mapping[str, Shape], rank: int, size: int) -> Shard:

@@ -1,29 +1,20 @@
 """Any trainer layout to any worker layout gives the trainer's bits."""
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor import Shard as Split
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.system.host import Host, on
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.encoder import PART_TIMEOUT_S
 from elastic.weights.errors import WeightsCorrupted
-from elastic.weights.placements import Placement, declared, from_dtensors, inferred
+from elastic.weights.placements import Placement, declared, inferred
 from elastic.weights.publisher import Publisher, TrainerRank
 from elastic.weights.puller import Puller
 from elastic.weights.records import NOTHING, SCHEMA_VERSION, DeltaPart, part_key
@@ -355,33 +346,6 @@ def test_changes_of_cells_are_by_a_ranks_own_tensors(tmp_path: Path, size: int):
             assert_has(puller, shard, version, full)
             assert_same(tensors, puller.pull(version))
     ranks.close()
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_dtensors_tell_where_they_lie(rank: int):
-    """As torch computes it for a mesh of four ranks, of which this process is one; nothing is communicated."""
-    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (2, 2))
-
-        def dtensor(shape: tuple[int, int], placements: Sequence[Any]) -> tuple[DTensor, Any, Any]:
-            local, begin = compute_local_shape_and_global_offset(shape, mesh, placements)
-            size, stride = torch.Size(shape), (shape[1], 1)
-            options = {"run_check": False, "shape": size, "stride": stride}
-            return DTensor.from_local(torch.zeros(local), mesh, placements, **options), local, begin
-
-        fsdp_over_tp = [_StridedShard(0, split_factor=2), Split(0)]
-        every = [[Split(0), Split(0)], [Split(0), Split(1)], [Replicate(), Split(1)], [Replicate()] * 2, fsdp_over_tp]
-        for shape, placements in product([(8, 4), (10, 4), (5, 4)], every):
-            tensor, local, begin = dtensor(shape, placements)
-            assert from_dtensors({"a": tensor})["a"] == LocalTensor(
-                tuple(local), (Box("a", tuple(begin), tuple(b + n for b, n in zip(begin, local, strict=True))),)
-            )
-        with pytest.raises(ValueError, match=r"tensor a: placement P.*; allowed: Shard, Replicate"):
-            from_dtensors({"a": dtensor((8, 4), [Partial(), Split(0)])[0]})
-    finally:
-        dist.destroy_process_group()
-    assert from_dtensors({"a": torch.zeros(3, 2)}) == whole({"a": (3, 2)})
 
 
 def test_declared_placements_and_the_shapes_say_the_same():
