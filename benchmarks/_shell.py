@@ -91,7 +91,7 @@ def is_production_shell() -> bool:
 
     plan = msgspec.structs.replace(draw_plan(0), steps=1, groups=1, faults=(), end_s=0.0)
     lived = simulate.RunWorld(plan, stage.Stage(plan.seed))
-    stage.live_on_stage("run", lived, ())
+    stage.live_on_stage(lived, ())
     shell = lived.shell
     return (
         shell is not None

@@ -68,7 +68,8 @@ def simulate(
     shrink_within: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", help="With --world run: for so long leave out faults that the failure does not need."
+            metavar="SECONDS",
+            help="With --world run, outside, pool: for so long leave out faults that the failure does not need.",
         ),
     ] = 0.0,
     log: Annotated[

@@ -10,7 +10,8 @@ import pytest
 
 from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.shell.pooled.plan import draw_pooled
-from elastic.testing.faults.shell.pooled.world import live_pooled, simulate_pooled
+from elastic.testing.faults.shell.simulate import simulate
+from elastic.testing.faults.worlds import live
 
 FIXED = 3
 """A seed that every change is tried with."""
@@ -20,24 +21,24 @@ PLANTED = "parked_is_said_too_early", "resident_parks_no_engine", "trainer_compu
 def test_jobs_in_a_pool_come_to_their_end_and_one_seed_gives_one_history() -> None:
     """A world of production shells is lived through twice, once where texts hash to other numbers."""
     program = "from elastic.system.imports import importing\nwith importing():\n"
-    program += "    from elastic.testing.faults.shell.pooled.world import simulate_pooled\n"
-    program += f"print(simulate_pooled({FIXED}).history)"
+    program += "    from elastic.testing.faults.shell.simulate import SHELL_WORLDS, simulate\n"
+    program += f"print(simulate(SHELL_WORLDS['pool'].draw({FIXED}, ())).history)"
     told = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": "3"}, capture_output=True, check=True
     ).stdout
-    assert told.decode().strip() == simulate_pooled(FIXED).history
+    assert told.decode().strip() == live("pool", FIXED).history
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 2])
 def test_jobs_in_another_pool_do_too(seed: int) -> None:
-    simulate_pooled(seed)
+    live("pool", seed)
 
 
 def test_a_pool_that_dies_often_loses_nothing() -> None:
     """A whole world of a pool's production shells, with several lives of the pool."""
     kills = [FaultKind.KILL_POOL, FaultKind.KILL_NODE_AGENT, FaultKind.KILL_RESIDENT]
-    assert live_pooled(draw_pooled(1, kills)).incarnations > 3
+    assert simulate(draw_pooled(1, kills)).incarnations > 3
 
 
 @pytest.mark.nightly
@@ -45,13 +46,13 @@ def test_a_pool_that_dies_often_loses_nothing() -> None:
 def test_jobs_in_a_pool_are_evaluated_in_the_phases_of_their_rollouts(seed: int) -> None:
     plan = draw_pooled(seed)
     jobs = [msgspec.structs.replace(job, run=msgspec.structs.replace(job.run, evaluates=5)) for job in plan.jobs]
-    live_pooled(msgspec.structs.replace(plan, jobs=(*jobs,)))
+    simulate(msgspec.structs.replace(plan, jobs=(*jobs,)))
 
 
 def test_parked_residents_follow_the_weights() -> None:
     """Their workers' leases are over then, and with them what these alone could read."""
     plan = draw_pooled(7)
-    assert live_pooled(msgspec.structs.replace(plan, faults=())).followed > 0
+    assert simulate(msgspec.structs.replace(plan, faults=())).followed > 0
 
 
 @pytest.mark.nightly
@@ -64,4 +65,4 @@ def test_planted_bugs_of_a_job_s_side_are_found() -> None:
 @pytest.mark.timeout(3600)
 def test_many_worlds_of_jobs_in_a_pool() -> None:
     for seed in range(2000, 3000):
-        simulate_pooled(seed)
+        live("pool", seed)

@@ -27,38 +27,38 @@ PLANTED = "outbox_not_emptied", "pool_yields_before_devices_are_free"
 @pytest.mark.nightly
 def test_more_runs_come_to_their_end() -> None:
     for seed in range(BATCH, 12):
-        simulate(seed)
+        simulate(draw_plan(seed))
 
 
 def test_fresh_seeds_do_too() -> None:
     """Whole worlds of seeds that no list has: they find what the fixed ones do not."""
     first = int.from_bytes(os.urandom(3), "big")
     for seed in range(first, first + FRESH):
-        simulate(seed)
+        simulate(draw_plan(seed))
 
 
 @pytest.mark.parametrize("seed", [2, 10])
 def test_what_agents_were_given_whole_is_trained_whatever_is_killed(seed: int) -> None:
     kills = [FaultKind.KILL_FRONT, FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_WORKER]
-    assert simulate(seed, draw_plan(seed, kills)).faults
+    assert simulate(draw_plan(seed, kills)).faults
 
 
 @pytest.mark.parametrize("seed", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_version_is_evaluated_once_whatever_is_killed(seed: int) -> None:
     kills = [FaultKind.KILL_ORCHESTRATOR, FaultKind.KILL_WORKER, FaultKind.KILL_TRAINER]
     plan = msgspec.structs.replace(draw_plan(seed, kills), evaluates=6)
-    assert simulate(seed, plan).faults
+    assert simulate(plan).faults
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nobody_is_fenced_for_the_orchestrators_own_silence(seed: int) -> None:
     """Whole worlds in which the orchestrator's machine is suspended."""
-    simulate(seed, draw_plan(seed, [FaultKind.HOLD_UP]))
+    simulate(draw_plan(seed, [FaultKind.HOLD_UP]))
 
 
 @pytest.mark.parametrize("seed", [4, 7])
 def test_no_peer_is_judged_by_the_time_that_the_machine_slept_and_leases_are(seed: int) -> None:
-    assert simulate(seed, draw_plan(seed, [FaultKind.SUSPEND])).faults
+    assert simulate(draw_plan(seed, [FaultKind.SUSPEND])).faults
 
 
 @pytest.mark.parametrize(("seed", "kind"), [(3, FaultKind.KILL_RANK), (4, FaultKind.HANG_RANK)])
@@ -66,33 +66,34 @@ def test_a_trainer_whose_rank_dies_or_hangs_is_replaced_and_leaves_no_half_check
     seed: int, kind: FaultKind
 ) -> None:
     """Whole worlds with ranks, of which one dies at a drawn moment."""
-    assert simulate(seed, draw_plan(seed, [kind])).faults
+    assert simulate(draw_plan(seed, [kind])).faults
 
 
 @pytest.mark.parametrize(("seed", "kind"), [(0, FaultKind.KILL_ENVIRONMENT), (3, FaultKind.HANG_ENVIRONMENT)])
 def test_episodes_go_on_as_if_nothing_were_where_their_env_workers_die_or_hang(seed: int, kind: FaultKind) -> None:
     """Whole worlds with env workers, whose episodes are compared with undisturbed ones."""
-    assert simulate(seed, draw_plan(seed, [kind])).faults
+    assert simulate(draw_plan(seed, [kind])).faults
 
 
 @pytest.mark.parametrize("lie", LASTING_SEEDS)
 def test_a_worker_that_lies_on_and_on_is_named_and_holds_nobody_up(lie: str) -> None:
     """A whole world for each lie, since a Byzantine worker is known by its time alone."""
     seed, kind = LASTING_SEEDS[lie], FaultKind(lie)
-    assert simulate(seed, draw_plan(seed, [kind])).faults
+    assert simulate(draw_plan(seed, [kind])).faults
 
 
 def test_runs_come_to_their_end_and_one_seed_gives_one_history_whatever_the_hashes() -> None:
     """In this process others were lived through before."""
     last = BATCH - 1
     program = "from elastic.system.imports import importing\nwith importing():\n"
-    program += f"    from elastic.testing.faults.shell.simulate import simulate\nprint(simulate({last}).history)"
+    program += "    from elastic.testing.faults.shell.simulate import SHELL_WORLDS, simulate\n"
+    program += f"print(simulate(SHELL_WORLDS['run'].draw({last}, ())).history)"
     command, environment = [sys.executable, "-c", program], os.environ | {"PYTHONHASHSEED": "2"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as elsewhere:
         for seed in range(last):
-            simulate(seed)
+            simulate(draw_plan(seed))
         told, _ = elsewhere.communicate()
-    assert told.strip() == simulate(last).history
+    assert told.strip() == simulate(draw_plan(last)).history
 
 
 def test_a_failure_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +102,7 @@ def test_a_failure_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyP
     plan = draw_plan(1, [FaultKind.CUT])
     some = msgspec.structs.replace(plan, faults=plan.faults[1:])
     with pytest.raises(WorldFailed, match="elastic simulate --faults --world run --seed 1 --only cut --keep 1"):
-        simulate(1, some)
+        simulate(some)
     assert shrunk(plan)[0].faults == ()
     assert shrunk(plan, limit_s=0)[0].faults == plan.faults
 

@@ -44,7 +44,7 @@ def test_worlds_are_for_faults(elastic) -> None:
     [
         (("--world", "moon"), "allowed: core, run, outside, pool, pool-shell"),
         (("--world", "core", "--only", "cut"), "--only is for --world run and --world outside and --world pool"),
-        (("--world", "pool", "--shrink-within", "3"), "--shrink-within is for --world run"),
+        (("--world", "pool-shell", "--shrink-within", "3"), "--shrink-within is for --world run and"),
         (("--world", "run", "--only", "cut,rain"), "unknown rain; allowed: kill_worker"),
         (("--world", "run", "--only", "kill_pool"), "unknown kill_pool"),
         (("--world", "run", "--only", "cut", "--keep", "99"), "allowed: none, or numbers from 0 to"),

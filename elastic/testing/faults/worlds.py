@@ -1,20 +1,17 @@
 """The worlds of faults by their names: each is drawn from a seed, lived through and checked."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from elastic.config import ConfigError
-from elastic.testing.faults.kinds import KINDS_OF_RUNS, FaultKind
+from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.outcome import Lived, WorldFailed
 
 if TYPE_CHECKING:
-    from elastic.testing.faults.shell.outside.plan import OutsidePlan
-    from elastic.testing.faults.shell.plan import WorldPlan
-    from elastic.testing.faults.shell.pooled.plan import PooledPlan
-
-PlanT = TypeVar("PlanT", "WorldPlan", "OutsidePlan", "PooledPlan")
+    from elastic.testing.faults.shell.simulate import Plan
 
 
 class WorldOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,15 +36,10 @@ def live(world: str, seed: int, options: WorldOptions = DRAWN) -> Lived:
     it."""
     if world not in WORLDS:
         raise ConfigError(f"--world: found {world}; allowed: {', '.join(WORLDS)}")
-    if world not in OF_THE_SHELL:
-        for option in ("only", "keep", "tell"):
-            if getattr(options, option):
-                named = "log" if option == "tell" else option
-                raise ConfigError(
-                    f"--{named} is for --world {' and --world '.join(OF_THE_SHELL)}, found --world {world}"
-                )
-    if world != "run" and options.shrink_s:
-        raise ConfigError(f"--shrink-within is for --world run, found --world {world}")
+    given = {"only": options.only, "keep": options.keep, "shrink-within": options.shrink_s, "log": options.tell}
+    if world not in OF_THE_SHELL and (option := next((name for name, value in given.items() if value), None)):
+        shell = " and --world ".join(OF_THE_SHELL)
+        raise ConfigError(f"--{option} is for --world {shell}, found --world {world}")
     return WORLDS[world](seed, options)
 
 
@@ -58,34 +50,18 @@ def _core(seed: int, _: WorldOptions) -> Lived:
     return Lived(events=outcome.events, faults=outcome.faults, history=outcome.history, state=outcome.state)
 
 
-def _run(seed: int, options: WorldOptions) -> Lived:
-    from elastic.testing.faults.shell.plan import draw_plan
+def _shell(world: str, seed: int, options: WorldOptions) -> Lived:
     from elastic.testing.faults.shell.shrink import shrunk
-    from elastic.testing.faults.shell.simulate import simulate
+    from elastic.testing.faults.shell.simulate import SHELL_WORLDS, simulate
 
-    plan = _kept(options.keep, draw_plan(seed, _kinds(options.only, KINDS_OF_RUNS)))
+    of = SHELL_WORLDS[world]
+    plan = _kept(options.keep, of.draw(seed, _kinds(options.only, of.kinds)))
     try:
-        return simulate(seed, plan, options.tell)
+        return simulate(plan, options.tell)
     except WorldFailed:
         if not options.shrink_s:
             raise
         raise shrunk(plan, options.shrink_s)[1] from None
-
-
-def _outside(seed: int, options: WorldOptions) -> Lived:
-    from elastic.testing.faults.shell.outside.plan import KINDS, draw_outside
-    from elastic.testing.faults.shell.outside.world import live_outside
-
-    plan = _kept(options.keep, draw_outside(seed, _kinds(options.only, KINDS)))
-    return live_outside(seed, plan, options.tell)
-
-
-def _pool(seed: int, options: WorldOptions) -> Lived:
-    from elastic.testing.faults.shell.pooled.plan import KINDS, draw_pooled
-    from elastic.testing.faults.shell.pooled.world import live_pooled
-
-    plan = _kept(options.keep, draw_pooled(seed, _kinds(options.only, KINDS)))
-    return live_pooled(plan, options.tell)
 
 
 def _pool_shell(seed: int, _: WorldOptions) -> Lived:
@@ -96,9 +72,7 @@ def _pool_shell(seed: int, _: WorldOptions) -> Lived:
 
 WORLDS: dict[str, Callable[[int, WorldOptions], Lived]] = {
     "core": _core,
-    "run": _run,
-    "outside": _outside,
-    "pool": _pool,
+    **{name: partial(_shell, name) for name in OF_THE_SHELL},
     "pool-shell": _pool_shell,
 }
 
@@ -110,7 +84,7 @@ def _kinds(names: str, allowed: Sequence[FaultKind]) -> list[FaultKind]:
     return [FaultKind(name) for name in wanted]
 
 
-def _kept(numbers: str, plan: PlanT) -> PlanT:
+def _kept(numbers: str, plan: "Plan") -> "Plan":
     """The plan with those of its faults that have these numbers."""
     if not numbers:
         return plan

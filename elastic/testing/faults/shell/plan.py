@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from random import Random
+from typing import ClassVar
 
 import msgspec
 
@@ -29,6 +30,7 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     `busy_s` each: workers hear of each change.
     """
 
+    world: ClassVar[str] = "run"
     seed: int
     steps: int
     groups: int

@@ -9,13 +9,12 @@ import msgspec
 
 from elastic.testing.faults.kinds import Fault
 from elastic.testing.faults.outcome import WorldFailed
-from elastic.testing.faults.shell.plan import WorldPlan
-from elastic.testing.faults.shell.simulate import simulate
+from elastic.testing.faults.shell.simulate import Plan, simulate
 
 SHRINK_S = 300.0
 
 
-def shrunk(plan: WorldPlan, limit_s: float = SHRINK_S) -> tuple[WorldPlan, WorldFailed]:
+def shrunk(plan: Plan, limit_s: float = SHRINK_S) -> tuple[Plan, WorldFailed]:
     """Return the plan with the fewest faults found within `limit_s`, or before an interrupt, and its failure. Any
     failure counts.
 
@@ -47,9 +46,9 @@ def _without_a_part(faults: Sequence[Fault], parts: int) -> list[tuple[Fault, ..
     return [(*faults[:begin], *faults[end:]) for begin, end in itertools.pairwise(bounds)]
 
 
-def _failure(plan: WorldPlan) -> WorldFailed | None:
+def _failure(plan: Plan) -> WorldFailed | None:
     try:
-        simulate(plan.seed, plan)
+        simulate(plan)
     except WorldFailed as failure:
         return failure
     return None

@@ -24,11 +24,7 @@ from elastic.testing.faults.shell.network import Network, NetworkLoop
 from elastic.testing.faults.shell.process import Process
 
 if TYPE_CHECKING:
-    from elastic.testing.faults.shell.outside.world import OutsideWorld
-    from elastic.testing.faults.shell.pooled.world import PooledWorld
-    from elastic.testing.faults.shell.simulate import RunWorld
-
-    DrivenWorld = RunWorld | PooledWorld | OutsideWorld
+    from elastic.testing.faults.shell.simulate import DrivenWorld
 
 STEPS_MAX = 4_000_000
 WORK_NS = 2_000
@@ -147,8 +143,8 @@ class Stage:
         return chosen, True
 
 
-def live_on_stage(name: str, world: "DrivenWorld", drawn: tuple[Fault, ...]) -> Lived:
-    """Live through a world of this name until it is over and no process is left, and check it. `drawn` are the faults
+def live_on_stage(world: "DrivenWorld", drawn: tuple[Fault, ...]) -> Lived:
+    """Live through a world until it is over and no process is left, and check it. `drawn` are the faults
     of its seed. Raises `WorldFailed`, also if it takes much too long."""
     stage, plan = world.stage, world.plan
     with stage.opened(plan.seed):
@@ -161,7 +157,7 @@ def live_on_stage(name: str, world: "DrivenWorld", drawn: tuple[Fault, ...]) -> 
             return world.outcome()
         except Exception as error:
             found = f"at {stage.clock.now_ns / NS_PER_S:.3f} s: {type(error).__name__}: {error}"
-            raise WorldFailed(name, plan.seed, found, options_of(plan.only, plan.faults, drawn)) from error
+            raise WorldFailed(plan.world, plan.seed, found, options_of(plan.only, plan.faults, drawn)) from error
 
 
 def _inject(world: "DrivenWorld", fault: Fault) -> None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from random import Random
+from typing import ClassVar
 
 from elastic.testing.faults.kinds import Fault, FaultKind, draw_fault
 from elastic.testing.faults.shell.plan import WorldPlan
 
-KINDS = (
+KINDS_OUTSIDE = (
     FaultKind.KILL_WORKER,
     FaultKind.KILL_TRAINER,
     FaultKind.KILL_ORCHESTRATOR,
@@ -40,6 +41,7 @@ class OutsidePlan(WorldPlan, frozen=True, kw_only=True):
     its own and is removed once it was answered; else they are written over each other. The journal forgets after
     `forget_mb`, and leases go back after `lull_s` without a request."""
 
+    world: ClassVar[str] = "outside"
     askers: int
     offered: int
     lasting: bool
@@ -51,7 +53,7 @@ def draw_outside(seed: int, only: Sequence[FaultKind] = ()) -> OutsidePlan:
     """Draw a plan by swarm testing, as `elastic.testing.faults.shell.plan.draw_plan` does."""
     rng = Random(f"{seed}/outside")
     among = 2 / 3 if only else rng.choice((1 / 8, 1 / 3, 2 / 3))
-    kinds = [kind for kind in only or KINDS if rng.random() < among] or list(only)
+    kinds = [kind for kind in only or KINDS_OUTSIDE if rng.random() < among] or list(only)
     count = rng.choice((4, 8, 16) if only else (0, 4, 8, 16, 32, 48)) if kinds else 0
     span_s = rng.uniform(5, SPAN_S)
     faults = sorted((draw_fault(rng, rng.choice(kinds), span_s) for _ in range(count)), key=lambda fault: fault.at_s)

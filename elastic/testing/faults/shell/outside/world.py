@@ -24,9 +24,9 @@ from elastic.testing.faults.shell.models import ModelTrainer
 from elastic.testing.faults.shell.outside.client import HOLD_S, OutsideClient
 from elastic.testing.faults.shell.outside.directories import OutsideDirectories
 from elastic.testing.faults.shell.outside.importer import WorldImporter, synced
-from elastic.testing.faults.shell.outside.plan import OutsidePlan, draw_outside
+from elastic.testing.faults.shell.outside.plan import OutsidePlan
 from elastic.testing.faults.shell.process import Process
-from elastic.testing.faults.shell.stage import Stage, Tell, live_on_stage
+from elastic.testing.faults.shell.stage import Stage
 from elastic.testing.faults.shell.world import BEGIN_AGAIN_S, World, settings_of
 from elastic.worker.agent import BuildEngine
 from elastic.worker.connection import Ticket
@@ -135,10 +135,3 @@ def _without_look(event: e.Event) -> e.Event:
         return event
     named = read_source(event.source).directory
     return msgspec.structs.replace(event, source=source_of_offer(OfferedWeights(named)), look="")
-
-
-def live_outside(seed: int, plan: OutsidePlan | None = None, tell: Tell | None = None) -> Lived:
-    """Live through one world. Missing arguments are drawn from the seed. Raises `WorldFailed`."""
-    plan = plan or draw_outside(seed)
-    drawn = draw_outside(plan.seed, plan.only).faults
-    return live_on_stage("outside", OutsideWorld(plan, Stage(plan.seed, tell)), drawn)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from random import Random
+from typing import ClassVar
 
 import msgspec
 
@@ -25,7 +26,7 @@ OF_RUNS = (
     FaultKind.ENVIRONMENT,
 )
 """Kinds of one job."""
-KINDS = (*KINDS_OF_POOLS, *OF_RUNS)
+KINDS_POOLED = (*KINDS_OF_POOLS, *OF_RUNS)
 SPAN_S = 40.0
 
 
@@ -45,6 +46,7 @@ class JobShape(msgspec.Struct, frozen=True, kw_only=True):
 class PooledPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A pool, its jobs and the faults in order. No fault begins after `end_s`."""
 
+    world: ClassVar[str] = "pool"
     seed: int
     rollout_nodes: int
     jobs: tuple[JobShape, ...]
@@ -60,7 +62,7 @@ def draw_pooled(seed: int, only: Sequence[FaultKind] = ()) -> PooledPlan:
     """Draw a plan by swarm testing, as `elastic.testing.faults.shell.plan.draw_plan` does."""
     rng = Random(f"{seed}/pooled")
     among = 2 / 3 if only else rng.choice((1 / 8, 1 / 3, 2 / 3))
-    kinds = [kind for kind in only or KINDS if rng.random() < among] or list(only)
+    kinds = [kind for kind in only or KINDS_POOLED if rng.random() < among] or list(only)
     count = rng.choice((16, 32, 48) if only else (0, 4, 8, 16, 32, 48)) if kinds else 0
     span_s = rng.uniform(5, SPAN_S)
     jobs = rng.choice((1, 2, 2))

@@ -38,7 +38,7 @@ from elastic.testing.faults.shell.injection import inject
 from elastic.testing.faults.shell.loops import Machine
 from elastic.testing.faults.shell.pooled.devices import NodeDevice
 from elastic.testing.faults.shell.pooled.job import JobWorld
-from elastic.testing.faults.shell.pooled.plan import PooledPlan, draw_pooled
+from elastic.testing.faults.shell.pooled.plan import PooledPlan
 from elastic.testing.faults.shell.pooled.processes import (
     FIRST_PID,
     KILLED,
@@ -49,10 +49,9 @@ from elastic.testing.faults.shell.pooled.processes import (
     StartedProcess,
 )
 from elastic.testing.faults.shell.process import Process
-from elastic.testing.faults.shell.stage import Stage, Tell, live_on_stage
+from elastic.testing.faults.shell.stage import Stage, Tell
 from policies.clusters import CLUSTER_POLICIES
 
-STEPS_MAX = 4_000_000
 LIVENESS_S = 900.0
 """Time for all jobs to end after the last fault."""
 CALLBACKS_MAX = 60
@@ -409,13 +408,3 @@ class _Programs(composed.PoolPrograms):
     ) -> w.StartResidentFrame:
         frame = super().resident(entry, placement, node, phase, ticket)
         return msgspec.structs.replace(frame, directory="", log="/dev/null")
-
-
-def live_pooled(plan: PooledPlan, tell: Tell | None = None) -> Lived:
-    """Run a world to its end. Raises `WorldFailed`, also if that takes much too long."""
-    return live_on_stage("pool", PooledWorld(plan, tell), draw_pooled(plan.seed, plan.only).faults)
-
-
-def simulate_pooled(seed: int) -> Lived:
-    """Run the world that a seed draws. Raises `WorldFailed`."""
-    return live_pooled(draw_pooled(seed))
