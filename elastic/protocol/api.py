@@ -1241,6 +1241,7 @@ class AuditEntry(_Resource):
     object: Literal["audit_entry"] = "audit_entry"
     at: Timestamp
     actor: KeyId
+    actor_name: str = Field(default="", description="of the person, else of the key; empty where it is known no more")
     action: str = Field(examples=["runs:write"])
     resource: str = Field(examples=[f"/v1/runs/run_{_ULID}"])
     project: ProjectId | None

@@ -184,7 +184,9 @@ def test_refusals_are_in_the_audit_log(shared_site: Site) -> None:
     refused = viewer.post("/v1/projects", json={"name": "x"})
     assert refused.json()["action"] == Action.SERVER_WRITE
     entries = shared_site.client().get("/v1/audit", params={"limit": 100}).json()["data"]
-    assert [e for e in entries if e["request_id"] == refused.json()["request_id"] and e["status"] == 403]
+    (noted,) = [e for e in entries if e["request_id"] == refused.json()["request_id"]]
+    me = viewer.get("/v1/me").json()
+    assert (noted["status"], noted["actor"], noted["actor_name"]) == (403, me["key"], me["name"])
 
 
 def things(site: Site, submission: Submission, project: str) -> dict[str, str]:

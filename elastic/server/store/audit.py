@@ -29,5 +29,5 @@ def write(
     )
 
 
-def as_entry(row: sa.RowMapping) -> AuditEntry:
-    return told(AuditEntry, row, at=rfc3339(row["at_us"]))
+def as_entry(row: sa.RowMapping, actor_name: str) -> AuditEntry:
+    return told(AuditEntry, row, at=rfc3339(row["at_us"]), actor_name=actor_name)

@@ -1,7 +1,9 @@
 """The audit log: who did what, and who was not let."""
 
+import functools
 from typing import Annotated
 
+import sqlalchemy as sa
 from fastapi import APIRouter, Depends, Request
 
 from elastic.protocol.api import AuditEntry, Listed
@@ -9,7 +11,7 @@ from elastic.server import ids
 from elastic.server.api.routes.common import CallerDep, Cursor, StateDep, cursor_of, listing, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.permissions import Action
-from elastic.server.store import audit
+from elastic.server.store import audit, people
 from elastic.server.store.tables import audit as audit_table
 
 router = APIRouter(prefix="/v1/audit", tags=["audit"], route_class=ModelRoute)
@@ -21,4 +23,9 @@ def list_entries(
 ) -> Listed[AuditEntry]:
     """List what was done, newest first."""
     with state.store.reading() as connection:
-        return listing(request, connection, audit_table, caller.seen_of(audit_table), cursor, audit.as_entry)
+        name_of = functools.cache(functools.partial(people.name_of, connection))
+
+        def entry(row: sa.RowMapping) -> AuditEntry:
+            return audit.as_entry(row, name_of(row["actor"]))
+
+        return listing(request, connection, audit_table, caller.seen_of(audit_table), cursor, entry)
