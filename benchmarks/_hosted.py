@@ -8,6 +8,7 @@ import contextlib
 import functools
 import ipaddress
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -70,10 +71,15 @@ values = columns.replace('"t_ns"', "?")
 copy = f"INSERT INTO events ({columns}) SELECT {values} FROM events WHERE seq = 1"
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
-end_s = time.monotonic() + random.Random(run.name).uniform(FROM_S, TO_S)
+sample = "INSERT INTO samples (t_ns, status) SELECT ?, json_set(status, '$.elapsed_s', ?) FROM samples LIMIT 1"
+begun_s = sampled_s = time.monotonic()
+end_s = begun_s + random.Random(run.name).uniform(FROM_S, TO_S)
 while time.monotonic() < end_s and not stopped:
     with journal:
         journal.execute(copy, (time.time_ns(),))
+        if time.monotonic() - sampled_s >= SAMPLE_EVERY_S:
+            sampled_s = time.monotonic()
+            journal.execute(sample, (int(1e9 * (sampled_s - begun_s)), sampled_s - begun_s))
     time.sleep(EVERY_S)
 with journal:
     said = "stopped: told to" if stopped else "finished"
@@ -82,15 +88,17 @@ with journal:
 UP_TIMEOUT_S = 60.0
 
 
-def write_job(directory: Path, from_s: float, to_s: float, every_s: float) -> Path:
-    """A job's program, and the journal that it begins with. It takes a while and makes an event every so often."""
+def write_job(directory: Path, from_s: float, to_s: float, every_s: float, sample_every_s: float) -> Path:
+    """A job's program, and the journal that it begins with. It takes a while, and makes an event and a sample every so
+    often."""
     from elastic.config import JournalConfig, validate
     from elastic.core import events as e
-    from elastic.runtime.journal import RunDirectory, event_row
+    from elastic.runtime.journal import RunDirectory, SampleRow, event_row
+    from tests.journal_rows import run_status
 
     directory.mkdir()
     made = RunDirectory(directory).begin_journal(validate(JournalConfig, {}, "a job"), notes={"run": "job"})
-    made.append(event_row(e.StopRequested(reason="a job's event"), 1))
+    made.append(event_row(e.StopRequested(reason="a job's event"), 1), SampleRow(t_ns=0, status=run_status()))
     made.durable().result()
     made.close()
     (path,) = RunDirectory(directory).journal_paths()
@@ -99,8 +107,9 @@ def write_job(directory: Path, from_s: float, to_s: float, every_s: float) -> Pa
     path.rename(directory / "template.sqlite")
     job = directory / "job.py"
     text = JOB
-    for name, value in (("FROM_S", from_s), ("TO_S", to_s), ("EVERY_S", every_s)):
-        text = text.replace(name, str(value))
+    told = {"FROM_S": from_s, "TO_S": to_s, "SAMPLE_EVERY_S": sample_every_s, "EVERY_S": every_s}
+    for name, value in told.items():
+        text = text.replace(name, f"float('{value}')")
     job.write_text(text)
     return job
 
@@ -158,11 +167,12 @@ class HostedSite:
         database: str = "",
         pools: tuple[Path, ...] = (),
         parts: Sequence[Part] = ("api", "runner"),
+        sample_every_s: float = math.inf,
     ) -> Iterator["HostedSite"]:
         """A site whose runs are those of `write_job`, with these processes up until the block is left. Without a runner
         runs stay as they are written down."""
         home = Path(tempfile.mkdtemp(prefix="elastic-hosted-"))
-        site = cls(home, write_job(home / "job", from_s, to_s, every_s), database, pools)
+        site = cls(home, write_job(home / "job", from_s, to_s, every_s, sample_every_s), database, pools)
         try:
             site._prepare()
             for part in parts:

@@ -2,14 +2,15 @@
 
 For each database a server of its own, and its runner. `RUNS` runs (a tenth with `--quick`) are in the store, one of
 them with a long history; `SSE_CLIENTS` streams over one shared client follow the events of the jobs that go on, and
-`PAGES` browsers have the server's pages open, each with its stream of changes. Reads come at `READS_PER_S`: mostly
-single runs and pages of them, some of what is in journals (trajectories, workers, metrics, a report) and of what those
-browsers ask for. The load comes from a process of its own, and each read counts from the moment at which it was due:
-what a slow answer holds up counts as slow, too.
+`PAGES` browsers have the server's pages open: each has its stream of changes, and asks what its view asks of a run that
+changes all the time. Reads of other clients come at `READS_PER_S`: mostly single runs and pages of them, some of what
+is in journals (trajectories, workers, metrics, a report). The load comes from a process of its own, and each read
+counts from the moment at which it was due: what a slow answer holds up counts as slow, too.
 
 - `p50_ms`, `p99_ms`: until a read is answered whole; `late_ms_p99` of that is the load's own, from due to sent.
 - `event_delay_ms_p99`: from the moment at which a job made an event until a client has read it.
-- `pages`: browsers whose stream of changes still stands at the end.
+- `pages`, `pages_per_s`, `pages_p99_ms`: browsers whose stream of changes still stands at the end, what they asked, and
+  until that was answered.
 - `server_cores`, `load_cores`: processors that the server, and the load itself, kept busy on average.
 - `viewer_streams`, `viewer_refused`, `others_p99_ms`: of `VIEWER_STREAMS` streams that one viewer opens, those that
   stand and those that are refused, and until a read of others, of whom `OTHERS_PER_S` come, is answered after that;
@@ -21,12 +22,13 @@ import asyncio
 import contextlib
 import itertools
 import random
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -59,6 +61,8 @@ PAGES = 50
 JOBS = 10
 EVERY_S = 0.5
 """Between two events of a job."""
+SAMPLE_EVERY_S = 1.0
+"""Between two moments of a job's figures, as a run has them."""
 READS_PER_S, OTHERS_PER_S = 200.0, 50.0
 """Of the load, which may be more than a small machine's server can answer, and of the others beside the viewer."""
 CONNECTIONS = 40
@@ -90,6 +94,7 @@ class LoadMeasured:
     load_cpu_s: float = 0.0
     streams_lost: int = 0
     pages: int = 0
+    pages_ms: list[float] = field(default_factory=list[float])
     others_ms: list[float] = field(default_factory=list[float])
     viewer_streams: int = 0
     viewer_refused: int = 0
@@ -100,6 +105,55 @@ class ToldEvent(msgspec.Struct):
     """When a job made an event, of all that is told of it."""
 
     at_s: float
+
+
+class DueRead(NamedTuple):
+    """When a read is due, in seconds since the load began, and whose it is."""
+
+    due_s: float
+    request: bytes
+    of_page: bool = False
+
+
+class FollowedJob(NamedTuple):
+    """A job as pages have it open: how long it went on, and its last event, when the load begins."""
+
+    id: str
+    elapsed_s: float
+    journal: str
+    event: int
+
+    def asked(self, view: int, other: "FollowedJob", at_s: float) -> Iterator[tuple[float, str]]:
+        """What a page with this view asks then, and in how many seconds again: as `elastic/server/api/page` does, and
+        Chromium's requests to a server show, of a run that changes every second. A list of runs asks nothing more."""
+        run, since_s = f"/v1/runs/{self.id}", self.elapsed_s + at_s - 2.0
+        news = f"metrics?samples=600&steps=600&after_s={max(0.0, since_s):.3f}"
+        event = f"{self.journal}-{self.event + int(max(0.0, at_s - 2.0) / EVERY_S)}"
+        match view:
+            case 0:  # The run.
+                yield 2.0, f"{run}/budget"
+                yield 2.0, f"{run}/{news}"
+            case 1:  # Its workers.
+                yield 2.0, f"{run}/workers?limit=100"
+                yield 2.0, f"{run}/offers?limit=100"
+            case 2:  # Its events.
+                yield 2.0, f"{run}/events?routine=false&after={event}&follow=false"
+            case 3:  # Its logs.
+                yield 1.5, f"{run}/logs?source=process&tail=1000&follow=false"
+                yield 2.0, f"{run}/log-sources"
+            case 4:  # Two compared.
+                yield 3.0, f"{run}/{news}"
+                yield 3.0, f"/v1/runs/{other.id}/{news}"
+            case 5:  # Providers.
+                phases = "&".join(f"phase={one}" for one in ("starting", "running", "restarting", "stopping"))
+                yield 5.0, "/v1/providers"
+                yield 5.0, f"/v1/runs?limit=100&{phases}"
+                yield 5.0, f"{run}/offers?limit=100"
+            case _:
+                return
+
+
+VIEWS = 7
 
 
 decode = msgspec.json.Decoder(ToldEvent).decode
@@ -118,12 +172,13 @@ def main(arguments: Arguments) -> Figures:
 
 def measure(database: str, load_s: float, count: int) -> Figures:
     outlasts_s = 4 * UP_S + 2 * load_s
-    with HostedSite.up(outlasts_s, outlasts_s, EVERY_S, database) as site:
+    with HostedSite.up(outlasts_s, outlasts_s, EVERY_S, database, sample_every_s=SAMPLE_EVERY_S) as site:
         long_run = fill(site, count)
         with sync_client(site.url, by_proxy=False, base_url=site.url, headers=_headers(site), timeout=UP_S) as client:
             jobs = _begun(client)
             viewer, browsers = (_key(client, name) for name in ("viewer", "browsers"))
-            measured = run_loop(load(site, jobs, long_run, load_s, viewer, browsers))
+            followed = [_followed(client, job) for job in jobs]
+            measured = run_loop(load(site, followed, long_run, load_s, viewer, browsers))
             listed = sum(1 for _ in _listed(client))
     answers, late, delays = (np.array(one) for one in (measured.answers_ms, measured.late_ms, measured.delays_ms))
     return {
@@ -136,6 +191,8 @@ def measure(database: str, load_s: float, count: int) -> Figures:
         "late_ms_p99": float(np.percentile(late, 99)),
         "sse_clients": SSE_CLIENTS - measured.streams_lost,
         "pages": measured.pages,
+        "pages_per_s": len(measured.pages_ms) / measured.load_s,
+        "pages_p99_ms": float(np.percentile(measured.pages_ms, 99)),
         "events": len(delays),
         "event_delay_ms_p99": float(np.percentile(delays, 99)) if len(delays) else None,
         "viewer_streams": measured.viewer_streams,
@@ -245,6 +302,13 @@ def _key(client: httpx.Client, name: str) -> str:
     return client.post("/v1/keys", json=new_key).raise_for_status().json()["secret"]
 
 
+def _followed(client: httpx.Client, job: str) -> FollowedJob:
+    run = client.get(f"/v1/runs/{job}").raise_for_status().json()
+    told = client.get(f"/v1/runs/{job}/events?follow=false&tail=1").raise_for_status().text
+    *_, last = re.findall(r"^id: (.+)-(\d+)$", told, re.MULTILINE)
+    return FollowedJob(job, run["figures"]["elapsed_s"], last[0], int(last[1]))
+
+
 def _is_under_way(client: httpx.Client, job: str) -> bool:
     return client.get(f"/v1/runs/{job}").json()["phase"] != RunPhase.PENDING
 
@@ -262,31 +326,47 @@ def _listed(client: httpx.Client) -> Iterator[dict[str, Any]]:
 def _paths(jobs: list[str], long_run: str) -> list[str]:
     """What is read, each as often as any other."""
     whole = ["/v1/runs?limit=20", "/v1/me", "/v1/runs?phase=running", *(f"/v1/runs/{job}" for job in jobs)]
-    some = random.Random(SEED).sample(jobs, 2)
     parts = [
         *("trajectories?limit=20", "trajectories?limit=20&order=reward", f"trajectories?step={STEPS // 2}"),
         *("workers?limit=20", "leases?limit=20", "metrics?samples=100", "report"),
     ]
     histories = [f"/v1/runs/{long_run}/{part}" for part in parts]
-    pages = ("budget", "metrics?samples=600&steps=600&after_step=1", "events?follow=false&routine=false&tail=200")
-    shown = [f"/v1/runs/{run}/{part}" for run in some for part in ("workers", "metrics", *pages)]
-    return [*whole, *whole, *histories, *shown]
+    return [*whole, *whole, *histories]
+
+
+def _reads_of(requests: list[bytes], per_s: float, for_s: float) -> list[DueRead]:
+    """Reads that come evenly, each of them one of these."""
+    chance = random.Random(SEED)
+    return [DueRead(number / per_s, chance.choice(requests)) for number in range(round(per_s * for_s))]
+
+
+def _pages_reads(jobs: list[FollowedJob], host: str, key: str, from_s: float, for_s: float) -> Iterator[DueRead]:
+    """What the pages ask within a part of the load, which begins so many seconds after its beginning."""
+    chance = random.Random(SEED)
+    for number in range(PAGES):
+        job, other = chance.sample(jobs, 2)
+        for asked, (every_s, _) in enumerate(job.asked(number % VIEWS, other, 0.0)):
+            due_s = chance.uniform(0.0, every_s)
+            while due_s < for_s:
+                path = [path for _, path in job.asked(number % VIEWS, other, from_s + due_s)][asked]
+                yield DueRead(due_s, request(path, host, key), of_page=True)
+                due_s += every_s
 
 
 async def load(
-    site: HostedSite, jobs: list[str], long_run: str, load_s: float, viewer: str, browsers: str
+    site: HostedSite, jobs: list[FollowedJob], long_run: str, load_s: float, viewer: str, browsers: str
 ) -> LoadMeasured:
     """Streams and reads, for a while. Browsers have a key of their own: a key has 256 requests in work at most."""
     measured, server = LoadMeasured(), psutil.Process(site.processes["api"].pid)
     host, loop = f"{HOST}:{site.port}", asyncio.get_running_loop()
     up = [asyncio.Event() for _ in range(SSE_CLIENTS)]
 
-    def follower(job: str, up: asyncio.Event) -> EventStream:
+    def follower(job: FollowedJob, up: asyncio.Event) -> EventStream:
         def told(data: bytes) -> None:
             up.set()
             measured.delays_ms.append(1e3 * (time.time() - decode(data).at_s))
 
-        return EventStream(request(f"/v1/runs/{job}/events", host, site.secret), told)
+        return EventStream(request(f"/v1/runs/{job.id}/events", host, site.secret), told)
 
     streams = [
         await loop.create_connection(partial(follower, job, one), HOST, site.port)
@@ -300,13 +380,16 @@ async def load(
         for _, page in pages:
             await page.answered.wait()
     pool = ReadPool(HOST, site.port)
-    reads = [request(path, host, site.secret) for path in _paths(jobs, long_run)]
+    reads = [request(path, host, site.secret) for path in _paths([job.id for job in jobs], long_run)]
+    from_s = 0.0
     async with pool.opened(CONNECTIONS):
         for share in (WARM_SHARE, 1.0 - WARM_SHARE):
-            for kept in (measured.answers_ms, measured.late_ms, measured.delays_ms):
+            for kept in (measured.answers_ms, measured.late_ms, measured.delays_ms, measured.pages_ms):
                 kept.clear()
             began_s, used_s, own_s = time.monotonic(), _cpu_s(server), time.process_time()
-            await _read_openly(pool, reads, measured, share * load_s)
+            of_pages = _pages_reads(jobs, host, browsers, from_s, share * load_s)
+            await _read_openly(pool, [*_reads_of(reads, READS_PER_S, share * load_s), *of_pages], measured)
+            from_s += share * load_s
             measured.load_s = time.monotonic() - began_s
             measured.server_cpu_s, measured.load_cpu_s = _cpu_s(server) - used_s, time.process_time() - own_s
             measured.rss_mb_warm, measured.rss_mb_end = measured.rss_mb_end, server.memory_info().rss / 2**20
@@ -314,7 +397,7 @@ async def load(
         measured.pages = sum(not page.over for _, page in pages)
         for transport, _ in (*streams, *pages):
             transport.abort()
-        await _beside_a_viewer(site, jobs[0], viewer, pool, reads, measured, load_s)
+        await _beside_a_viewer(site, jobs[0].id, viewer, pool, reads, measured, load_s)
     return measured
 
 
@@ -343,7 +426,8 @@ async def _beside_a_viewer(
             await stream.answered.wait()
     measured.viewer_opened_s = time.monotonic() - began_s
     others = LoadMeasured()
-    await _read_openly(pool, reads, others, VIEWER_S if load_s > VIEWER_S else VIEWER_QUICK_S, OTHERS_PER_S)
+    for_s = VIEWER_S if load_s > VIEWER_S else VIEWER_QUICK_S
+    await _read_openly(pool, _reads_of(reads, OTHERS_PER_S, for_s), others)
     measured.others_ms = others.answers_ms
     measured.failures += others.failures
     measured.viewer_streams = sum(not stream.over and not stream.refused for _, stream in opened)
@@ -357,26 +441,24 @@ def _cpu_s(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-async def _read_openly(
-    pool: ReadPool, reads: list[bytes], measured: LoadMeasured, for_s: float, per_s: float = READS_PER_S
-) -> None:
+async def _read_openly(pool: ReadPool, reads: list[DueRead], measured: LoadMeasured) -> None:
     """Reads at their times, whether or not others have been answered."""
-    chance = random.Random(SEED)
     began_s = time.monotonic()
 
-    async def read(request: bytes, due_s: float) -> None:
+    async def read(one: DueRead) -> None:
+        due_s = began_s + one.due_s
         measured.late_ms.append(1e3 * (time.monotonic() - due_s))
         try:
-            measured.failures += await pool.get(request, READ_TIMEOUT_S) != 200
+            measured.failures += await pool.get(one.request, READ_TIMEOUT_S) not in (200, 204)
         except (ServerHungUp, TimeoutError, OSError):
             measured.failures += 1
-        measured.answers_ms.append(1e3 * (time.monotonic() - due_s))
+        kept = measured.pages_ms if one.of_page else measured.answers_ms
+        kept.append(1e3 * (time.monotonic() - due_s))
 
     async with asyncio.TaskGroup() as tasks:
-        for number in range(round(per_s * for_s)):
-            due_s = began_s + number / per_s
-            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            tasks.create_task(read(chance.choice(reads), due_s))
+        for one in sorted(reads):
+            await asyncio.sleep(max(0.0, began_s + one.due_s - time.monotonic()))
+            tasks.create_task(read(one))
 
 
 if __name__ == "__main__":
