@@ -262,7 +262,12 @@ def make_site(home: Path, database: str = "") -> Site:
     (models / "policy").mkdir(parents=True)
     (home / "server").mkdir()
     settings = ServerSettings(
-        home=home / "server", database=database, models=(models,), shared_trust=True, feed_interval_s=0.01
+        home=home / "server",
+        database=database,
+        models=(models,),
+        shared_trust=True,
+        feed_interval_s=0.01,
+        check_timeout_s=120.0,
     )
     known = None
     if (file := sqlite_path(settings.database_url)) is not None:
