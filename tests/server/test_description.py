@@ -28,8 +28,8 @@ def test_examples_are_what_their_models_allow(shared_site: Site) -> None:
         for body in (operation.get("requestBody", {}), *operation["responses"].values()):
             said = body.get("content", {}).get("application/json", {})
             name = str(said.get("schema", {}).get("$ref", "")).rpartition("/")[2]
-            if name.startswith("Listed_"):
-                (shown[name.removeprefix("Listed_").rstrip("_")],) = said["example"]["data"]
+            if listed := re.fullmatch("Listed(?:OfRun)?_(.+)_", name):
+                (shown[listed[1]],) = said["example"]["data"]
             elif name:
                 shown[name] = said["example"]
     for name, example in shown.items():

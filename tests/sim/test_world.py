@@ -478,7 +478,7 @@ def test_overtaken_tokens_alone_are_dropped_by_token_and_replayed_alike() -> Non
 
 def _train_on_all(device: TrainerDevice, step: int, group: Group, slot: int) -> None:
     """Without a word of which tokens are too old."""
-    device._tell(c.TrainGroup(group=group.id, trajectories=tuple(group.finished), step=step, slot=slot))
+    device._send_order(c.TrainGroup(group=group.id, trajectories=tuple(group.finished), step=step, slot=slot))
 
 
 @pytest.mark.parametrize(
