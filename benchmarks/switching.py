@@ -3,16 +3,21 @@
 Live, in real processes, one for each side:
 
 - rollout: an engine of the model; cold is a process that starts, pulls the weights off a relay and says a token.
+- vllm: as rollout, with vLLM's engine, whose process is started anew or sleeps. Not with `--quick`; where vLLM is not
+  installed, here or by `make test-vllm`: `skipped_because`. On a CPU its weights stay where they are as it sleeps, so
+  there is nothing to copy.
 - train: a trainer with masters, moments and the gradients of a step under way; cold is a process that starts, reads its
   checkpoint and trains a group.
 
 Warm they park and resume in turn. Figures are medians, in seconds. `cold_bare_s` is `cold_s` without interpreter and
-imports; `warm_s` goes from resuming until the token or the trained group is there; `memcpy_s` copies as many bytes from
-warm memory to warm memory in the same process. `cold_over_warm` is the smallest `cold_s` over `resume_s` of all,
-`resume_over_memcpy` the largest `resume_s` over `memcpy_s`.
+imports; `warm_s` goes from resuming until the token or the trained group is there: `resume_s`, then `work_s`;
+`memcpy_s` copies as many bytes from warm memory to warm memory in the same process. `cold_over_resume` and
+`cold_over_warm` are the smallest `cold_s` over `resume_s` and over `warm_s` of all, `resume_over_memcpy` is the largest
+`resume_s` over `memcpy_s`.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,19 +28,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import Arguments, Figures, benchmark
+from benchmarks import ROOT
+from benchmarks._common import Arguments, Figures, benchmark, skipped_without_vllm
 from benchmarks._shapes import SHAPES
 
 COLD_TIMES, WARM_TIMES = 3, 7
-MODELS = {"rollout": ["140m"], "train": ["48m"]}
-"""By side, names of shapes."""
+MODELS = {"rollout": "140m", "vllm": "140m", "train": "48m"}
+"""By side, the name of a shape."""
+HAS_VLLM = ROOT / ".cache" / "vllm-venv" / "bin" / "python"
 PROCESS_TIMEOUT_S = 600.0
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         _, _, side, model, directory, times = sys.argv
-        {"rollout": _rollout, "train": _train}[side](model, Path(directory), int(times))
+        if side == "train":
+            _train(model, Path(directory), int(times))
+        else:
+            _rollout(side, model, Path(directory), int(times))
         return
     benchmark(__doc__, measured)
 
@@ -43,27 +53,44 @@ def main() -> None:
 def measured(arguments: Arguments) -> Figures:
     cold_times, warm_times = (1, 3) if arguments.quick else (COLD_TIMES, WARM_TIMES)
     figures: Figures = {}
-    for side, models in MODELS.items():
-        for model in models:
-            with tempfile.TemporaryDirectory() as directory:
-                _prepare(side, model, Path(directory))
-                runs = [_run(side, model, directory, warm_times) for _ in range(cold_times)]
-            figures.setdefault(side, {})[model] = {
-                key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "ratios"
-            } | {"resume_over_memcpy_all": sorted(ratio for run in runs for ratio in run["ratios"])}
-    each = [figure for models in figures.values() for figure in models.values()]
+    for side, model in MODELS.items():
+        if side == "vllm" and (why := "it takes too long for --quick" if arguments.quick else _why_no_vllm()):
+            figures[side] = {"skipped_because": why}
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            _run(side, model, directory, 0)
+            runs = [_run(side, model, directory, warm_times) for _ in range(cold_times)]
+        ratios = sorted(ratio for run in runs for ratio in run.pop("ratios"))
+        middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        figures[side] = {model: middle | ({"resume_over_memcpy_all": ratios} if ratios else {})}
+    each = [figures[side][model] for side, model in MODELS.items() if model in figures[side]]
     return figures | {
-        "cold_over_warm": min(figure["cold_s"] / figure["resume_s"] for figure in each),
-        "resume_over_memcpy": max(figure["resume_s"] / figure["memcpy_s"] for figure in each),
+        "cold_over_resume": min(figure["cold_s"] / figure["resume_s"] for figure in each),
+        "cold_over_warm": min(figure["cold_s"] / figure["warm_s"] for figure in each),
+        "resume_over_memcpy": max(figure["resume_s"] / figure["memcpy_s"] for figure in each if "memcpy_s" in figure),
         "kind": "live, on this machine's CPU: the device is an arena",
     }
 
 
+def _why_no_vllm() -> str:
+    return "" if HAS_VLLM.exists() else skipped_without_vllm()
+
+
 def _run(side: str, model: str, directory: str, times: int) -> Figures:
-    """One process, from its start: what it says of itself, and how long it took until it had the device."""
+    """One process, from its start: what it says of itself, and how long it took until it had the device. With no
+    `times` it prepares weights on a relay, or a checkpoint."""
     began_s = time.monotonic()
-    command = [sys.executable, __file__, "--child", side, model, directory, str(times)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=PROCESS_TIMEOUT_S)
+    python = str(HAS_VLLM) if side == "vllm" and HAS_VLLM.exists() else sys.executable
+    done = subprocess.run(
+        [python, __file__, "--child", side, model, directory, str(times)],
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+        timeout=PROCESS_TIMEOUT_S,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    if not times:
+        return {}
     found = json.loads(done.stdout.splitlines()[-1])
     return {"cold_s": found.pop("first_at_s") - began_s, **found}
 
@@ -72,7 +99,7 @@ def _warm(
     times: int, parkable: Any, state_copies: Callable[[int], float], work: Callable[[], None], marks: dict[str, float]
 ) -> None:
     """Parks and resumes in turn, each beside a bare copy of as many bytes, and says what was measured."""
-    rows: list[tuple[float, float, float, float]] = []
+    rows: list[dict[str, float]] = []
     parked = resumed = parkable.park()
     for _ in range(times):
         resumed_at_s = time.monotonic()
@@ -80,16 +107,15 @@ def _warm(
         work()
         warm_s = time.monotonic() - resumed_at_s
         parked = parkable.park()
-        rows.append((resumed.seconds, parked.seconds, warm_s, state_copies(resumed.state_bytes)))
-    resume_s, park_s, warm_s, memcpy_s = (statistics.median(column) for column in zip(*rows, strict=True))
-    found = {
-        "resume_s": resume_s,
-        "park_s": park_s,
-        "warm_s": warm_s,
-        "memcpy_s": memcpy_s,
+        row = {"resume_s": resumed.seconds, "work_s": warm_s - resumed.seconds, "warm_s": warm_s}
+        row |= {"park_s": parked.seconds}
+        if resumed.state_bytes:
+            row |= {"memcpy_s": state_copies(resumed.state_bytes)}
+        rows.append(row)
+    found = {key: statistics.median(row[key] for row in rows) for key in rows[0]} | {
         "state_bytes": resumed.state_bytes,
         "rest_bytes": parked.rest_bytes,
-        "ratios": [row[0] / row[3] for row in rows],
+        "ratios": [row["resume_s"] / row["memcpy_s"] for row in rows if "memcpy_s" in row],
     }
     print(json.dumps({**marks, **found}), flush=True)
 
@@ -111,17 +137,12 @@ def _bare_copies() -> Callable[[int], float]:
     return copy_s
 
 
-def _prepare(side: str, model: str, directory: Path) -> None:
-    """Weights on a relay, or a checkpoint, by a process that ends."""
-    command = [sys.executable, __file__, "--child", side, model, str(directory), "0"]
-    subprocess.run(command, check=True, timeout=PROCESS_TIMEOUT_S)
-
-
-def _rollout(model: str, directory: Path, times: int) -> None:
+def _rollout(side: str, model: str, directory: Path, times: int) -> None:
     import torch
 
     from elastic.config import EngineConfig
     from elastic.core.types import SamplingParameters, WeightMode
+    from elastic.engine import create_engine
     from elastic.engine.base import GenerateRequest
     from elastic.engine.model.checkpoint import model_tensors
     from elastic.engine.model.config import Qwen3Config
@@ -141,8 +162,10 @@ def _rollout(model: str, directory: Path, times: int) -> None:
         publish_keyframe(DirectoryRelay(directory / "relay"), "run", 1, tensors, config.to_dict(), key)
         key_file.write_text(key.public)
         return
-    settings = {"kind": "torch", "device": "cpu", "max_context_tokens": 64, "kv_blocks": 16, "max_batch": 4}
-    engine = TorchEngine(config, EngineConfig.model_validate(settings))
+    kind = {"kind": "vllm", "kv_block_tokens": 32} if side == "vllm" else {"kind": "torch", "device": "cpu"}
+    settings = {**kind, "max_context_tokens": 64, "kv_blocks": 16, "max_batch": 4}
+    wanted = EngineConfig.model_validate(settings)
+    engine = create_engine(config.to_dict(), wanted) if side == "vllm" else TorchEngine(config, wanted)
     said = threading.Event()
     engine.start(lambda chunks: said.set())
     source = RelaySource(run="run", version=1, relay=str(directory / "relay"), publisher=key_file.read_text())

@@ -1,6 +1,7 @@
 """`elastic pool`: a pool's start and its supervisor, how it stands, its end."""
 
 import asyncio
+import contextlib
 import os
 import select
 import subprocess
@@ -18,7 +19,7 @@ from rich.text import Text
 
 from elastic.cli.options import AsJson, JobCommandIdOption, PoolsDirectory, group
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
-from elastic.cli.supervise import keep_up
+from elastic.cli.supervise import Standby, keep_up
 from elastic.cli.tables import FittedListing, listing
 from elastic.cli.ticket import hand_out
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, pool_devices, save_pool
@@ -447,9 +448,16 @@ def supervise_pool(directory: Path, restarts_max: int) -> int:
     command = [sys.executable, "-m", "elastic.cli", "pool-run", str(directory)]
     ends = (0, EXIT_BAD_INPUT, EXIT_INTERRUPTED)
     what = "the pool's process"
-    with claimed(directory, SUPERVISOR):
+    with claimed(directory, SUPERVISOR), contextlib.closing(Standby("--standby")) as standby:
         return keep_up(
-            command, lambda status: status not in ends, restarts_max, what, settled_s=SETTLED_S, forgives=True
+            command,
+            lambda status: status not in ends,
+            restarts_max,
+            what,
+            settled_s=SETTLED_S,
+            forgives=True,
+            start=standby.start,
+            settles=lambda: standby.prepare(command),
         )
 
 

@@ -1,6 +1,7 @@
 """A pool's own process, its supervisor, the node agent of a node and the relay of a site: each imports no more than it
 needs."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from elastic.system.imports import importing
 def pool_run(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The pool's directory.")],
     supervise: Annotated[int | None, typer.Option(min=0, help="Instead: keep such a process up.")] = None,
+    standby: Annotated[bool, typer.Option("--standby", help="Begin by a line on standard input.")] = False,
 ) -> int:
     """Be the process of a pool, or its supervisor.
 
@@ -25,6 +27,8 @@ def pool_run(
     with importing():
         from elastic.compose.pool import run_pool
 
+    if standby and sys.stdin.readline() == "":
+        return 0
     return run_pool(directory)
 
 

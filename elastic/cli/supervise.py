@@ -20,6 +20,7 @@ from elastic.system.signals import INTERRUPT, handled
 from elastic.system.supervision import how_ended
 
 RETRY_BASE_S, RETRY_MAX_S = 1.0, 30.0
+BEGIN = b"begin\n"
 SETTLED_S = 60.0
 """A process that has lived so long did not die of how it began: the next one is started at once."""
 
@@ -64,17 +65,23 @@ def keep_up(
     forgives: bool = False,
     start: Callable[[Sequence[str]], "subprocess.Popen[bytes]"] = subprocess.Popen,
     wait: Callable[[float], None] = time.sleep,
+    settles: Callable[[], object] = lambda: None,
 ) -> int:
     """Start the command again, with back-off, whenever its process has died; returns the exit code of the last one.
 
     `died` judges an exit status. A process that was up for `settled_s` is replaced at once; with `forgives`, restarts
-    before it do not count. Signals go to the process that there is.
+    before it do not count. `settles` is called once one has been up for so long. Signals go to the process that there
+    is.
     """
     restarts = failures = 0
     while True:
         began_s = time.monotonic()
         with _forwarding(start(command)) as process:
-            status = process.wait()
+            try:
+                status = process.wait(settled_s)
+            except subprocess.TimeoutExpired:
+                settles()
+                status = process.wait()
         lived_s = time.monotonic() - began_s
         how = how_ended(status)
         if not died(status):
@@ -96,6 +103,34 @@ def keep_up(
         if outage or not settled:
             wait(delay_s)
             failures += 1
+
+
+class Standby:
+    """The next process of a command, which has imported what it needs and begins by a line on its standard input. It
+    ends without one, as when the process that started it is gone."""
+
+    def __init__(self, option: str) -> None:
+        self._option = option
+        self._waiting: subprocess.Popen[bytes] | None = None
+
+    def prepare(self, command: Sequence[str]) -> None:
+        if self._waiting is None:
+            self._waiting = subprocess.Popen([*command, self._option], stdin=subprocess.PIPE)
+
+    def start(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+        """Have the process that waits begin, or start one if none does."""
+        process, self._waiting = self._waiting, None
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(BEGIN)
+                process.stdin.flush()
+                return process
+        return subprocess.Popen(command)
+
+    def close(self) -> None:
+        if self._waiting is not None and self._waiting.stdin is not None:
+            self._waiting.stdin.close()
+            self._waiting.wait()
 
 
 def _died(run_dir: Path, status: int) -> bool:

@@ -65,11 +65,14 @@ def victims(kind: str, pool: Path, jobs: Sequence[dict[str, Any]]) -> list[psuti
             case "an orchestrator":
                 return {"run", "--resume"} <= words and bool(words & runs)
             case "the pool's process":
-                return "pool-run" in words and "--supervise" not in words and _is(command[-1], directory)
+                of_pool = any(_is(word, directory) for word in command[1:])
+                return "pool-run" in words and "--supervise" not in words and of_pool
             case _:
                 return "pool-host" in words and environment.get("ELASTIC_POOL_RECORDS", "").startswith(f"{directory}/")
 
-    return processes(matches)
+    found = processes(matches)
+    # Its successor waits beside it, and listens nowhere.
+    return [one for one in found if one.net_connections()] if kind == "the pool's process" else found
 
 
 def _is(path: str, directory: str) -> bool:

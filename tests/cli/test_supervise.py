@@ -71,6 +71,19 @@ def test_what_had_settled_is_replaced_at_once_and_forgiven(
     assert capsys.readouterr().err.count("again at once (1 of 1)") == 4
 
 
+def test_what_has_settled_has_a_successor_that_begins_by_a_line_and_ends_without_one() -> None:
+    waits = "import sys; sys.exit(0 if sys.argv[1:] == [] else 5 if sys.stdin.readline() else 6)"
+    command = [sys.executable, "-S", "-c", waits]
+    standby = supervise.Standby("waits")
+    standby.prepare(command)
+    assert standby.start(command).wait() == 5
+    assert standby.start(command).wait() == 0, "none waits"
+    standby.prepare(command)
+    (waiting,) = psutil.Process().children()
+    standby.close()
+    assert not waiting.is_running()
+
+
 def test_outages_are_waited_for_and_count_as_no_restart(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outage = f"raise SystemExit({EXIT_OUTAGE})"
     ours = Processes(*[outage] * 4, DIES, outage, "")
