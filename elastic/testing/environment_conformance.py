@@ -23,7 +23,7 @@ from elastic.front.tiny import write_tokenizer
 from elastic.system.last_words import RUN_KEY
 from elastic.testing.environments import EnvWorkerUnderTest, StandInRun
 
-WITHIN_S = 120.0
+WITHIN_S = 240.0
 """For a process to import its packages and play, on a busy machine."""
 QUIET_S = 5.0
 """A process that is not held up says something several times meanwhile."""
@@ -60,7 +60,8 @@ async def over(heard, worker):
     waiting = asyncio.ensure_future(heard.over.wait())
     try:
         await asyncio.wait({ended, waiting}, timeout=WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
-        assert waiting.done(), worker.words()[-4000:]
+        how = f"it ended with {ended.result()}" if ended.done() else f"it is silent for {WITHIN_S:g} s"
+        assert waiting.done(), f"{how}: {worker.words()[-4000:]}"
     finally:
         ended.cancel()
         waiting.cancel()
