@@ -455,6 +455,8 @@ class ModelJob:
             planned_ns = plan.rollout_ns if self.phase is _ROLLOUT else plan.train_ns
             self.left_ns = max(1, int(planned_ns * (0.3 + 0.9 * world.rng.random())))
             self.hangs = world.faulty and world.rng.random() < (_HANGS_ADRIFT if world.adrift else _HANGS)
+            if self.hangs:  # The pool's process may have died as it gave the permit, before anybody noted that.
+                world.excused = max(world.excused, permit)
         if grant.both != (self.shape.both and self.phase is _TRAIN):
             world.fail(f"{self.request.id} wants {'both' if self.shape.both else 'one'} and gets {grant}")
         if grant.both and not {*grant.nodes} >= set(world.seat_of(self.request.id)):
