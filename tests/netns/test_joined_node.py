@@ -178,14 +178,16 @@ def test_a_trainer_whose_machine_is_lost_goes_on_on_another_from_the_checkpoint_
 
     try:
         join_to_train(0)
-        pool.submit("one", 1, "--set", "run.host=0.0.0.0", "--set", f"run.advertise={POOL_HOST}", train_s=200)
-        pool.until(lambda jobs: jobs["one"]["steps_done"])
+        changes = ("run.host=0.0.0.0", f"run.advertise={POOL_HOST}", "run.steps=9", "trainer.checkpoint_every_steps=1")
+        pool.submit("one", 1, *(word for change in changes for word in ("--set", change)), train_s=200)
+        kept = pool.run_dir("one") / "checkpoints"
+        pool.until(lambda _: list(kept.glob("*.safetensors")))
         node_agents[0].kill()
         pool.until(lambda jobs: jobs["one"]["state"] == "queued")
         pool.elastic("pool", "drain", "train-1", pool.path)
         join_to_train(1)
         jobs = pool.until(lambda jobs: jobs["one"]["over"])
-        assert (jobs["one"]["state"], jobs["one"]["steps_done"]) == ("finished", STEPS)
+        assert (jobs["one"]["state"], jobs["one"]["steps_done"]) == ("finished", 9)
         said = (places[1] / "nodes" / "lab-train-1" / "logs" / "resident-one.log").read_text()
         assert '"event": "resuming"' in said
         assert '"checkpoint": "none"' not in said, "it began where the other had come to"
