@@ -4,8 +4,8 @@ Live, in real processes, one for each side:
 
 - rollout: an engine of the model; cold is a process that starts, pulls the weights off a relay and says a token.
 - vllm: as rollout, with vLLM's engine, whose process is started anew or sleeps. Not with `--quick`; where vLLM is not
-  installed, here or by `make test-vllm`: `skipped_because`. On a CPU its weights stay where they are as it sleeps, so
-  there is nothing to copy.
+  installed, here or by `make test-vllm`: `skipped_because`. On a CPU its weights stay where they are as it sleeps:
+  nothing is copied.
 - train: a trainer with masters, moments and the gradients of a step under way; cold is a process that starts, reads its
   checkpoint and trains a group.
 
