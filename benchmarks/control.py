@@ -23,6 +23,8 @@ import contextlib
 import itertools
 import random
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -66,10 +68,10 @@ SAMPLE_EVERY_S = 1.0
 READS_PER_S, OTHERS_PER_S = 200.0, 50.0
 """Of the load, which may be more than a small machine's server can answer, and of the others beside the viewer."""
 CONNECTIONS = 40
-LOAD_S, LOAD_QUICK_S = 600.0, 10.0
-"""For each database; the quick one's two together take 20 s."""
+LOAD_S, LOAD_QUICK_S = 600.0, 8.0
+"""For each database; the quick one's two together take 16 s."""
 VIEWER_STREAMS, VIEWER_ADDRESS = 1_000, "127.0.0.2"
-VIEWER_S, VIEWER_QUICK_S = 60.0, 4.0
+VIEWER_S, VIEWER_QUICK_S = 60.0, 2.0
 WARM_SHARE = 0.25
 """The part of the load before `rss_mb_warm`, in which the server uses everything for the first time."""
 READ_TIMEOUT_S = 30.0
@@ -161,19 +163,22 @@ decode = msgspec.json.Decoder(ToldEvent).decode
 
 def main(arguments: Arguments) -> Figures:
     load_s, count = (LOAD_QUICK_S, RUNS_QUICK) if arguments.quick else (LOAD_S, RUNS)
-    figures: Figures = {"sqlite": measure("", load_s, count)}
-    if skipped := skipped_without_postgresql():
-        figures["postgresql"] = {"skipped_because": skipped}
-    else:
-        with cluster() as servers:
-            figures["postgresql"] = measure(servers.new_database(), load_s, count)
+    with tempfile.TemporaryDirectory(prefix="elastic-control-") as place:
+        history = Path(place) / "long"
+        write_history(history)
+        figures: Figures = {"sqlite": measure("", load_s, count, history)}
+        if skipped := skipped_without_postgresql():
+            figures["postgresql"] = {"skipped_because": skipped}
+        else:
+            with cluster() as servers:
+                figures["postgresql"] = measure(servers.new_database(), load_s, count, history)
     return figures
 
 
-def measure(database: str, load_s: float, count: int) -> Figures:
+def measure(database: str, load_s: float, count: int, history: Path) -> Figures:
     outlasts_s = 4 * UP_S + 2 * load_s
     with HostedSite.up(outlasts_s, outlasts_s, EVERY_S, database, sample_every_s=SAMPLE_EVERY_S) as site:
-        long_run = fill(site, count)
+        long_run = fill(site, count, history)
         with sync_client(site.url, by_proxy=False, base_url=site.url, headers=_headers(site), timeout=UP_S) as client:
             jobs = _begun(client)
             viewer, browsers = (_key(client, name) for name in ("viewer", "browsers"))
@@ -205,8 +210,8 @@ def measure(database: str, load_s: float, count: int) -> Figures:
     }
 
 
-def fill(site: HostedSite, count: int) -> str:
-    """Put so many runs that are over into the store, one of them with a long history: its id."""
+def fill(site: HostedSite, count: int, history: Path) -> str:
+    """Put so many runs that are over into the store, one of them with a long `history`: its id."""
     store, config = open_store(site.settings), validate(Config, CONFIG, "a job")
     long_run = ""
     with store.writing() as tx:
@@ -218,7 +223,7 @@ def fill(site: HostedSite, count: int) -> str:
             long_run = runs.insert(tx, old, "nobody", []).id
         tx.execute(sa.update(table).values(phase=RunPhase.FINISHED.value, managed=False))
     store.close()
-    write_history(site.settings.run_dir(long_run))
+    shutil.copytree(history, site.settings.run_dir(long_run))
     return long_run
 
 
@@ -304,9 +309,13 @@ def _key(client: httpx.Client, name: str) -> str:
 
 def _followed(client: httpx.Client, job: str) -> FollowedJob:
     run = client.get(f"/v1/runs/{job}").raise_for_status().json()
+    journal, event = until("a job's first event", partial(_last_events, client, job), UP_S)[-1]
+    return FollowedJob(job, run["figures"]["elapsed_s"], journal, int(event))
+
+
+def _last_events(client: httpx.Client, job: str) -> list[tuple[str, str]]:
     told = client.get(f"/v1/runs/{job}/events?follow=false&tail=1").raise_for_status().text
-    *_, last = re.findall(r"^id: (.+)-(\d+)$", told, re.MULTILINE)
-    return FollowedJob(job, run["figures"]["elapsed_s"], last[0], int(last[1]))
+    return re.findall(r"^id: (.+)-(\d+)$", told, re.MULTILINE)
 
 
 def _is_under_way(client: httpx.Client, job: str) -> bool:
