@@ -18,8 +18,10 @@ import pytest
 import sqlalchemy as sa
 from msgspec.structs import replace
 
+from elastic.compose.run_endings import Ending
 from elastic.compose.runs import private
 from elastic.protocol.api import AccessRole, RunPhase
+from elastic.server.history.apart import CannotBeRead
 from elastic.server.retention import records
 from elastic.server.runner import RunnerBusy, RunnerLoop, launching, retiring
 from elastic.server.settings import ServerSettings
@@ -85,10 +87,13 @@ def quick(site: Site, tmp_path: Path) -> ServerSettings:
 
 @contextlib.asynccontextmanager
 async def running(
-    site: Site, settings: ServerSettings, begin: launching.Begin = launching.begin
+    site: Site,
+    settings: ServerSettings,
+    begin: launching.Begin = launching.begin,
+    ending_of: launching.EndingOf = launching.ending,
 ) -> AsyncIterator[RunnerLoop]:
     """A runner, for a while; what it began goes on."""
-    runner = RunnerLoop(site.store, settings, begin=begin)
+    runner = RunnerLoop(site.store, settings, begin=begin, ending_of=ending_of)
     task = asyncio.create_task(runner.run())
     try:
         yield runner
@@ -304,6 +309,25 @@ async def test_bad_input_is_no_reason_to_try_again(site: Site, quick: ServerSett
         await until(lambda: row(site, run).ended)
     assert (row(site, run).phase, row(site, run).cause) == (RunPhase.FAILED, "the configuration is no good")
     assert row(site, run).attempt == 1
+
+
+@pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)
+async def test_a_finished_run_whose_end_cannot_be_read_yet_is_not_begun_again(
+    site: Site, quick: ServerSettings, submitted: Any
+) -> None:
+    late = [CannotBeRead("its files cannot be read now"), TimeoutError("its files are still being read")]
+
+    def ending_of(settings: ServerSettings, run: HostedRunRow, status: int | None) -> Ending:
+        if late:
+            raise late.pop()
+        return launching.ending(settings, run, status)
+
+    run = submitted()
+    async with running(site, quick, ending_of=ending_of):
+        os.kill(await process_of(site, quick, run), signal.SIGUSR1)
+        await until(lambda: row(site, run).ended)
+    assert not late
+    assert (row(site, run).phase, row(site, run).attempt) == (RunPhase.FINISHED, 1)
 
 
 async def test_a_home_has_one_runner(site: Site, quick: ServerSettings) -> None:

@@ -29,6 +29,7 @@ from elastic.system.supervision import WatchedProcess, start_detached
 SERVED_VARIABLE = "ELASTIC_SERVED"
 """Environment variable with the hosted run and its proof, for its process only and not for that process's children."""
 Begin = Callable[[ServerSettings, HostedRunRow, str | None, Mapping[str, str]], tuple["subprocess.Popen[bytes]", int]]
+EndingOf = Callable[[ServerSettings, HostedRunRow, int | None], Ending]
 LOG = Path("logs") / "process.log"
 NO_LIMITS = RunLimits()
 

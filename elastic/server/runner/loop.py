@@ -52,6 +52,9 @@ ALLOTTING, HOUSEKEEPING = "shares and budgets", "housekeeping"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORGET_ANSWERS_S = 24 * 3600
 READ_TIMEOUT_S = 5.0
+UNREAD_S = 60.0
+"""How long it is tried to read how a run's process ended, before the process counts as dead: its user may make that
+last for ever, and a run that has finished is not to begin again because the server was busy."""
 LOOK_S = 2.0
 """How long a look waits for the runs that it attends to; a run that takes longer goes on beside the next looks."""
 READERS = 64
@@ -65,7 +68,8 @@ class RunnerBusy(Exception):
 
 
 class RunnerLoop:
-    """Starts, adopts and ends runs. Any thread may call `wake`. `begin` starts a run's process."""
+    """Starts, adopts and ends runs. Any thread may call `wake`. `begin` starts a run's process, `ending_of` reads how
+    the last one ended."""
 
     def __init__(
         self,
@@ -73,10 +77,11 @@ class RunnerLoop:
         settings: ServerSettings,
         faults: LoopFaults | None = None,
         begin: launching.Begin = launching.begin,
+        ending_of: launching.EndingOf = launching.ending,
         leader_timeout_s: float = LEADER_TIMEOUT_S,
     ) -> None:
         self._store = store
-        self._begin_process = begin
+        self._begin_process, self._ending_of = begin, ending_of
         self._settings = settings
         self._leader_timeout_s = leader_timeout_s
         base_s, max_s = settings.restart_base_s, settings.restart_max_s
@@ -84,6 +89,8 @@ class RunnerLoop:
         self._held: dict[str, HeldProcess] = {}
         self._readers = ThreadPoolExecutor(READERS, "files of runs")
         self._reading: dict[str, Future[Any]] = {}
+        self._unread_s: dict[str, float] = {}
+        """Since when the ends of runs' processes cannot be read."""
         self.wake = self._isolated.wake
         """Have it look at the runs now, because a request has changed. Any thread may call this."""
         self._observed_s: dict[str, float] = {}
@@ -146,6 +153,7 @@ class RunnerLoop:
         for gone in self._held.keys() - known:
             self._held.pop(gone).watched.close()
         self._reading = {id_: one for id_, one in self._reading.items() if id_ in known}
+        self._unread_s = {id_: since_s for id_, since_s in self._unread_s.items() if id_ in known}
         if self._housekeeping is None or self._housekeeping.done():
             self._housekeeping = asyncio.create_task(self._housekeep(), name=HOUSEKEEPING)
         self.ticked_s = time.monotonic()
@@ -211,7 +219,10 @@ class RunnerLoop:
             await self._stop(run, decision.step)
 
     async def _look(self, run: HostedRunRow) -> ProcessSeen:
-        """Return the run's process. Adopts it if another server started it."""
+        """Return the run's process. Adopts it if another server started it.
+
+        Raises `TimeoutError` for `UNREAD_S` while its end cannot be read.
+        """
         held = self._held.get(run.id)
         began = run.phase in ALIVE
         if held is None:
@@ -222,17 +233,26 @@ class RunnerLoop:
                 await asyncio.to_thread(self._adopted, run, held, found)
         if held is not None and not held.watched.over:
             return ProcessSeen(alive=True, signalled=held.stopped)
-        status, signalled = None, held is not None and held.stopped
-        if held is not None:
-            status = held.watched.status
-            del self._held[run.id]
+        status, signalled = (held.watched.status, held.stopped) if held is not None else (None, False)
         leaves = await self._read_or(0, run, count_journals, self._settings.run_dir(run.id)) > 0
         if not began:
+            self._held.pop(run.id, None)
             return ProcessSeen(alive=False, leaves=leaves)
-        unknown = Ending(how=decisions.DIED, cause="its process ended, and its files cannot be read")
-        ending = await self._read_or(unknown, run, launching.ending, self._settings, run, status)
+        ending = await self._read_ending(run, status)
+        self._held.pop(run.id, None)
         log.info("a run's process has ended", run=run.id, how=ending.how, cause=ending.cause)
         return ProcessSeen(alive=False, signalled=signalled, ending=ending, leaves=leaves)
+
+    async def _read_ending(self, run: HostedRunRow, status: int | None) -> Ending:
+        try:
+            ending = await self._read(run, self._ending_of, self._settings, run, status)
+        except OSError as error:
+            since_s = self._unread_s.setdefault(run.id, time.monotonic())
+            if isinstance(error, TimeoutError) and time.monotonic() - since_s < UNREAD_S:
+                raise
+            ending = Ending(how=decisions.DIED, cause="its process ended, and its files cannot be read")
+        self._unread_s.pop(run.id, None)
+        return ending
 
     def _adopted(self, run: HostedRunRow, held: HeldProcess, found: Identity) -> None:
         if run.identity == found:
