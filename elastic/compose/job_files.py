@@ -15,7 +15,8 @@ import msgspec
 from elastic.config import Config, ConfigError
 from elastic.core.cluster.types import PhaseKind
 from elastic.engine.base import RolloutEngine
-from elastic.pool.job_files import SubmittedFile, check_unchanged, files_below, named_files, submitted_file
+from elastic.pool.file_exchange import PART
+from elastic.pool.job_files import SubmittedFile, files_below, named_files, submitted_file, unchanged
 from elastic.pool.messages import FILES_VARIABLE, JobFile
 from elastic.pool.ports import JobEntry
 from elastic.protocol.best_checkpoint import best_kept
@@ -28,10 +29,12 @@ from elastic.worker.trainer.base import UNFINISHED_PREFIX, remove_saved, saved
 
 GB = 1_000_000_000
 POLICY_BYTES_MAX, SCRIPT_BYTES_MAX = 4_000 * GB, GB
+FREE_BYTES_MIN = GB
+"""Of the pool's disk, for its journals and its jobs', whatever trainers keep."""
 POLICY, REFERENCE, LOSS, BASE = "model.checkpoint", "trainer.reference", "trainer.loss", "engine.vllm.base"
 PHASES_FILE = "elastic-phases.toml"
 INCOMING = f"{UNFINISHED_PREFIX}incoming"
-_RETURNED = re.compile(rf"{CHECKPOINTS}/\d{{8}}\.(safetensors|shards/[A-Za-z0-9][A-Za-z0-9._-]*)")
+_RETURNED = re.compile(rf"{CHECKPOINTS}/[0-9]{{8}}\.(safetensors|shards/[A-Za-z0-9][A-Za-z0-9._-]{{0,199}})")
 
 
 def run_files(config: Config) -> tuple[SubmittedFile, ...]:
@@ -68,7 +71,7 @@ def files_of(entry: JobEntry, phase: PhaseKind) -> Sequence[SubmittedFile]:
         needed = [*entry.files]
     else:
         needed = [one for one in entry.files if (one.file.path.split("/")[0] == BASE) is (phase is PhaseKind.ROLLOUT)]
-    check_unchanged(needed)
+    needed = unchanged(needed)
     if phase is PhaseKind.TRAIN and not entry.script:
         run_dir = Path(entry.directory)
         needed.append(submitted_file(run_dir / CONFIG, CONFIG))
@@ -104,8 +107,10 @@ def trainer_overrides(config: Config, places: Mapping[str, str]) -> list[str]:
 
 def lacking(entry: JobEntry, files: Sequence[JobFile]) -> Sequence[tuple[JobFile, Path]]:
     """Return which files of a trainer's checkpoints are not here, each with where to put what is fetched of it. Blocks.
-    Raises `ValueError` for what is in no checkpoint."""
+    Raises `ValueError` for what is in no checkpoint, and for more than the disk has room for."""
     incoming = Path(entry.directory) / CHECKPOINTS / INCOMING
+    if len({file.path for file in files}) != len(files):
+        raise ValueError("a trainer keeps one file of a path; found several")
     found: list[tuple[JobFile, Path]] = []
     for file in files:
         if entry.script or not _RETURNED.fullmatch(file.path):
@@ -114,6 +119,13 @@ def lacking(entry: JobEntry, files: Sequence[JobFile]) -> Sequence[tuple[JobFile
             found.append((file, incoming / file.digest))
     if found:
         incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+        came = sum(part.stat().st_size for part in incoming.glob(f"*{PART}"))
+        needed, free = sum(file.size_bytes for file, _ in found), shutil.disk_usage(incoming).free + came
+        if needed > free - FREE_BYTES_MIN:
+            raise ValueError(
+                f"a trainer's checkpoints take {needed} bytes, and the disk of {incoming.parent} has room for "
+                f"{max(0, free - FREE_BYTES_MIN)}; {FREE_BYTES_MIN} stay free"
+            )
     return found
 
 

@@ -10,9 +10,10 @@ import contextlib
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from elastic.pool.job_files import SubmittedFile
 from elastic.pool.messages import CHUNK_BYTES, AskChunk, FileChunk, JobFile
 from elastic.protocol.frames import WireError
 from elastic.system.files import replace_durably, sync
@@ -31,16 +32,17 @@ class FilesUnavailable(Exception):
 
 
 class FileServer:
-    """Answers for chunks, one after the other, as long as `run` goes on."""
+    """Answers for chunks, one after the other, as long as `run` goes on. Of a file that was written since it was told
+    of nothing is sent."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
-        self._places: dict[str, Path] = {}
+        self._offered: dict[str, SubmittedFile] = {}
         self._asked: asyncio.Queue[AskChunk] = asyncio.Queue()
 
-    def offer(self, places: Mapping[str, Path]) -> None:
+    def offer(self, files: Iterable[SubmittedFile]) -> None:
         """Serve these, too, by their digests."""
-        self._places.update(places)
+        self._offered.update((one.file.digest, one) for one in files)
 
     def asked(self, question: AskChunk) -> None:
         """Answer soon. Raises `WireError` for a peer that asks for too much at once."""
@@ -51,19 +53,22 @@ class FileServer:
     async def run(self) -> None:
         while True:
             question = await self._asked.get()
-            place = self._places.get(question.digest)
-            if place is None:
+            offered = self._offered.get(question.digest)
+            if offered is None:
                 self._say(FileChunk(question.digest, question.offset, cause="it was not offered"))
             else:
-                self._say(await asyncio.to_thread(_chunk, question, place))
+                self._say(await asyncio.to_thread(_chunk, question, offered))
 
 
-def _chunk(question: AskChunk, place: Path) -> FileChunk:
+def _chunk(question: AskChunk, offered: SubmittedFile) -> FileChunk:
     data, cause = b"", ""
     try:
-        descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(offered.source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             data = os.pread(descriptor, CHUNK_BYTES, question.offset)
+            now = os.fstat(descriptor)
+            if (now.st_size, now.st_mtime_ns) != (offered.file.size_bytes, offered.mtime_ns):
+                data, cause = b"", "it has changed"
         finally:
             os.close(descriptor)
     except OSError as error:

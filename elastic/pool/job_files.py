@@ -105,14 +105,20 @@ def named_files(root: Path, names: Sequence[str], bytes_max: int) -> list[Submit
     return [*found.values()]
 
 
-def check_unchanged(files: Sequence[SubmittedFile]) -> None:
-    """Raises `ValueError` if a file is not what it was. Blocks; reads those that were written since."""
+def unchanged(files: Sequence[SubmittedFile]) -> list[SubmittedFile]:
+    """Return the files as they are now. Blocks; reads those that were written since. Raises `ValueError` for one whose
+    content is not what it was."""
+    found: list[SubmittedFile] = []
     for one in files:
         try:
             now = os.lstat(one.source)
         except OSError as error:
             raise ValueError(f"{one.source}: cannot be read any more ({error.strerror or error})") from error
         if (now.st_size, now.st_mtime_ns) == (one.file.size_bytes, one.mtime_ns) and stat.S_ISREG(now.st_mode):
+            found.append(one)
             continue
-        if submitted_file(Path(one.source), one.file.path).file.digest != one.file.digest:
+        its = submitted_file(Path(one.source), one.file.path)
+        if its.file.digest != one.file.digest:
             raise ValueError(f"{one.source}: has changed since the job was submitted")
+        found.append(msgspec.structs.replace(one, mtime_ns=its.mtime_ns))
+    return found

@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,12 +194,17 @@ class NodeFiles:
         places = {start.place.parent for start in used}
         entries = [one for one in (self._root / FILES).iterdir() if one.name.removesuffix(PART) not in pinned]
         entries += [one for job in (self._root / JOBS).iterdir() for one in job.iterdir() if one not in places]
-        held_bytes = sum(map(_bytes, (self._root / FILES).iterdir())) + _bytes(self._root / JOBS)
+        names, held_bytes = Counter[int](), 0  # A file that has come has a name here, and one in each of its starts.
+        for its in (*_regular(self._root / FILES), *_regular(self._root / JOBS)):
+            held_bytes += 0 if names[its.st_ino] else its.st_size
+            names[its.st_ino] += 1
         for entry in sorted(entries, key=lambda one: one.lstat().st_atime_ns):
             free_bytes = shutil.disk_usage(self._root).free
             if not all_that_may and held_bytes + needed_bytes <= self._bytes_max and needed_bytes <= free_bytes:
                 return
-            held_bytes -= _bytes(entry)
+            for its in _regular(entry):
+                names[its.st_ino] -= 1
+                held_bytes -= 0 if names[its.st_ino] else its.st_size
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         free_bytes = shutil.disk_usage(self._root).free
         if held_bytes + needed_bytes > self._bytes_max:
@@ -229,7 +235,7 @@ class NodeFiles:
                 (place / parent).mkdir(exist_ok=True)
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)
-            draft = target.with_name(f".{target.name}{PART}")
+            draft = place / f".{file.digest}{PART}"
             draft.unlink(missing_ok=True)
             if start.order.script:
                 shutil.copyfile(blob, draft)
@@ -253,7 +259,7 @@ class NodeFiles:
                 order, files = start.order, tuple(one.file for one in found)
                 said = w.FilesThere(order.job, order.placement, order.files_token, files)
                 if said != start.said:
-                    self._server.offer({one.file.digest: Path(one.source) for one in found})
+                    self._server.offer(found)
                     start.said = said
                     self._say(said)
                 if last and {one.digest for one in files} <= {*start.kept}:
@@ -289,9 +295,11 @@ def _kept_there(start: _Start, known: Mapping[tuple[Path, int, int], SubmittedFi
     return found[: w.FILES_MAX]
 
 
-def _bytes(place: Path) -> int:
-    """Return the bytes of a file, or of what only this directory has. Blocks."""
-    if not place.is_dir():
-        return place.lstat().st_size
-    found = [one.lstat() for one in place.rglob("*")]
-    return sum(its.st_size for its in found if stat.S_ISREG(its.st_mode) and its.st_nlink == 1)
+def _regular(place: Path) -> list[os.stat_result]:
+    """Return what the system knows of a file, or of each that is below a directory just now. Blocks."""
+    found: list[os.stat_result] = []
+    below = (Path(root, name) for root, _, names in os.walk(place) for name in names)
+    for one in below if place.is_dir() else [place]:
+        with contextlib.suppress(FileNotFoundError):
+            found.append(one.lstat())
+    return [its for its in found if stat.S_ISREG(its.st_mode)]

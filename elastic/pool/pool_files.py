@@ -101,6 +101,7 @@ class _Desk:
         self._fetcher.joined(say, files.patience_s)
         self._tasks = {asyncio.create_task(self._server.run(), name=f"files for {node}")}
         self._taking: dict[JobId, asyncio.Task[None]] = {}
+        self._telling = asyncio.Lock()
 
     def close(self) -> None:
         self._fetcher.left()
@@ -138,20 +139,21 @@ class _Desk:
             try:
                 if entry is None or phase is None:
                     raise FilesUnavailable("the pool has no such start of this job any more")
-                found = await asyncio.to_thread(self._files.programs.files, entry, phase)
+                async with self._telling:  # A node that asks often keeps no more than one thread busy.
+                    found = await asyncio.to_thread(self._files.programs.files, entry, phase)
             except FilesUnavailable as error:
                 self.say(w.FilesNeeded(job, placement, cause=str(error)))
             except ValueError as error:
                 self.say(w.FilesNeeded(job, placement, cause=str(error)))
                 self._files.shell.job_unfit(job, placement, str(error))
             else:
-                self._server.offer({one.file.digest: Path(one.source) for one in found})
+                self._server.offer(found)
                 self.say(w.FilesNeeded(job, placement, tuple(one.file for one in found)))
         if attempt.fault:
             self.say(w.FilesNeeded(job, placement, cause=f"its files cannot be told: {attempt.fault}"))
 
     async def _take(self, there: w.FilesThere) -> None:
-        programs, kept = self._files.programs, tuple(one.digest for one in there.files)
+        programs, kept, told = self._files.programs, tuple(one.digest for one in there.files), ""
         while True:
             entry, phase = self._files.entry(self._node, there)
             with self._files.isolated.attempt(f"what {there.job} keeps"):
@@ -164,6 +166,6 @@ class _Desk:
                     self.say(w.FilesKept(there.job, there.placement, kept))
                     return
                 except (FilesUnavailable, OSError, ValueError) as error:
-                    cause = str(error)
-                    log.warning("what a node keeps cannot be had", node=self._node, job=there.job, cause=cause)
+                    if told != (told := str(error)):
+                        log.warning("what a node keeps cannot be had", node=self._node, job=there.job, cause=told)
             await asyncio.sleep(AGAIN_S)

@@ -16,7 +16,7 @@ from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.file_exchange import PART, FileFetcher, FileServer, FilesUnavailable
 from elastic.pool.gateway import PoolTokens
-from elastic.pool.job_files import SubmittedFile, check_path, check_unchanged, files_below, named_files
+from elastic.pool.job_files import SubmittedFile, check_path, files_below, named_files, unchanged
 from elastic.pool.node_files import NodeFiles
 from elastic.pool.pool_files import AT_WORK_MAX, PoolFiles
 from elastic.pool.ports import JobEntry
@@ -88,13 +88,13 @@ def test_what_no_node_is_sent_is_refused_with_its_name(tmp_path: Path) -> None:
 def test_a_file_that_changes_after_the_submission_is_named(tmp_path: Path) -> None:
     files = files_below(written(tmp_path, train="a"), "script", MB, follow=False)
     os.utime(tmp_path / "train", ns=(0, 0))
-    check_unchanged(files)  # It says what it said.
+    assert [one.mtime_ns for one in unchanged(files)] == [0], "it says what it said"
     (tmp_path / "train").write_text("b")
     with pytest.raises(ValueError, match="train: has changed since the job was submitted"):
-        check_unchanged(files)
+        unchanged(files)
     (tmp_path / "train").unlink()
     with pytest.raises(ValueError, match="train: cannot be read any more"):
-        check_unchanged(files)
+        unchanged(files)
 
 
 class Programs:
@@ -107,8 +107,7 @@ class Programs:
         return PoolTokens(b"secret").files(job, placement, node)
 
     def files(self, entry: JobEntry, phase: PhaseKind) -> Sequence[SubmittedFile]:
-        check_unchanged(self.submitted)
-        return self.submitted
+        return unchanged(self.submitted)
 
     def lacking(self, entry: JobEntry, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
         return lacking(entry, files)
@@ -204,7 +203,7 @@ async def test_a_file_goes_on_from_where_its_connection_was_lost(tmp_path: Path)
     asked: list[int] = []
     fetcher = FileFetcher()
     server = FileServer(lambda chunk: isinstance(chunk, w.FileChunk) and fetcher.heard(chunk))
-    server.offer({one.file.digest: root / "weights"})
+    server.offer([one])
 
     def answers(message: object) -> None:
         assert isinstance(message, w.AskChunk)
@@ -250,6 +249,62 @@ async def test_other_content_than_was_told_is_not_used(tmp_path: Path) -> None:
         blob.write_text("bad!!")
         await both.node.bring(both.order())
         assert blob.read_text() == "sound", "what was damaged on the node is fetched again"
+
+
+async def test_of_a_file_that_is_written_after_it_was_told_of_nothing_is_sent(tmp_path: Path) -> None:
+    root = written(tmp_path / "policy", weights="submitted")
+    async with exchange(tmp_path, files_below(root, "model.checkpoint", MB, follow=True)) as both:
+        await both.node.bring(both.order())
+        (file,) = both.programs.submitted
+        (root / "weights").write_text("of another")
+        answers: list[w.OfFiles] = []
+        server = FileServer(answers.append)
+        server.offer([file])
+        server.asked(w.AskChunk(file.file.digest, 0))
+        serving = asyncio.create_task(server.run())
+        await until(lambda: bool(answers))
+        serving.cancel()
+        assert answers == [w.FileChunk(file.file.digest, 0, cause="it has changed")]
+
+
+@pytest.mark.parametrize(("script", "size"), [(False, 600_000), (True, 450_000)])
+async def test_files_of_a_node_take_no_more_than_is_allowed_under_any_of_their_names(
+    tmp_path: Path, script: bool, size: int
+) -> None:
+    roots = [written(tmp_path / name, **{name * 255: name * size}) for name in "ab"]
+    async with exchange(tmp_path, files_below(roots[0], "policy", MB, follow=True)) as both:
+        await both.node.bring(both.order(script=script, returned=()))
+        both.node.over("one")
+        both.programs.submitted[:] = files_below(roots[1], "policy", MB, follow=True)
+        both.entry_of = lambda job, placement: both.entry
+        token = both.programs.files_token("two", 1, NODE)
+        await both.node.bring(both.order(job="two", directory="jobs/two/1/run", files_token=token, script=script))
+        held = {
+            its.st_ino: its.st_size
+            for path in (tmp_path / "node").rglob("*")
+            if (its := path.stat()) and path.is_file()
+        }
+        assert sum(held.values()) <= MB
+
+
+def test_what_a_training_node_says_it_keeps_is_within_a_checkpoint_and_the_disk(tmp_path: Path) -> None:
+    entry = JobEntry(job="one", directory=str(tmp_path))
+    one = w.JobFile("checkpoints/00000001.safetensors", "0" * 64, 1)
+    for files, message in (
+        (
+            [
+                msgspec.structs.replace(
+                    one, path="checkpoints/\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661.safetensors"
+                )
+            ],
+            "and no",
+        ),
+        ([msgspec.structs.replace(one, path=f"checkpoints/00000001.shards/{'a' * 4000}")], "and no"),
+        ([one, msgspec.structs.replace(one, digest="1" * 64)], "one file of a path"),
+        ([msgspec.structs.replace(one, size_bytes=1 << 52)], f"take {1 << 52} bytes, and the disk of .* has room for"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lacking(entry, files)
 
 
 async def test_what_a_node_may_not_ask_for_it_does_not_get(tmp_path: Path) -> None:
