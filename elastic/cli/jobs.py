@@ -201,8 +201,15 @@ def submit_job(
         say(f"job {called} had been submitted before under this id")
     else:
         say(f"job {called} is submitted to pool {path.name}: {placement_words(placed)}")
-        say(f"follow it with: {program()} jobs logs {called} -f")
+        if script is not None and of_pool.trains_elsewhere:
+            say(f"it writes its log where it trains: {_log_elsewhere(path, called)}")
+        else:
+            say(f"follow it with: {program()} jobs logs {called} -f")
     return 0
+
+
+def _log_elsewhere(pool: Path, job: str) -> str:
+    return f"logs/script-{job}.log in nodes/{pool.name}-NODE of its training node's machine"
 
 
 def _script_of(context: typer.Context) -> tuple[str, ...] | None:
@@ -386,11 +393,14 @@ def job_logs(
 
     Example: elastic jobs logs one -f
     """
-    control = PoolControl(find_pool(pool, directory))
+    at = find_pool(pool, directory)
+    control = PoolControl(at)
     job = asked(job_of(control, name))
     logs = Path(job.logs or Path(job.directory) / "logs")
     source = source or ("orchestrator" if (logs / "orchestrator.log").is_file() else "script")
     path = logs / f"{source}.log"
+    if source == "script" and not path.is_file() and load_pool(at / POOL_CONFIG).trains_elsewhere:
+        bad_input(f"job {job.name} writes its log where it trains: {_log_elsewhere(at, job.name)}")
     if not path.is_file() and not follow:
         bad_input(f"--source: job {job.name} has no log {source!r}; there are: {', '.join(log_files(logs)) or 'none'}")
     follower = LogFollower(source, lambda: path.open("rb"))

@@ -58,7 +58,8 @@ from elastic.pool.status import (
 )
 
 PoolCommand: TypeAlias = SubmitJob | CancelJob | ResubmitJob | StopPool | PutBackDevice | MintTicket | DrainNode
-SUBMISSION_BYTES_MAX = 1024 * 1024
+SUBMISSION_BYTES_MAX = 16 * 1024 * 1024
+"""With as many files as a job may have, each of the longest path."""
 NAMED_MOST = 5
 """Jobs that a refusal names."""
 STOPPING = "stopping"

@@ -11,7 +11,7 @@ import msgspec
 from elastic.pool.messages import FILES_MAX, JobFile
 
 PATH_MAX = 500
-"""Characters of a file's path below the job's directory."""
+"""Bytes of a file's path below the job's directory. So all of a job's files are told of in one message."""
 
 
 class SubmittedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,8 +25,9 @@ class SubmittedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def check_path(path: str) -> str:
     """Return the path of a file below a directory. Raises `ValueError` for one that is none, or leads out of it."""
     parts = path.split("/")
-    if len(path) > PATH_MAX or not path.isprintable() or {"", ".", ".."} & {*parts}:
-        raise ValueError(f"found the path {path!r}; allowed: one below the job's directory, of printable characters")
+    if not path.isprintable() or len(path.encode()) > PATH_MAX or {"", ".", ".."} & {*parts}:
+        allowed = f"one below the job's directory, of printable characters and at most {PATH_MAX} bytes"
+        raise ValueError(f"found the path {path!r}; allowed: {allowed}")
     return path
 
 

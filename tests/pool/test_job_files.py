@@ -80,7 +80,7 @@ def test_what_no_node_is_sent_is_refused_with_its_name(tmp_path: Path) -> None:
         files_below(many, "many", MB, follow=True)
     # A policy of Hugging Face's cache is a directory of links to files.
     assert [one.source for one in files_below(root / "link", "policy", MB, follow=True)] == [str(tmp_path / "secret")]
-    for path in ("/etc/passwd", "../x", "a/../b", "a//b", "", "a\nb"):
+    for path in ("/etc/passwd", "../x", "a/../b", "a//b", "", "a\nb", "\udcff", "語" * 200):
         with pytest.raises(ValueError, match="below the job's directory"):
             check_path(path)
 
