@@ -186,7 +186,8 @@ class NodeFiles:
         return False
 
     def _make_room(self, needed_bytes: int, *, all_that_may: bool = False) -> None:
-        """Remove what was used last the longest ago until there is room. Blocks. Raises `FilesUnavailable`."""
+        """Remove what was used last the longest ago until there is room. Blocks. Raises `FilesUnavailable`, without
+        having removed anything, if there cannot be enough."""
         (self._root / FILES).mkdir(mode=0o700, exist_ok=True)
         (self._root / JOBS).mkdir(mode=0o700, exist_ok=True)
         used = [start for start in self._starts.values() if start.uses]
@@ -194,28 +195,29 @@ class NodeFiles:
         places = {start.place.parent for start in used}
         entries = [one for one in (self._root / FILES).iterdir() if one.name.removesuffix(PART) not in pinned]
         entries += [one for job in (self._root / JOBS).iterdir() for one in job.iterdir() if one not in places]
-        names, held_bytes = Counter[int](), 0  # A file that has come has a name here, and one in each of its starts.
-        for its in (*_regular(self._root / FILES), *_regular(self._root / JOBS)):
-            held_bytes += 0 if names[its.st_ino] else its.st_size
-            names[its.st_ino] += 1
+        of_entries = {entry: _regular(entry) for entry in entries}
+        of_all = [*_regular(self._root / FILES), *_regular(self._root / JOBS)]
+        names = Counter(its.st_ino for its in of_all)  # One as a file that has come, and one in each of its starts.
+        sizes = {its.st_ino: its.st_size for its in of_all}
+        going = Counter(its.st_ino for found in of_entries.values() for its in found)
+        held_bytes, stays_bytes = sum(sizes.values()), sum(sizes[one] for one in names - going)
+        could_free_bytes = shutil.disk_usage(self._root).free + held_bytes - stays_bytes
+        if stays_bytes + needed_bytes > self._bytes_max:
+            raise FilesUnavailable(
+                f"its files take {needed_bytes} bytes, and the node's residents have {stays_bytes} already; allowed "
+                f"there: {self._bytes_max} together (elastic pool join --files-gb)"
+            )
+        if needed_bytes > could_free_bytes:
+            raise FilesUnavailable(
+                f"its files take {needed_bytes} bytes, and the disk of {self._root} has room for {could_free_bytes}"
+            )
         for entry in sorted(entries, key=lambda one: one.lstat().st_atime_ns):
             free_bytes = shutil.disk_usage(self._root).free
             if not all_that_may and held_bytes + needed_bytes <= self._bytes_max and needed_bytes <= free_bytes:
                 return
-            for its in _regular(entry):
-                names[its.st_ino] -= 1
-                held_bytes -= 0 if names[its.st_ino] else its.st_size
+            names.subtract(its.st_ino for its in of_entries[entry])
+            held_bytes -= sum(sizes.pop(its.st_ino, 0) for its in of_entries[entry] if names[its.st_ino] <= 0)
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        free_bytes = shutil.disk_usage(self._root).free
-        if held_bytes + needed_bytes > self._bytes_max:
-            raise FilesUnavailable(
-                f"its files take {needed_bytes} bytes, and the node's residents have {held_bytes} already; allowed "
-                f"there: {self._bytes_max} together (elastic pool join --files-gb)"
-            )
-        if needed_bytes > free_bytes:
-            raise FilesUnavailable(
-                f"its files take {needed_bytes} bytes, and the disk of {self._root} has room for {free_bytes}"
-            )
 
     def _place(self, start: _Start, files: w.JobFiles) -> None:
         """Give the files their names for a start. Blocks."""

@@ -285,6 +285,12 @@ async def test_files_of_a_node_take_no_more_than_is_allowed_under_any_of_their_n
             if (its := path.stat()) and path.is_file()
         }
         assert sum(held.values()) <= MB
+        both.node.over("two")
+        both.programs.submitted[:] = files_below(written(tmp_path / "c", c="c" * 2 * MB), "policy", 9 * MB, follow=True)
+        token = both.programs.files_token("three", 1, NODE)
+        with pytest.raises(FilesUnavailable, match=f"and the node's residents have 0 already; allowed there: {MB}"):
+            await both.node.bring(both.order(job="three", directory="jobs/three/1/run", files_token=token))
+        assert (tmp_path / "node/jobs/two/1/run/policy" / ("b" * 255)).is_file(), "nothing goes for what cannot come"
 
 
 def test_what_a_training_node_says_it_keeps_is_within_a_checkpoint_and_the_disk(tmp_path: Path) -> None:
