@@ -117,6 +117,8 @@ class _Desk:
             case w.AskFiles():
                 self._spawn(self._tell(message))
             case w.FilesThere(job=job):
+                if self._files.entry(self._node, message)[0] is None:
+                    return
                 if job in self._taking:
                     self._taking[job].cancel()
                 self._taking[job] = self._spawn(self._take(message))
