@@ -261,7 +261,7 @@ def join_pool(
         ),
     ] = "",
     files_gb: Annotated[
-        float, typer.Option(min=0.001, help="What files of jobs may take of the disk; the oldest make room.")
+        float, typer.Option(min=0.001, max=1e6, help="What files of jobs may take of the disk; the oldest make room.")
     ] = 200.0,
 ) -> int:
     """Be a node of a pool on another machine, until the pool lets it go, or Ctrl-C.
