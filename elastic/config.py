@@ -26,6 +26,7 @@ from elastic.protocol.proxies import without_password
 from elastic.system.given import expanded, read_text
 from elastic.system.installed import installed, load_point
 from elastic.system.named_code import ALLOWED, MAY_NAME_CODE, CodeUnusable, parsed, placed
+from elastic.system.plain_values import shown
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -1486,6 +1487,12 @@ def validate(kind: type[T], raw: Mapping[str, Any], where: str, *section: str) -
     return valid
 
 
+def is_class_of_settings(kind: object) -> bool:
+    """Whether this is a class with `Settings`, a model of pydantic, as a provider, an engine and a trainer have."""
+    settings = getattr(kind, "Settings", None)
+    return isinstance(kind, type) and isinstance(settings, type) and issubclass(settings, BaseModel)
+
+
 def resolve_kind(
     config: "EngineConfig | TrainerConfig", what: str, where: str, section: tuple[str, ...]
 ) -> tuple[type[Any], Any]:
@@ -1512,6 +1519,10 @@ def resolve_kind(
         except CodeUnusable as error:
             key = (*section, "kind" if name == config.kind else name)
             raise ConfigError(ConfigProblem(str(error), key, where)) from error
+        if not is_class_of_settings(kinds[name]):
+            found = f"found {name!r}, whose {known[name].value} is {shown(kinds[name])}"
+            problem = f"{found}; allowed: a class with Settings, a model of pydantic"
+            raise ConfigError(ConfigProblem(problem, (*section, "kind" if name == config.kind else name), where))
     settings = {
         name: validate(kind.Settings, config.sections.get(name, {}), where, *section, name)
         for name, kind in kinds.items()

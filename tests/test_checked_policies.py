@@ -1,10 +1,11 @@
 """What policies of other packages answer is checked, and a fault names the policy, its package and what is allowed."""
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 
 from elastic.compose.checked_policies import CheckedPolicy
@@ -48,6 +49,11 @@ class Answering:
             return self.answer
 
         return answered
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise SystemExit(4)
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,13 @@ ASKED: dict[str, tuple[str, tuple[Any, ...]]] = {
         ("observe", None, "allowed: a Budget"),
         ("route", KeyError("gone"), f"route raised KeyError: 'gone' ({__file__}, line "),
         ("order", SystemExit(3), "order raised SystemExit: 3"),
+        ("route", GeneratorExit(), "route raised GeneratorExit"),
+        ("route", Unprintable(), "returned a value whose repr raises SystemExit (Unprintable); allowed: str | None"),
+        ("first", SeedingPlan(window_ns=10**40), "allowed: a SeedingPlan"),
+        ("lead_ns", 10**16, "allowed: at most 9007199254740991"),
+        ("drop_reason", "\x1b[31m", "allowed: None, or a reason: 1 to 1000 printable characters"),
+        ("drop_reason", "\ud800", "allowed: str | None (UnicodeEncodeError"),
+        ("order", PassOrder(first=[np.float64(1)]), "which is no row"),  # type: ignore[list-item]
     ],
 )
 def test_an_answer_that_is_not_allowed_is_a_fault_that_says_whose(method: str, answer: Any, told: str) -> None:
@@ -137,12 +150,31 @@ def test_an_answer_that_is_not_allowed_is_a_fault_that_says_whose(method: str, a
         ("keeps", None),
         ("bills", {"a": 10}),
         ("allowance_ns", -5),
+        ("launches", np.int64(2)),
+        ("takes", np.True_),
+        ("route", np.str_("w")),
+        ("bills", MappingProxyType({"a": np.int32(10)})),
+        ("order", PassOrder(first=np.array([1]))),  # type: ignore[arg-type]
     ],
 )
 def test_an_answer_that_is_allowed_is_passed_on(method: str, answer: Any) -> None:
     decision, arguments = ASKED[method]
     found = asked(decision, method, answer, *arguments)
     assert found == (PassOrder([1], []) if method == "order" else answer)
+
+
+def test_a_policy_that_changes_a_list_changes_one_of_its_own() -> None:
+    history = [1, 2]
+
+    class Clearing(msgspec.Struct, frozen=True):
+        replaces_rejected: bool = False
+
+        def launches(self, _: BatchView, seen: list[int]) -> int:
+            seen.clear()
+            return 1
+
+    assert CheckedPolicy(Clearing(), "sampling", WHOSE).launches(BATCH, history) == 1
+    assert history == [1, 2]
 
 
 async def test_a_pool_refuses_a_job_with_what_its_policy_did_wrong() -> None:

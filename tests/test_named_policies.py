@@ -65,6 +65,18 @@ class Settled(msgspec.Struct, frozen=True):
         return None
 
 
+class Unread(msgspec.Struct, frozen=True):
+    weight: "Nowhere" = 1.0
+
+    def route(self, turn, fleet):
+        return None
+
+
+class Leaving(Last, frozen=True):
+    def __post_init__(self):
+        raise SystemExit
+
+
 @dataclass(frozen=True)
 class Aimless:
     weight: float = 1.0
@@ -73,6 +85,8 @@ POINTS = """[elastic.policies]
 routing.last = theirs_of_policies:Last
 routing.remembering = theirs_of_policies:Remembering
 routing.aimless = theirs_of_policies:Aimless
+routing.unread = theirs_of_policies:Unread
+routing.leaving = theirs_of_policies:Leaving
 routing.gone = nosuch.module:Policy
 selection.halved = theirs_of_policies:Halved
 drift.none_of_these = theirs_of_policies:Settled
@@ -129,6 +143,8 @@ def test_a_third_partys_is_named_as_ours_with_settings_of_its_own() -> None:
         ),
         (["routing.policy=aimless"], "with route (elastic.core.policy.RoutingPolicy)"),
         (["routing.policy=gone"], "routing.policy: found 'routing.gone', whose nosuch.module:Policy cannot be loaded"),
+        (["routing.policy=unread"], "types that cannot be read: NameError: name 'Nowhere' is not defined"),
+        (["routing.policy=leaving"], "routing.settings: Leaving cannot be made: SystemExit"),
         (["routing.policy=last", "routing.settings.wieght=2"], "routing.settings.wieght: unknown key; allowed: weight"),
         (["routing.policy=last", "routing.settings.weight=0"], "routing.settings.weight: expected `float` > 0.0"),
         (["routing.policy=last", "routing.settings.weight='x'"], "got `str` (found 'x' (str))"),
@@ -202,6 +218,7 @@ def test_a_shared_devices_policies_take_its_own_keys() -> None:
 def test_policies_and_their_settings_are_listed_and_explained() -> None:
     listed = {f"{one.decision}.{one.policy}": one for one in installed_policies()}
     assert listed["drift.none_of_these"].settings == {"patience": "number ≥ 0"}
+    assert "'Nowhere' is not defined" in listed["routing.unread"].fault
     assert "nosuch.module:Policy cannot be loaded" in listed["routing.gone"].fault
     (patience,) = explained("drift.settings.patience")
     assert (patience.applies, patience.default) == ("with policy none_of_these in POOL.toml", "2.0")

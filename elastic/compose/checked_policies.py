@@ -5,6 +5,7 @@ allow, ends with `PolicyFault`: one message that names the policy, its package, 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cache, partial
 from typing import Any, get_type_hints
 
@@ -17,17 +18,19 @@ from elastic.core.decisions import DECISIONS
 from elastic.core.device_sharing import Budget
 from elastic.core.policy import BatchView, FleetView, LeavingView, LoadView, MarketView, Move, SeedingPlan, TurnView
 from elastic.core.rows import PassOrder, PassView, listed
-from elastic.core.types import Offer, PolicyFault
+from elastic.core.types import INTEGER_MAX, Offer, PolicyFault
 from elastic.system.named_code import where
-from elastic.system.plain_values import shown, told
+from elastic.system.plain_values import plain, shown, told, whole
 
 LAUNCHES_MOST = 100
 """Times the groups that are wanted: no policy may launch more at once."""
+REASON_CHARACTERS = 1000
 TYPES: Mapping[type[Any], str] = {
     int: "a whole number",
     bool: "True or False",
     SeedingPlan: "a SeedingPlan",
     Budget: "a Budget",
+    PassOrder: "a PassOrder, of lists of rows",
 }
 """The words for types of answers; others are shown as they are annotated."""
 
@@ -66,16 +69,20 @@ class CheckedPolicy:
         try:
             answer = getattr(self.unchecked, name)
             if arguments or callable(answer):
-                answer = answer(*arguments)
-        except (Exception, SystemExit) as error:
+                answer = answer(*map(_own, arguments))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise PolicyFault(f"{self._whose}: {name} raised {told(error)}{where(error, __file__)}") from error
         try:
             if kind is PassOrder:
                 return _ordered(answer, *arguments)
-            found = msgspec.convert(msgspec.to_builtins(answer), kind)
+            found = msgspec.msgpack.decode(msgspec.msgpack.encode(answer, enc_hook=_plain), type=kind)
         except PolicyFault as fault:
             raise PolicyFault(f"{self._whose}: {name} {fault}") from None
-        except (TypeError, ValueError) as error:  # Among them `msgspec.ValidationError`.
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             allowed = TYPES.get(kind) or str(kind).replace("collections.abc.", "").replace("elastic.core.", "")
             problem = "" if kind in TYPES else f" ({told(error)})"
             raise self._fault(name, answer, f"{allowed}{problem}") from error
@@ -97,12 +104,26 @@ def _answers(decision: str) -> Mapping[str, tuple[bool, Any]]:
     }
 
 
+def _own(argument: Any) -> Any:
+    """A list or mapping of the core's as one that a policy may change."""
+    return copy(argument) if isinstance(argument, list | dict) else argument
+
+
+def _plain(value: Any) -> Any:
+    """What encoders do not know, as Python's own. Raises `TypeError`."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    return dict(value) if isinstance(value, Mapping) else plain(value)
+
+
 def _within(answer: int, most: int, least: int = 0) -> str:
     return "" if least <= answer <= most else f"a whole number from {least} to {most}"
 
 
 def _not_negative(answer: int | None, *_: object) -> str:
-    return "" if answer is None or answer >= 0 else "nothing negative"
+    if answer is None or answer >= 0:
+        return "" if (answer or 0) <= INTEGER_MAX else f"at most {INTEGER_MAX}"
+    return "nothing negative"
 
 
 def _listed(names: Sequence[str] | Mapping[str, object]) -> str:
@@ -126,12 +147,24 @@ def _moves(answer: Sequence[Move], loads: Sequence[LoadView], _: object) -> str:
 
 
 def _ordered(answer: Any, view: PassView) -> PassOrder:
-    return PassOrder(*listed(answer, view.rows))
+    first, last = (map(_row, rows) for rows in (answer.first, answer.last))
+    return PassOrder(*listed(PassOrder(first, last), view.rows))  # type: ignore[arg-type]
+
+
+def _row(row: Any) -> Any:
+    found = whole(row)
+    return row if found is None else found
 
 
 def _plan(answer: SeedingPlan, *_: object) -> str:
     fits = answer.window_ns >= 0 and (answer.worker_bound or 0) >= 0
-    return "" if fits else "a window_ns and a worker_bound that are not negative"
+    fits = fits and max(answer.window_ns, answer.worker_bound or 0) <= INTEGER_MAX
+    return "" if fits else f"a window_ns and a worker_bound that are not negative, and at most {INTEGER_MAX}"
+
+
+def _reason(answer: str | None, _: object) -> str:
+    fits = answer is None or (answer.isprintable() and 0 < len(answer) <= REASON_CHARACTERS)
+    return "" if fits else f"None, or a reason: 1 to {REASON_CHARACTERS} printable characters"
 
 
 def _wanted(answer: int, offer: Offer, market: MarketView) -> str:
@@ -209,6 +242,7 @@ _ALLOWED: Mapping[str, Callable[..., str]] = {
     "pause_ns": _not_negative,
     "stays_ns": _stays,
     "lead_ns": _not_negative,
+    "drop_reason": _reason,
     "launches": _launches,
     "cycle": _not_negative,
     "place": _choice,

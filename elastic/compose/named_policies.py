@@ -72,7 +72,9 @@ def named_policy(
         found = f" (found {shown(settings[inner[0]])})" if inner and inner[0] in settings else ""
         detail = f"{problem[:1].lower()}{problem[1:]}{found}"
         raise ConfigError(ConfigProblem(detail, (*settings_key, *inner), where)) from error
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise ConfigError(
             ConfigProblem(f"{kind.__name__} cannot be made: {told(error)}", settings_key, where)
         ) from error
@@ -108,6 +110,11 @@ def policy_kind(decision: str, name: str, where: str, key: tuple[str, ...], othe
             f"dataclass with {wanted} ({DECISIONS[decision].__module__}.{DECISIONS[decision].__name__})"
         )
         raise ConfigError(ConfigProblem(problem, key, where))
+    try:
+        settings_of(kind)
+    except Exception as error:
+        problem = f"found {full!r}, whose fields have types that cannot be read: {told(error)}"
+        raise ConfigError(ConfigProblem(problem, key, where)) from error
     return kind
 
 

@@ -24,6 +24,7 @@ from elastic.config import (
     EngineConfig,
     EnvironmentConfig,
     RewardsConfig,
+    is_class_of_settings,
     validate,
 )
 from elastic.engine import resolve_engine
@@ -34,6 +35,7 @@ from elastic.system.cores import cores
 from elastic.system.given import read_json
 from elastic.system.installed import installed, is_ours, load_point
 from elastic.system.named_code import CodeUnusable, missing
+from elastic.system.plain_values import shown
 from elastic.worker.trainer import generates, resolve_trainer, seeding_engines, trainer_device
 from elastic.worker.trainer.base import TrainerKind, TrainerSettings
 from providers.base import INCREMENTS_S, Billing, Provider, ProviderSettings
@@ -222,8 +224,10 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         source = (where, "providers", name) if name in config.providers else (PROVIDERS_OPTION,)
         kind = kind_of(config.providers, name)
         found = types.setdefault(name, _picked("provider", kind, *source))
-        if not isinstance(getattr(found, "Settings", None), type):
-            message = f"found {kind!r}, which is {found!r}; allowed: a class with Settings (providers.base.Provider)"
+        if not is_class_of_settings(found):
+            message = (
+                f"found {kind!r}, which is {shown(found)}; allowed: a class with Settings (providers.base.Provider)"
+            )
             raise ConfigError(ConfigProblem(message, source[1:], source[0]))
         section = config.providers.get(name, {}) | {"kind": kind}
         checked = validate(found.Settings, section, where, "providers", name)

@@ -20,7 +20,7 @@ def whole(value: Any) -> int | None:
     if is_switch(value):
         return None
     with contextlib.suppress(Exception):
-        return operator.index(value)
+        return int(operator.index(value))  # What is a subclass of `int` is its own index.
     return None
 
 
@@ -65,7 +65,7 @@ def shown(value: Any) -> str:
     """Return the value and its type as a message may hold them."""
     try:
         text = repr(value)
-    except Exception as error:
+    except BaseException as error:  # Also `SystemExit`, as of an error's words.
         text = f"a value whose repr raises {type(error).__name__}"
     return f"{_clipped(text, SHOWN_CHARACTERS)} ({printable(type(value).__name__)})"
 

@@ -143,7 +143,7 @@ def test_what_is_installed_and_cannot_be_loaded(
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     named = {"missing": "nosuch.module:Order", "raising": "raising:Order", "number": "number:order"}
     orders = "".join(f"curriculum.{name} = {value}\n" for name, value in named.items())
-    kinds = "[elastic.engines]\nwarp = raising:Warp\n"
+    kinds = "[elastic.engines]\nwarp = raising:Warp\nthree = number:order\n"
     (about / "entry_points.txt").write_text(f"[elastic.policies]\n{orders}{kinds}[elastic.trainers]\nodd = odd:Kind\n")
     (tmp_path / "site" / "raising.py").write_text("class Order:\n    table = [][0]\n")
     (tmp_path / "site" / "number.py").write_text("order = 3\n")
@@ -160,6 +160,9 @@ def test_what_is_installed_and_cannot_be_loaded(
         ended = elastic("run", config, "--set", f"{chat}'{name}'}}}}")
         refused(ended, f"environment.data.order: found 'curriculum.{name}', ", *words)
     refused(elastic("run", config, "--set", "engine.kind=warp"), "engine.kind: found 'warp'", "raising.py, line 2")
+    refused(
+        elastic("run", config, "--set", "engine.kind=three"), "found 'three', whose number:order is 3 (int); allowed"
+    )
     refused(elastic("run", config, "--set", "trainer.kind=odd"), "trainer.kind: found 'odd'", "SystemExit: not today")
     assert not (config.parent / "runs").exists()
 
