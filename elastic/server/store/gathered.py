@@ -4,9 +4,10 @@ What comes while all threads are at work waits for the next one, so nothing that
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -24,37 +25,36 @@ _Find = Callable[[sa.Connection], Any]
 
 
 class GatheredReads:
-    """Reads of a store, for one event loop. Each raises its own exceptions; a database that fails fails all reads of
-    its connection."""
+    """Reads of a store, for requests of any event loops. Each raises its own exceptions; a database that fails fails
+    all reads of its connection."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._threads = ThreadPoolExecutor(THREADS, "reads")
-        self._waiting: deque[tuple[_Find, asyncio.Future[Any]]] = deque()
-        self._working: set[asyncio.Task[None]] = set()
+        self._waiting: deque[tuple[_Find, Future[Any]]] = deque()
 
     async def read(self, find: Callable[[sa.Connection], T]) -> T:
         """Return what `find` finds, which is called in a thread. Raises what it raises, and `StoreUnavailable`."""
-        found: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        found: Future[T] = Future()
         self._waiting.append((find, found))
-        if len(self._working) < THREADS:
-            work = asyncio.create_task(self._work(), name="reads")
-            self._working.add(work)
-            work.add_done_callback(self._working.discard)
-        return await found
+        self._threads.submit(self._work)
+        return await asyncio.wrap_future(found)
 
-    async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            taken = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
-            answers = await loop.run_in_executor(self._threads, self._answers, [find for find, _ in taken])
-            for (_, found), (value, error) in zip(taken, answers, strict=True):
-                if found.done():  # Who asked is gone.
-                    continue
-                if error is None:
-                    found.set_result(value)
-                else:
-                    found.set_exception(error)
+    def _work(self) -> None:
+        """Carry out what waits; nothing, where other threads have taken it all."""
+        taken: list[tuple[_Find, Future[Any]]] = []
+        with contextlib.suppress(IndexError):
+            while len(taken) < AT_ONCE:
+                find, found = self._waiting.popleft()
+                if found.set_running_or_notify_cancel():
+                    taken.append((find, found))
+        if not taken:
+            return
+        for (_, found), (value, error) in zip(taken, self._answers([find for find, _ in taken]), strict=True):
+            if error is None:
+                found.set_result(value)
+            else:
+                found.set_exception(error)
 
     def _answers(self, wanted: list[_Find]) -> list[tuple[Any, Exception | None]]:
         answers: list[tuple[Any, Exception | None]] = []
