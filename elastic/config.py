@@ -1199,7 +1199,7 @@ class JobConfig(JobNeeds):
     files: tuple[str, ...] = Field(
         (),
         description="of a script: what of its directory a pool's nodes on other machines are sent; else all of it but "
-        "what is hidden",
+        "what is hidden and the directories of runs, pools and nodes",
     )
 
 

@@ -14,6 +14,10 @@ PATH_MAX = 500
 """Bytes of a file's path below the job's directory. So all of a job's files are told of in one message."""
 
 
+_LOCK, _OF_OWN = "lock", frozenset({"secret", "session"})
+"""Names in the directories of runs, pools and nodes: each of them has a lock, and one of the others."""
+
+
 class SubmittedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file as it was when its job was submitted. It lies at `source` on the pool's machine."""
 
@@ -50,7 +54,8 @@ def submitted_file(source: Path, path: str) -> SubmittedFile:
 
 
 def files_below(place: Path, path: str, bytes_max: int, *, follow: bool) -> list[SubmittedFile]:
-    """Read what is at a place, a file or a directory, all but what is hidden; it belongs at `path` on nodes. Blocks.
+    """Read what is at a place, a file or a directory, all but what is hidden and the directories of runs, pools and
+    nodes; it belongs at `path` on nodes. Blocks.
 
     Links to files are read with `follow`, others never. Raises `ValueError` for what no node is sent, such as more than
     `FILES_MAX` files, or `bytes_max` bytes.
@@ -78,7 +83,9 @@ def _sources(place: Path, path: PurePosixPath, *, follow: bool) -> Iterator[tupl
                 raise ValueError(f"{here}: is a symbolic link; allowed: {allowed}")
             if source.is_dir():
                 below = sorted((one for one in source.iterdir() if not one.name.startswith(".")), reverse=True)
-                waiting += [(one, name / one.name) for one in below]
+                names = {one.name for one in below}
+                if _LOCK not in names or not names & _OF_OWN:
+                    waiting += [(one, name / one.name) for one in below]
                 continue
         except OSError as error:
             raise ValueError(f"{here}: cannot be read ({error.strerror or error})") from error

@@ -45,6 +45,9 @@ async def until(holds: Callable[[], bool]) -> None:
 def test_what_a_directory_has_is_told_by_path_and_digest(tmp_path: Path) -> None:
     root = written(tmp_path / "script", train="a", data__rows="b", **{".hidden": "c", "data__.more": "d"})
     (root / "train").chmod(0o755)
+    written(
+        root, runs__one__lock="", runs__one__secret="of a run", nodes__one__lock="", nodes__one__session="of a node"
+    )
     found = {one.file.path: one.file for one in named_files(root, (), MB)}
     assert {path: (one.size_bytes, one.executable) for path, one in found.items()} == {
         "train": (1, True),
