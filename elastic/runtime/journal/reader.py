@@ -280,6 +280,12 @@ class JournalReader:
         with self._reading():
             return self._connection.execute("SELECT MAX(seq) FROM events").fetchone()[0] or 0
 
+    def first_event(self, behind: int) -> int:
+        """The number of the first event behind a number; one behind all where there is none."""
+        with self._reading():
+            found = self._connection.execute("SELECT MIN(seq) FROM events WHERE seq > ?", (behind,)).fetchone()[0]
+        return EVENT_NUMBER_MAX if found is None else found
+
     def last_ns(self) -> Nanoseconds:
         """The last moment that the journal knows of. Events are in the order of their times, so the last ones tell."""
         events = f"(SELECT t_ns FROM events ORDER BY seq DESC LIMIT {LAST_EVENTS})"
@@ -325,9 +331,14 @@ class JournalReader:
         frames nor `unread` kinds are among them."""
         where, values = self._besides(unread)
         query = f"SELECT seq, t_ns, body FROM {where} AND seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
+        last = behind
         with self._reading():
             for seq, t_ns, body in self._connection.execute(query, (*values, behind, end, limit)):
-                yield seq, t_ns, _event(seq, body)
+                event = _event(seq, body)
+                if seq <= last:  # Who goes on behind the last one would never come to an end.
+                    raise sqlite3.DatabaseError(f"event {seq} stands behind event {last}")
+                last = seq
+                yield seq, t_ns, event
 
     def _besides(self, unread: Collection[str]) -> tuple[str, tuple[str, ...]]:
         """The events that are neither token frames nor of `unread` kinds, for a query: with its values."""

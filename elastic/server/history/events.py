@@ -180,6 +180,8 @@ def _scanned(
                             raise
                         return found, found[-1][0], False  # What follows says why it cannot be read.
                     reached = found[-1][0] if len(found) == SCANNED_AT_ONCE else until
+                    if not found and until < last:  # Numbers of a garbled journal may be far apart.
+                        reached = min(last, max(until, journal.first_event(until) - 1))
                     return found, reached, reached == last
     return [], number, True
 
