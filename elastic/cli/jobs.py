@@ -408,7 +408,7 @@ def job_logs(
     looked_s, over = time.monotonic(), not follow
     try:
         while True:
-            lines = follower.read()
+            lines = follower.read(over=over)
             for one in lines:
                 typer.echo(one.line)
             if not lines:

@@ -48,7 +48,7 @@ def _print_disk_logs(name: str, directory: Path, source: str, tail: int | None, 
     follower.seek("", tail)
     while True:
         goes_on = follow and is_claimed(run.path)
-        lines = follower.read()
+        lines = follower.read(over=not goes_on)
         for one in lines:
             typer.echo(one.line)
         if not lines:

@@ -46,15 +46,25 @@ class LogFollower:
     def at_end(self) -> bool:
         return self._offset >= self.size()
 
-    def read(self) -> list[LogLine]:
-        """Lines that are there now, up to a bound; of the last one only when it has its end, or is too long."""
+    def read(self, *, over: bool = False) -> list[LogLine]:
+        """Lines that are there now, up to a bound; of the last one only when it has its end, is too long, or nothing
+        follows because all is `over`. A file that has become shorter is another one, or was cut: it is read anew."""
         try:
             with self._open() as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset = 0
                 file.seek(self._offset)
                 data = file.read(READ_BYTES)
         except FileNotFoundError:
             return []
-        return list(self._lines(data))
+        lines = list(self._lines(data))
+        if over and data and not lines:
+            self._offset += len(data)
+            lines = [self._line(data)]
+        return lines
+
+    def _line(self, data: bytes) -> LogLine:
+        return LogLine(id=f"{self.name}:{self._offset}", line=data.decode(errors="replace").rstrip("\r"))
 
     def _lines(self, data: bytes) -> Iterator[LogLine]:
         begin = 0
@@ -63,10 +73,9 @@ class LogFollower:
             if end < 0 and len(data) - begin < LINE_BYTES_MAX:
                 return
             stop = end + 1 if end >= 0 else begin + LINE_BYTES_MAX
-            line = data[begin : end if end >= 0 else stop].decode(errors="replace").rstrip("\r")
             self._offset += stop - begin
+            yield self._line(data[begin : end if end >= 0 else stop])
             begin = stop
-            yield LogLine(id=f"{self.name}:{self._offset}", line=line)
 
     def size(self) -> int:
         """Return the file's size in bytes."""

@@ -19,7 +19,7 @@ from elastic.config import JournalConfig
 from elastic.core import events as e
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.report.log_files import LogFollower, LogGone
-from elastic.runtime.journal import RunDirectory, SqliteJournal, event_row
+from elastic.runtime.journal import JournalError, RunDirectory, SqliteJournal, event_row
 from elastic.runtime.journal.records import FRAME, FREQUENT
 from elastic.server.api.auth import COOKIE
 from elastic.server.api.streams import LOOK_S
@@ -30,6 +30,7 @@ from elastic.server.permissions import Action
 from elastic.server.store.tables import keys, runs, sessions
 from elastic.system.isolation import LoopFaults
 from tests.server.conftest import Site, Submission, served
+from tests.server.written_runs import write_run
 
 QUIET = e.Tick()
 
@@ -233,15 +234,27 @@ def test_logs_over_http(site: Site, ended_run: str) -> None:
     client, place = site.client(), f"/v1/runs/{ended_run}/logs"
     *told, end = sse(client.get(place).text)
     assert end["event"] == "log.ended"
-    assert [json.loads(one["data"])["line"] for one in told] == ["first", "second", "third"]
+    assert [json.loads(one["data"])["line"] for one in told] == ["first", "second", "third", "half"]
     assert [
         json.loads(one["data"])["line"] for one in sse(client.get(place, params={"tail": 1, "follow": "false"}).text)
-    ] == ["third"]
+    ] == ["third", "half"]
     *again, _ = sse(client.get(place, headers={"last-event-id": told[0]["id"]}).text)
     assert again == told[1:]
     assert client.get(place, headers={"last-event-id": "process:999999"}).status_code == 410
     assert client.get(place, params={"source": "../process"}).status_code == 400
     assert client.get(place, params={"source": "nobody"}).status_code == 404
+
+
+def test_a_log_that_was_cut_is_told_anew_and_the_last_words_of_one_that_is_over_too(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_text("first\nsecond\n")
+    follower = LogFollower("x", lambda: path.open("rb"))
+    assert [one.line for one in follower.read()] == ["first", "second"]
+    path.write_text("anew\nlast wo")
+    assert [one.line for one in follower.read()] == ["anew"]
+    assert follower.read() == []
+    (last,) = follower.read(over=True)
+    assert (last.line, last.id, follower.at_end(), follower.read(over=True)) == ("last wo", "x:12", True, [])
 
 
 @given(
@@ -341,6 +354,41 @@ async def test_a_download_ends_with_what_its_caller_may(site: Site, submission: 
                             await asyncio.sleep(1.0)  # As docs/server.md promises.
                         got += len(chunk)
     assert (got < length) is revoked
+
+
+def told_by(log: EventLog, reads_max: int) -> list[int]:
+    """The numbers of all events of a run with one journal, up to where it cannot be read."""
+    position, told = Position(0, 0), list[int]()
+    for _ in range(reads_max):
+        try:
+            batch = log.read(position)
+        except JournalError:
+            return told
+        told += [at.number for at, _ in batch.events]
+        if batch.whole:
+            return told
+        position = batch.position
+    raise AssertionError(f"no end after {reads_max} reads, at {position}")
+
+
+def test_of_a_journal_of_which_pages_have_changed_places_each_event_is_told_once_and_there_is_an_end(
+    tmp_path: Path,
+) -> None:
+    path, page = tmp_path / "run/journal.sqlite", 4096
+    write_run(path.parent, steps=25, events=400, members=3)
+    with contextlib.closing(sqlite3.connect(path)) as journal:
+        journal.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    whole = path.read_bytes()
+    told = told_by(EventLog(path.parent), 2)
+    pages = [whole[begin : begin + page] for begin in range(0, len(whole), page)]
+    swaps = [(place, place + 1) for place in range(1, len(pages) - 1)] + [(3, place) for place in range(9, len(pages))]
+    assert len(told) > 400
+    for one, other in swaps:
+        swapped = [*pages]
+        swapped[one], swapped[other] = pages[other], pages[one]
+        path.write_bytes(b"".join(swapped))
+        found = told_by(EventLog(path.parent), 20)
+        assert found == sorted({*found}), (one, other)
 
 
 def test_of_a_journal_that_is_cut_the_events_before_are_told_and_then_why_no_more(site: Site, ended_run: str) -> None:

@@ -46,7 +46,13 @@ export function showLogs(body, view) {
   }
   async function read() {
     const mine = asked;
-    const found = await eventsOf(`${place}/logs`, { source: sources.value || "process", ...(after ? { after } : { tail: String(TAIL) }) }, signal);
+    let found;
+    try {
+      found = await eventsOf(`${place}/logs`, { source: sources.value || "process", ...(after ? { after } : { tail: String(TAIL) }) }, signal);
+    } catch (error) {
+      if (mine === asked && after && error.type === "events-gone") after = ""; // It is another file now, or was cut: its newest lines come next.
+      throw error;
+    }
     if (mine !== asked) return;
     known = true;
     problem.replaceChildren();

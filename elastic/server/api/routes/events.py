@@ -290,9 +290,10 @@ async def _lines(state: ServerState, row: HostedRunRow, follower: LogFollower, *
     run, read_files = row.id, state.readers.of(row.project)
     quiet_s, interval_s, seen = 0.0, state.settings.feed_interval_s, None
     while True:
-        over = not follow or await _ended(state, run)
+        ended = await _ended(state, run)
+        over = ended or not follow
         size = await state.looks.at((run, follower.name), follower.size, read_files)
-        lines = [] if size == seen and not over else await read_files(follower.read)
+        lines = [] if size == seen and not over else await read_files(functools.partial(follower.read, over=ended))
         seen = None if lines else size
         if lines:
             quiet_s = 0.0
