@@ -46,15 +46,15 @@ def scratch_directory() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="bench-")).resolve()
     # As any directory for temporary files: some processes are other users'.
     directory.chmod(0o1777)
+    # That of `multiprocessing` is removed later than this one, so it is not in it.
+    beside = multiprocessing.util.get_temp_dir()
     keeper = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(os.getpid()), str(directory)],
+        [sys.executable, "-m", __name__, str(os.getpid()), str(directory), beside],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-    # That of `multiprocessing` is removed later than this one, so it is not in it.
-    multiprocessing.util.get_temp_dir()
     os.environ[SCRATCH] = tempfile.tempdir = str(directory)
     try:
         with handled((signal.SIGTERM,), lambda number, _: end_soon() or sys.exit(128 + number)):
@@ -167,4 +167,5 @@ def _work(work: Callable[..., object], pipe: Connection, *arguments: object) -> 
 if __name__ == "__main__":
     with contextlib.suppress(ProcessLookupError):
         select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
-    _end_in(Path(sys.argv[2]))
+    for left in sys.argv[2:]:
+        _end_in(Path(left))

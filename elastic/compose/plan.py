@@ -224,10 +224,9 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         source = (where, "providers", name) if name in config.providers else (PROVIDERS_OPTION,)
         kind = kind_of(config.providers, name)
         found = types.setdefault(name, _picked("provider", kind, *source))
-        if not is_class_of_settings(found):
-            message = (
-                f"found {kind!r}, which is {shown(found)}; allowed: a class with Settings (providers.base.Provider)"
-            )
+        if not (is_class_of_settings(found) and hasattr(found, "trainer_of_turns")):
+            allowed = "a subclass of providers.base.Provider, with Settings"
+            message = f"found {kind!r}, which is {shown(found)}; allowed: {allowed}"
             raise ConfigError(ConfigProblem(message, source[1:], source[0]))
         section = config.providers.get(name, {}) | {"kind": kind}
         checked = validate(found.Settings, section, where, "providers", name)
