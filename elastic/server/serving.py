@@ -118,7 +118,7 @@ async def serve(
         looking = tasks.create_task(checks.run(), name="sign-ins") if checks else None
         keeping = tasks.create_task(PoolSupervisors(store, settings, faults).run(), name="pools")
         telling = tasks.create_task(deliveries.run(), name="webhooks")
-        async with serving(app, listener, peer_limits(settings)) as url:
+        async with serving(app, listener, peer_limits(settings), drained=app.state.server.streams.end) as url:
             on_ready(url)
             waiting = tasks.create_task(stopped.wait(), name="signals")
             await asyncio.wait([waiting, *([running] if running else [])], return_when=asyncio.FIRST_COMPLETED)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from elastic.config import JournalConfig
 from elastic.core import events as e
 from elastic.protocol.api import AccessRole, RunPhase
+from elastic.protocol.http_server import serving
 from elastic.report.log_files import LogFollower, LogGone
 from elastic.runtime.journal import JournalError, RunDirectory, SqliteJournal, event_row
 from elastic.runtime.journal.records import FRAME, FREQUENT
@@ -27,6 +28,7 @@ from elastic.server.history.events import ROUTINE, SCANNED_AT_ONCE, UNREAD, Even
 from elastic.server.history.feeds import Feeds
 from elastic.server.history.looks import SharedLooks
 from elastic.server.permissions import Action
+from elastic.server.serving import listen
 from elastic.server.store.tables import keys, runs, sessions
 from elastic.system.isolation import LoopFaults
 from tests.server.conftest import Site, Submission, served
@@ -331,6 +333,23 @@ async def test_a_stream_ends_with_what_its_caller_may(site: Site, submission: Su
             assert ended_s - changed_s < 1.0
             assert not going_on.done()
             going_on.cancel()
+
+
+async def test_streams_end_whole_with_their_server(site: Site, submission: Submission) -> None:
+    run, headers = site.submitted(submission(project="ours")), {"authorization": f"Bearer {site.admin}"}
+    begun = asyncio.Event()
+
+    async def follow(url: str) -> None:
+        client = httpx.AsyncClient(base_url=url, headers=headers, timeout=20)
+        async with client, client.stream("GET", f"/v1/runs/{run}/events") as answer:
+            async for _ in answer.aiter_raw():  # Raises if it is cut.
+                begun.set()
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        drained = site.app.state.server.streams.end
+        async with serving(site.app, listen("127.0.0.1", 0), drained=drained) as url:
+            tasks.create_task(follow(url))
+            await begun.wait()
 
 
 @pytest.mark.parametrize("revoked", [True, False])

@@ -90,24 +90,35 @@ class OpenStreams:
         self._isolated = IsolatedLoop("streams", faults, outages=(StoreUnavailable,))
         self._open: dict[_Claim, tuple[Request, set[asyncio.Timeout]]] = {}
         self._looking: asyncio.Task[None] | None = None
+        self._endless: set[asyncio.Timeout] = set()
+        """Streams, which do not end by themselves as downloads do."""
+
+    async def end(self) -> None:
+        """End all streams: their server stops. Their callers resume them at the next one."""
+        for sending in self._endless:
+            sending.reschedule(0.0)
 
     def while_admitted(
         self, request: Request, credentials: str, action: Action, project: str, whole: Response
     ) -> Response:
         """Return the response `whole`, which ends once the caller may not have it any more."""
         claim = _Claim(hashlib.sha256(credentials.encode()).digest(), action, project)
-        return _WatchedResponse(whole, lambda sending: self._watched(claim, request, sending))
+        endless = isinstance(whole, StreamingResponse)
+        return _WatchedResponse(whole, lambda sending: self._watched(claim, request, sending, endless))
 
     @contextlib.contextmanager
-    def _watched(self, claim: _Claim, request: Request, sending: asyncio.Timeout) -> Iterator[None]:
+    def _watched(self, claim: _Claim, request: Request, sending: asyncio.Timeout, endless: bool) -> Iterator[None]:
         _, open_now = self._open.setdefault(claim, (request, set()))
         open_now.add(sending)
+        if endless:
+            self._endless.add(sending)
         if self._looking is None:
             self._looking = asyncio.create_task(self._isolated.repeat(self._look, self._look_s), name="open streams")
         try:
             yield
         finally:
             open_now.discard(sending)
+            self._endless.discard(sending)
             if not open_now and self._open.get(claim, (None, None))[1] is open_now:
                 del self._open[claim]
             if not self._open and self._looking is not None:

@@ -28,9 +28,9 @@ _SERVERS_OWN = (
     *("run.directory", "run.host", "run.port", "run.advertise", "run.certificate", "run.certificate_key"),
     *("environment.container", "environment.network"),
     *("environment.python", "run.pass_env", "weights.port", "weights.relay", "front.host", "front.port"),
-    *("front.upstream", "front.upstream_key_env"),
+    *("front.upstream", "front.upstream_key_env", "job.files"),
 )
-"""Keys that the server sets itself: where a run listens, what it inherits, where it is kept."""
+"""Keys that the server sets itself: where a run listens, what it inherits, where it and its files are."""
 _RUNNERS_OWN = ("budget_usd", "caps", "host", "advertise")
 """Keys of the section `run` that the runner sets as it starts a process."""
 _REFUSED_KEYS = frozenset({"address", "arguments", "endpoint_url", "urls"})
