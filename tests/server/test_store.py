@@ -31,8 +31,9 @@ def store(tmp_path: Path, new_database: Callable[[Path], str]) -> Iterator[Store
 
 
 def is_comment(difference: Any) -> bool:
-    """Whether only the comment of a column differs, which PostgreSQL keeps, and no revision changes."""
-    return isinstance(difference, list) and all(one[0] == "modify_comment" for one in difference)
+    """Whether only comments differ, which PostgreSQL keeps, and no revision changes."""
+    changes = difference if isinstance(difference, list) else [difference]
+    return all(change[0] in ("modify_comment", "add_table_comment", "remove_table_comment") for change in changes)
 
 
 @pytest.mark.parametrize("revision", kept_tables.revisions())
