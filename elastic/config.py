@@ -24,7 +24,7 @@ from pydantic import (
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
 from elastic.protocol.proxies import without_password
 from elastic.system.given import expanded, read_text
-from elastic.system.installed import installed, load_point
+from elastic.system.installed import installed, load_point, package_of
 from elastic.system.named_code import ALLOWED, MAY_NAME_CODE, CodeUnusable, parsed, placed
 from elastic.system.plain_values import shown
 
@@ -1494,13 +1494,13 @@ def is_class_of_settings(kind: object) -> bool:
 
 
 def resolve_kind(
-    config: "EngineConfig | TrainerConfig", what: str, where: str, section: tuple[str, ...]
+    config: "EngineConfig | TrainerConfig", what: str, contract: type[Any], where: str, section: tuple[str, ...]
 ) -> tuple[type[Any], Any]:
     """The kind that `config.kind` names in the entry-point group `elastic.{what}s`, and its own settings; the sections
-    of all other kinds are looked at as well.
+    of all other kinds are looked at as well. `contract` is the protocol of such kinds.
 
-    Raises `ConfigError` for a kind or a section that is not installed or cannot be loaded, and for settings that are
-    not its own.
+    Raises `ConfigError` for a kind or a section that is not installed, cannot be loaded or lacks a name of the
+    contract, and for settings that are not its own.
     """
     known = installed(f"elastic.{what}s")
     names = ", ".join(sorted(known)) or "none"
@@ -1519,9 +1519,16 @@ def resolve_kind(
         except CodeUnusable as error:
             key = (*section, "kind" if name == config.kind else name)
             raise ConfigError(ConfigProblem(str(error), key, where)) from error
+        named = f"found {name!r}, whose {known[name].value}"
+        lacking = [one for one in vars(contract) if not one.startswith("_") and not hasattr(kinds[name], one)]
+        problem = ""
         if not is_class_of_settings(kinds[name]):
-            found = f"found {name!r}, whose {known[name].value} is {shown(kinds[name])}"
-            problem = f"{found}; allowed: a class with Settings, a model of pydantic"
+            problem = f"{named} is {shown(kinds[name])}; allowed: a class with Settings, a model of pydantic"
+        elif lacking:
+            allowed = f"a subclass of {contract.__module__}.{contract.__name__}"
+            lacks = f"of the package {package_of(known[name])} has no {', '.join(lacking)}"
+            problem = f"{named} {lacks}; allowed: {allowed}"
+        if problem:
             raise ConfigError(ConfigProblem(problem, (*section, "kind" if name == config.kind else name), where))
     settings = {
         name: validate(kind.Settings, config.sections.get(name, {}), where, *section, name)

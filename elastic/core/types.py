@@ -34,8 +34,8 @@ NOISE_MAX = 0.5
 
 
 class PolicyFault(Exception):
-    """A policy has failed, or has answered what its contract does not allow. The message has what was found and what
-    is allowed."""
+    """A policy or a simulated market has failed, or has answered what its contract does not allow. The message has what
+    was found and what is allowed."""
 
 
 class Account(StrEnum):

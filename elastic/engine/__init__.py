@@ -32,4 +32,4 @@ def resolve_engine(
     Raises `ConfigError` for a kind or a section that is not installed or cannot be loaded, and for settings that are
     not its own.
     """
-    return resolve_kind(config, "engine", where, section)
+    return resolve_kind(config, "engine", EngineKind, where, section)

@@ -143,8 +143,11 @@ def test_what_is_installed_and_cannot_be_loaded(
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     named = {"missing": "nosuch.module:Order", "raising": "raising:Order", "number": "number:order"}
     orders = "".join(f"curriculum.{name} = {value}\n" for name, value in named.items())
-    kinds = "[elastic.engines]\nwarp = raising:Warp\nthree = number:order\n"
-    (about / "entry_points.txt").write_text(f"[elastic.policies]\n{orders}{kinds}[elastic.trainers]\nodd = odd:Kind\n")
+    kinds = "[elastic.engines]\nwarp = raising:Warp\nthree = number:order\nbare = bare:Bare\n"
+    trainers = "[elastic.trainers]\nodd = odd:Kind\nbare = bare:Bare\n"
+    (about / "entry_points.txt").write_text(f"[elastic.policies]\n{orders}{kinds}{trainers}")
+    bare = "from pydantic import BaseModel\nclass Bare:\n    class Settings(BaseModel): pass\n"
+    (tmp_path / "site" / "bare.py").write_text(bare)
     (tmp_path / "site" / "raising.py").write_text("class Order:\n    table = [][0]\n")
     (tmp_path / "site" / "number.py").write_text("order = 3\n")
     (tmp_path / "site" / "odd.py").write_text("raise SystemExit('not today')\n")
@@ -164,6 +167,9 @@ def test_what_is_installed_and_cannot_be_loaded(
         elastic("run", config, "--set", "engine.kind=three"), "found 'three', whose number:order is 3 (int); allowed"
     )
     refused(elastic("run", config, "--set", "trainer.kind=odd"), "trainer.kind: found 'odd'", "SystemExit: not today")
+    for key, lacking, contract in ("engine", "unfit", "EngineKind"), ("trainer", "seeding_engines", "TrainerKind"):
+        ended = elastic("run", config, "--dry-run", "--set", f"{key}.kind=bare")
+        refused(ended, f"{key}.kind: found 'bare'", "bare:Bare of the package broken 1 has no", lacking, contract)
     assert not (config.parent / "runs").exists()
 
 

@@ -7,8 +7,10 @@ import traces
 from elastic.core import events as e
 from elastic.core.ids import worker_id
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, WorkerId
+from elastic.simulation.performance.checked_markets import checked_market
 from elastic.simulation.performance.lending import LentHostModel, LentShareModel
 from elastic.simulation.performance.profile import Device
+from elastic.system.installed import installed, is_ours, package_of
 from providers.base import Provider, ProviderSettings
 from providers.markets import (
     CapacityUnavailable,
@@ -217,14 +219,18 @@ def launcher_of(
     name: str, kind: type[Provider], settings: ProviderSettings, device: Device, world: "SimulatedRun"
 ) -> Launcher:
     """Return the model of a provider: its own market, if its kind names one, else one that is always there. Raises
-    `ValueError` for what cannot be modelled."""
+    `ValueError` for what cannot be modelled, and `PolicyFault` for a market of another package that cannot be made."""
     if isinstance(settings, ServingSettings):
         if settings.urls:
             raise ValueError(f"providers.{name}.urls: hosts that exist cannot be simulated; set hosts instead")
         return ServingCluster(name, settings, device, world)
     if kind.trainer_of_turns is not None:
         raise ValueError(f"providers.{name}: its devices are a pool's; allowed: `elastic jobs simulate`")
-    return Launcher((market_of(kind) or Market)(name, settings), device, world)
+    market_type, point = market_of(kind) or Market, installed("elastic.providers").get(settings.kind)
+    if point is None or is_ours(point) or market_type.__module__ == Market.__module__:
+        return Launcher(market_type(name, settings), device, world)
+    whose = f"providers.{name}: {settings.kind} of the package {package_of(point)}"
+    return Launcher(checked_market(market_type, whose, name, settings), device, world)
 
 
 def market_of(kind: type[Provider]) -> type[Market[Any]] | None:

@@ -43,4 +43,4 @@ def resolve_trainer(trainer: TrainerConfig, where: str) -> tuple[type[TrainerKin
     Raises `ConfigError` for a kind or a section that is not installed or cannot be loaded, and for settings that are
     not its own.
     """
-    return resolve_kind(trainer, "trainer", where, ("trainer",))
+    return resolve_kind(trainer, "trainer", TrainerKind, where, ("trainer",))

@@ -1,0 +1,110 @@
+"""Markets of other packages' providers, as a simulation drives them."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from elastic.core.ids import LeaseId
+from elastic.core.types import EndCause, PolicyFault
+from elastic.simulation.performance.launchers import launcher_of
+from providers.base import Provider, ProviderSettings
+from providers.markets import LeaseEnding, Market, TakenBack
+
+NOW_NS = 7
+LEASE = LeaseId("lab-1")
+
+
+class Answering(Market[ProviderSettings]):
+    """Free places, and the time and the leases of its next change, are as `answers` says; by default none change."""
+
+    answers: dict[str, Callable[[], Any]]
+
+    def free(self) -> int:
+        return self.answers.get("free", super().free)()
+
+    @property
+    def next_ns(self) -> Any:
+        return self.answers.get("next_ns", lambda: None)()
+
+    def advance(self, now_ns: int) -> Iterator[TakenBack]:
+        return self.answers.get("advance", lambda: iter(()))()
+
+
+class Looking(Answering):
+    def advance(self, now_ns: int) -> Iterator[TakenBack]:
+        while self.next_ns <= now_ns:
+            pass
+        return iter(())
+
+
+@pytest.fixture
+def market(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Market[Any]]:
+    """Makes the market of a provider that the package `theirs` brings."""
+    about = tmp_path / "theirs-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[elastic.providers]\nlab = theirs:Lab\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def made(kind: type[Answering] = Answering, **answers: Callable[[], Any]) -> Market[Any]:
+        members = {"trainer_of_turns": None, "market_type": type("Theirs", (kind,), {"answers": answers})}
+        lab = cast("type[Provider]", type("Lab", (), members))
+        settings = ProviderSettings.model_validate({"kind": "lab", "max_workers": 2})
+        return launcher_of("east", lab, settings, cast("Any", None), cast("Any", None)).market
+
+    return made
+
+
+def drive(market: Market[Any]) -> None:
+    market.restore(LEASE, "")
+    market.news()
+    list(market.advance(NOW_NS))
+
+
+def leaving() -> None:
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "words"),
+    [
+        ("free", leaving, "free raised SystemExit: 0"),
+        ("free", lambda: "a", "free returned 'a' (str); allowed: a whole number from 0"),
+        ("free", lambda: float("nan"), "free returned nan (float); allowed: a whole number from 0"),
+        ("free", lambda: -3, "free returned -3 (int); allowed: a whole number from 0"),
+        ("next_ns", lambda: float("nan"), "next_ns returned nan (float); allowed: None, or a whole number from 0"),
+        ("next_ns", lambda: 3, "next_ns returned 3 (int); allowed: None, or later than 7"),
+        ("advance", lambda: None, "advance raised TypeError: 'NoneType' object is not iterable"),
+        ("advance", lambda: iter([3]), "advance returned 3 (int); allowed: a TakenBack"),
+        (
+            "advance",
+            lambda: iter([TakenBack(LeaseId("nobody"), 9, LeaseEnding(EndCause.PREEMPTED))]),
+            "allowed: a lease that is held (lab-1)",
+        ),
+    ],
+)
+def test_what_a_market_may_not_do_is_told_with_its_provider_and_package(
+    market: Callable[..., Market[Any]], name: str, answer: Callable[[], Any], words: str
+) -> None:
+    with pytest.raises(PolicyFault) as fault:
+        drive(market(**{name: answer}))
+    assert str(fault.value).startswith("providers.east: lab of the package theirs 1.0: ")
+    assert words in str(fault.value)
+
+
+def test_a_market_whose_own_loop_never_gets_on_ends(market: Callable[..., Market[Any]]) -> None:
+    with pytest.raises(PolicyFault, match=r"next_ns returned 3 .int.; allowed: None, or later than 7"):
+        list(market(Looking, next_ns=lambda: 3).advance(NOW_NS))
+
+
+def test_numbers_of_numpy_are_taken(market: Callable[..., Market[Any]]) -> None:
+    theirs = market(free=lambda: np.int64(1), next_ns=lambda: np.int64(9))
+    offer = theirs.news()
+    assert offer is not None
+    assert (type(offer.available), offer.available) == (int, 1)
+    assert (type(theirs.next_ns), theirs.next_ns) == (int, 9)
+    theirs.take(LEASE)
+    assert not list(theirs.advance(NOW_NS))
