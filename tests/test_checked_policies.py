@@ -121,10 +121,14 @@ ASKED: dict[str, tuple[str, tuple[Any, ...]]] = {
         ("order", SystemExit(3), "order raised SystemExit: 3"),
         ("route", GeneratorExit(), "route raised GeneratorExit"),
         ("route", Unprintable(), "returned a value whose repr raises SystemExit (Unprintable); allowed: str | None"),
-        ("first", SeedingPlan(window_ns=10**40), "allowed: a SeedingPlan"),
+        (
+            "first",
+            SeedingPlan(window_ns=10**40),
+            "allowed: a window_ns and a worker_bound that are not negative, and at most",
+        ),
         ("lead_ns", 10**16, "allowed: at most 9007199254740991"),
         ("drop_reason", "\x1b[31m", "allowed: None, or a reason: 1 to 1000 printable characters"),
-        ("drop_reason", "\ud800", "allowed: str | None (UnicodeEncodeError"),
+        ("drop_reason", "\ud800", "allowed: None, or a reason: 1 to 1000 printable characters"),
         ("order", PassOrder(first=[np.float64(1)]), "which is no row"),  # type: ignore[list-item]
     ],
 )

@@ -77,7 +77,7 @@ class CheckedPolicy:
         try:
             if kind is PassOrder:
                 return _ordered(answer, *arguments)
-            found = msgspec.msgpack.decode(msgspec.msgpack.encode(answer, enc_hook=_plain), type=kind)
+            found = msgspec.convert(msgspec.to_builtins(answer, enc_hook=_plain), type=kind)
         except PolicyFault as fault:
             raise PolicyFault(f"{self._whose}: {name} {fault}") from None
         except KeyboardInterrupt:
