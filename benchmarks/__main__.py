@@ -1,11 +1,11 @@
 """Benchmarks one after the other, and one table of all: `python benchmarks --quick`, or with the names of some.
 
-Exits with 1 where one of them failed; the others are run all the same. SIGTERM ends them with a table of those before.
+Exits with 1 where one of them failed; the others are run all the same. SIGTERM and SIGINT end them with a table of
+those before.
 """
 
 import json
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks import HERE
 from benchmarks._common import flattened, shown
 from benchmarks._processes import program
-from elastic.system.signals import handled
+from elastic.system.signals import TERMINATION, handled
 
 NAMES = sorted(path.stem for path in HERE.glob("[a-z]*.py"))
 FIGURES_SHOWN = 3
@@ -79,7 +79,7 @@ def main() -> None:
         options.error(f"found {', '.join(unknown)}; allowed: {', '.join(NAMES)}")
     played: list[Played] = []
     try:
-        with handled((signal.SIGTERM,), lambda number, _: sys.exit(128 + number)):
+        with handled(TERMINATION, lambda number, _: sys.exit(128 + number)):
             for name in given.names or NAMES:
                 print(name, file=sys.stderr)
                 played.append(play(name, given.quick))

@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks import ROOT
 from elastic.system.processes import END_S, end_with_parent
-from elastic.system.signals import handled
+from elastic.system.signals import INTERRUPT, TERMINATION, handled
 
 SCRATCH = "TMPDIR"
 """The variable that every process of a run, a pool or a server inherits."""
@@ -41,7 +41,7 @@ UNWIND_S = 30
 def scratch_directory() -> Iterator[Path]:
     """An empty directory, which is gone after the block, as are all processes that were started in it.
 
-    SIGTERM ends the block. Where this process is killed, a keeper does the rest.
+    SIGTERM and SIGINT end the block. Where this process is killed, a keeper does the rest.
     """
     directory = Path(tempfile.mkdtemp(prefix="bench-")).resolve()
     # As any directory for temporary files: some processes are other users'.
@@ -56,8 +56,16 @@ def scratch_directory() -> Iterator[Path]:
         start_new_session=True,
     )
     os.environ[SCRATCH] = tempfile.tempdir = str(directory)
+    own = os.getpid()
+
+    def end(number: int, _: object) -> None:
+        if os.getpid() != own:  # A fork, which has this handler.
+            os._exit(128 + number)
+        end_soon()
+        sys.exit(128 + number)
+
     try:
-        with handled((signal.SIGTERM,), lambda number, _: end_soon() or sys.exit(128 + number)):
+        with handled(TERMINATION, end):
             yield directory
     finally:
         _end_in(directory)
@@ -66,7 +74,8 @@ def scratch_directory() -> Iterator[Path]:
 
 
 def end_soon() -> None:
-    """Have the keeper do what is not done in time, once a signal has come that ends this process."""
+    """Say that a signal ends this process, and have the keeper do what is not done in time."""
+    os.write(sys.stderr.fileno(), f"{Path(sys.argv[0]).name} was ended by a signal\n".encode())
     signal.alarm(UNWIND_S)
 
 
@@ -122,7 +131,10 @@ class Child:
         self.pipe, far = context.Pipe()
         self._process = cast(Any, context).Process(target=_work, args=(work, far, *arguments), daemon=daemon)
         self._ends_within_s = ends_within_s
+        # A terminal interrupts all of its processes; only this one speaks of it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)
         self._process.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPT)
         far.close()
 
     def __enter__(self) -> Self:
@@ -157,11 +169,13 @@ def _work(work: Callable[..., object], pipe: Connection, *arguments: object) -> 
     # It may have been gone before.
     if (parent := multiprocessing.parent_process()) is None or not parent.is_alive():
         return
-    try:
-        work(pipe, *arguments)
-    except Exception as error:
-        pipe.send(error)
-        raise
+    with handled(TERMINATION, lambda number, _: os._exit(128 + number)):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPT)
+        try:
+            work(pipe, *arguments)
+        except Exception as error:
+            pipe.send(error)
+            raise
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from functools import partial
 from benchmarks._checkers import check_mutants
 from benchmarks._common import Figures, emit
 from benchmarks._mutants import all_mutants, sample
+from benchmarks._processes import scratch_directory
 from benchmarks._shell import (
     WorldsSeen,
     import_shell,
@@ -225,7 +226,8 @@ if __name__ == "__main__":
     first = given.first
     if first is None:
         first = 0 if given.minutes is None else fresh_seed()
-    figures = main(chosen, first, count, given.mutation_seed)
+    with scratch_directory():
+        figures = main(chosen, first, count, given.mutation_seed)
     emit(figures, given, began_s)
     jobs = figures.get("jobs") or {}
     told = (figures, jobs, jobs.get("runs_in_pools", {}))

@@ -59,17 +59,35 @@ if __name__ == "__main__":
         time.sleep(600)
 """
 
+ENDED = {
+    signal.SIGINT: (130, "-c was ended by a signal\n"),
+    signal.SIGTERM: (143, "-c was ended by a signal\n"),
+    signal.SIGKILL: (-signal.SIGKILL, ""),
+}
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+
+@pytest.mark.parametrize("number", ENDED)
 def test_nothing_outlives_a_benchmark_that_is_ended(number: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", BENCHMARK], cwd=ROOT, stdout=subprocess.PIPE, text=True) as benchmark:
-        assert benchmark.stdout is not None
+    with subprocess.Popen(
+        [sys.executable, "-c", BENCHMARK],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as benchmark:
+        assert benchmark.stdout is not None and benchmark.stderr is not None
         *pids, scratch = benchmark.stdout.readline().split()
         started = [os.pidfd_open(int(pid)) for pid in pids]
-        benchmark.send_signal(number)
+        if number is signal.SIGINT:  # A terminal's, which its processes get, too.
+            os.killpg(benchmark.pid, number)
+        else:
+            benchmark.send_signal(number)
         for descriptor in started:
             assert select.select([descriptor], [], [], 60)[0]
             os.close(descriptor)
+        told = benchmark.stderr.read()
+    assert (benchmark.returncode, told) == ENDED[number]
     ended_s = time.monotonic() + 60
     while Path(scratch).exists():
         assert time.monotonic() < ended_s
