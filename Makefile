@@ -248,8 +248,9 @@ check: setup
 	NODE_OPTIONS=--max-semi-space-size=512 $(BIN)/pyright
 	$(BIN)/lint-imports
 
+# `make bench KEPT=FILE` goes on from where it was ended.
 bench: setup
-	$(BIN)/python benchmarks --quick
+	$(BIN)/python benchmarks --quick $(if $(KEPT),--kept $(KEPT))
 
 # With the interpreter that has the GPU's torch: `make gpu PYTHON=python3`. Without network, `make gpu-wheels` on another
 # machine brings what a GPU image lacks; then `pip install --no-index --no-deps --target SITE .whl/*.whl`, PYTHONPATH=SITE.

@@ -1,7 +1,8 @@
 """Benchmarks one after the other, and one table of all: `python benchmarks --quick`, or with the names of some.
 
 Exits with 1 where one of them failed; the others are run all the same. SIGTERM and SIGINT end them with a table of
-those before.
+those before. With `--kept FILE` the next time goes on from there: each is kept in that file as it ends, and those that
+have ended well are not run again.
 """
 
 import json
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -57,13 +59,24 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def table(played: list[Played]) -> Table:
-    """A row for each benchmark, with the first of its figures."""
+def read_kept(file: Path | None) -> dict[str, Played]:
+    """By name, the last of each that ended well."""
+    if file is None or not file.exists():
+        return {}
+    kept = [Played(**json.loads(line)) for line in file.read_text().splitlines()]
+    return {one.name: one for one in kept if not one.failed}
+
+
+def table(played: Sequence[Played]) -> Table:
+    """A row for each benchmark, with the first of its figures, or why it was skipped."""
     made = Table("benchmark", "wall s", "CPU s", "figures", box=None, pad_edge=False)
     for one in played:
         figures = [(key, value) for key, value in flattened(one.figures) if value is not None]
         words = ", ".join(f"{key} {shown(value)}" for key, value in figures[:FIGURES_SHOWN])
         more = f", … ({len(figures)})" if len(figures) > FIGURES_SHOWN else ""
+        skipped = one.figures.get("skipped_because")
+        if isinstance(skipped, str):
+            words, more = f"skipped: {skipped}", ""
         made.add_row(one.name, f"{one.wall_s:.1f}", f"{one.cpu_s:.1f}", one.failed or words + more)
     made.add_row(f"{len(played)} in all", f"{sum(p.wall_s for p in played):.1f}", f"{sum(p.cpu_s for p in played):.1f}")
     return made
@@ -74,21 +87,27 @@ def main() -> None:
     options.add_argument("names", nargs="*", metavar="NAME", help="these alone")
     options.add_argument("--quick", action="store_true", help="each under 50 s on two cores")
     options.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
+    options.add_argument("--kept", type=Path, metavar="FILE", help="go on from what this file keeps")
     given = options.parse_args()
     if unknown := [name for name in given.names if name not in NAMES]:
         options.error(f"found {', '.join(unknown)}; allowed: {', '.join(NAMES)}")
-    played: list[Played] = []
+    names = given.names or NAMES
+    played = {name: one for name, one in read_kept(given.kept).items() if name in names}
     try:
         with handled(TERMINATION, lambda number, _: sys.exit(128 + number)):
-            for name in given.names or NAMES:
-                print(name, file=sys.stderr)
-                played.append(play(name, given.quick))
+            for name in names:
+                if name not in played:
+                    print(name, file=sys.stderr)
+                    played[name] = play(name, given.quick)
+                    if given.kept:
+                        with given.kept.open("a") as kept:
+                            kept.write(json.dumps(played[name]._asdict()) + "\n")
     finally:
         if given.json:
-            print(json.dumps({one.name: one._asdict() for one in played}))
+            print(json.dumps({name: one._asdict() for name, one in played.items()}))
         else:
-            Console().print(table(played))
-    sys.exit(any(one.failed for one in played))
+            Console().print(table(sorted(played.values())))
+    sys.exit(any(one.failed for one in played.values()))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The benchmarks are run in one way, and their tables have what they name."""
 
+import json
 import os
 import re
 import select
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import HERE, ROOT, _configurations
+from benchmarks.__main__ import Played, read_kept
 from benchmarks._common import flattened
 from benchmarks._configurations import KINDS, configuration
 from benchmarks._shapes import SHAPES
@@ -47,6 +49,17 @@ def test_figures_within_figures_have_dots() -> None:
     assert flattened({"a": 1, "b": {"c": {"d": 2}, "e": []}}) == [("a", 1), ("b.c.d", 2), ("b.e", [])]
 
 
+def test_those_that_have_failed_are_run_again(tmp_path: Path) -> None:
+    good, bad = Played("good", 1.0, 1.0, {"a": 1}), Played("bad", 1.0, 1.0, {}, "exited with 1")
+    mended = bad._replace(failed="")
+    file = tmp_path / "kept"
+    file.write_text("".join(json.dumps(one._asdict()) + "\n" for one in (good, bad)))
+    assert read_kept(file) == {"good": good}
+    with file.open("a") as kept:
+        kept.write(json.dumps(mended._asdict()) + "\n")
+    assert read_kept(file) == {"good": good, "bad": mended}
+
+
 BENCHMARK = """
 import multiprocessing, subprocess, time
 from benchmarks._processes import Child, scratch_directory
@@ -76,7 +89,8 @@ def test_nothing_outlives_a_benchmark_that_is_ended(number: signal.Signals) -> N
         text=True,
         start_new_session=True,
     ) as benchmark:
-        assert benchmark.stdout is not None and benchmark.stderr is not None
+        assert benchmark.stdout is not None
+        assert benchmark.stderr is not None
         *pids, scratch = benchmark.stdout.readline().split()
         started = [os.pidfd_open(int(pid)) for pid in pids]
         if number is signal.SIGINT:  # A terminal's, which its processes get, too.
