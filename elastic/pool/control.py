@@ -34,6 +34,7 @@ from elastic.pool.control_messages import (
     PoolVersion,
     PutBackDevice,
     ResubmitJob,
+    SetQuota,
     StopPool,
     SubmitJob,
     TicketMinted,
@@ -57,7 +58,9 @@ from elastic.pool.status import (
     turns_of,
 )
 
-PoolCommand: TypeAlias = SubmitJob | CancelJob | ResubmitJob | StopPool | PutBackDevice | MintTicket | DrainNode
+PoolCommand: TypeAlias = (
+    SubmitJob | CancelJob | ResubmitJob | SetQuota | StopPool | PutBackDevice | MintTicket | DrainNode
+)
 SUBMISSION_BYTES_MAX = 16 * 1024 * 1024
 """With as many files as a job may have, each of the longest path."""
 NAMED_MOST = 5
@@ -103,7 +106,7 @@ class PoolCommandManager:
                 return PoolTurns(turns=turns_of(self._shell.cluster))
             case PlanJob():
                 try:
-                    return PoolPlan(plan=plan_of(self._shell.cluster, request.request))
+                    return PoolPlan(plan=plan_of(self._shell.cluster, request.request, request.quota))
                 except (ClusterError, PolicyFault) as error:
                     return PoolRefusal(kind="rejected", message=str(error))
             case _:
@@ -125,8 +128,10 @@ class PoolCommandManager:
                 return self._submit(request, command)
             case CancelJob(job=job):
                 return self._no_such(job) or self._done(request.id, self._shell.cancel(job, command))
-            case ResubmitJob(job=job):
-                return self._resubmit(request.id, job, command)
+            case ResubmitJob():
+                return self._resubmit(request, command)
+            case SetQuota(job=job, quota=quota):
+                return self._no_such(job) or self._done(request.id, self._shell.set_quota(job, quota, command))
             case PutBackDevice(device=device):
                 return self._put_back(device, command)
             case MintTicket():
@@ -168,23 +173,24 @@ class PoolCommandManager:
             message = f"the pool has a job {job} already ({former.state}); name it otherwise"
             return PoolRefusal(kind="conflict", message=message)
         try:
-            placement = plan_of(cluster, request.request)
+            placement = plan_of(cluster, request.request, request.quota)
             entry = self._admit(request.entry)
         except (ClusterError, PolicyFault) as error:
             return PoolRefusal(kind="rejected", message=str(error))
         except ValueError as error:
             return PoolRefusal(kind="invalid", message=str(error))
-        self._shell.submit(request.request, entry, command)
+        self._shell.submit(request.request, entry, command, request.quota)
         return PoolAcknowledged(id=request.id, placement=placement)
 
-    def _resubmit(self, command_id: str, job: str, command: DoneCommand) -> PoolAnswer:
+    def _resubmit(self, request: ResubmitJob, command: DoneCommand) -> PoolAnswer:
+        job = request.job
         if (unknown := self._no_such(job)) is not None:
             return unknown
         record = self._record(job)
         if record is not None and record.state is not JobState.FAILED:
             return PoolRefusal(kind="conflict", message=f"job {job} is {record.state}; allowed: failed")
         forgotten = None if job in self._shell.cluster.jobs else self._journal.forgotten(job)
-        return self._done(command_id, self._shell.resubmit(job, command, forgotten))
+        return self._done(request.id, self._shell.resubmit(job, command, forgotten, request.quota))
 
     def _record(self, job: str) -> JobRecord | None:
         """Return what is known of a job, also of one that has left the cluster."""
@@ -304,6 +310,8 @@ def _words(request: PoolRequest) -> str:
             return f"cancel {job}"
         case ResubmitJob(job=job):
             return f"resubmit {job}"
+        case SetQuota(job=job, quota=quota):
+            return f"{job} is {'within its quota' if quota is None else f'beyond its quota: {quota.reason}'}"
         case PutBackDevice(device=device):
             return f"put back {device}"
         case MintTicket(label=label, kind=kind):

@@ -11,13 +11,13 @@ from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
-from elastic.core.cluster.types import JobRequest
+from elastic.core.cluster.types import BeyondQuota, JobRequest
 from elastic.pool.machines import NodeTicket
 from elastic.pool.ports import JobEntry
 from elastic.pool.status import JobStatus, PlacementPlan, PoolStatus, TurnStatus
 from elastic.protocol.run_control import CommandRefused, ControlError, ControlLine, new_command_id
 
-POOL_CONTROL_VERSION = "6"
+POOL_CONTROL_VERSION = "7"
 """Version of these messages. A pool's process names its own in `PoolVersion`."""
 
 CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -33,18 +33,29 @@ class _PoolRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="command
 
 
 class SubmitJob(_PoolRequest, frozen=True, tag="submit"):
-    """Submit a job, with its record besides the request. How many deaths a run survives its configuration says."""
+    """Submit a job, with its record besides the request. How many deaths a run survives its configuration says. One
+    that is beyond its `quota` waits until `SetQuota` lets it."""
 
     id: CommandId
     request: JobRequest
     entry: JobEntry
+    quota: BeyondQuota | None = None
+
+
+class SetQuota(_PoolRequest, frozen=True, tag="quota"):
+    """Say that a job which waits for its quota is within it now, or beyond it for another reason."""
+
+    id: CommandId
+    job: JobName
+    quota: BeyondQuota | None
 
 
 class PlanJob(_PoolRequest, frozen=True, tag="plan"):
     """Ask where a job would go now, at what marginal cost and planned slowdown, and why it cannot join each other
-    group."""
+    group. `quota` as in `SubmitJob`."""
 
     request: JobRequest
+    quota: BeyondQuota | None = None
 
 
 class CancelJob(_PoolRequest, frozen=True, tag="cancel"):
@@ -53,10 +64,11 @@ class CancelJob(_PoolRequest, frozen=True, tag="cancel"):
 
 
 class ResubmitJob(_PoolRequest, frozen=True, tag="resubmit"):
-    """Continue a failed job from its last checkpoint, as a new arrival."""
+    """Continue a failed job from its last checkpoint, as a new arrival. `quota` as in `SubmitJob`."""
 
     id: CommandId
     job: JobName
+    quota: BeyondQuota | None = None
 
 
 class StopPool(_PoolRequest, frozen=True, tag="stop"):
@@ -125,6 +137,7 @@ PoolRequest: TypeAlias = (
     | PlanJob
     | CancelJob
     | ResubmitJob
+    | SetQuota
     | StopPool
     | PutBackDevice
     | MintTicket
@@ -216,14 +229,17 @@ class PoolControl:
     async def submit(self, command: SubmitJob) -> PoolAcknowledged:
         return await self._ask(command, PoolAcknowledged)
 
-    async def plan(self, request: JobRequest) -> PlacementPlan:
-        return (await self._ask(PlanJob(request=request), PoolPlan)).plan
+    async def plan(self, request: JobRequest, quota: BeyondQuota | None = None) -> PlacementPlan:
+        return (await self._ask(PlanJob(request=request, quota=quota), PoolPlan)).plan
 
     async def cancel(self, job: str, command: str = "") -> PoolAcknowledged:
         return await self._ask(CancelJob(id=command or new_command_id(), job=job), PoolAcknowledged)
 
-    async def resubmit(self, job: str, command: str = "") -> PoolAcknowledged:
-        return await self._ask(ResubmitJob(id=command or new_command_id(), job=job), PoolAcknowledged)
+    async def resubmit(self, job: str, command: str = "", quota: BeyondQuota | None = None) -> PoolAcknowledged:
+        return await self._ask(ResubmitJob(id=command or new_command_id(), job=job, quota=quota), PoolAcknowledged)
+
+    async def set_quota(self, job: str, quota: BeyondQuota | None, command: str = "") -> PoolAcknowledged:
+        return await self._ask(SetQuota(id=command or new_command_id(), job=job, quota=quota), PoolAcknowledged)
 
     async def stop(self, *, now: bool = False, command: str = "") -> PoolAcknowledged:
         """Stop the pool. Returns once the stop is durable, before the pool has ended."""

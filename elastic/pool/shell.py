@@ -17,7 +17,7 @@ from elastic.core.cluster import Cluster
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.history import ClusterEntry, encode
-from elastic.core.cluster.types import JobId, KindName, Nanoseconds, NodeId, PhaseKind, PhasePlan
+from elastic.core.cluster.types import BeyondQuota, JobId, KindName, Nanoseconds, NodeId, PhaseKind, PhasePlan
 from elastic.pool import messages as w
 from elastic.pool.devices import DeviceAllotment
 from elastic.pool.holdings import HOLDING, NS_PER_S, PoolHoldings, PoolNode, PoolRoom, nanoseconds
@@ -214,20 +214,37 @@ class PoolShell(PoolRoom):
             self._pool.feed(e.TimePassed())
         self._drain()
 
-    def submit(self, request: e.JobRequest, entry: JobEntry, command: DoneCommand | None = None) -> None:
-        self._pool.feed(e.JobSubmitted(request=request), entry, command)
+    def submit(
+        self,
+        request: e.JobRequest,
+        entry: JobEntry,
+        command: DoneCommand | None = None,
+        quota: BeyondQuota | None = None,
+    ) -> None:
+        self._pool.feed(e.JobSubmitted(request=request, quota=quota), entry, command)
+        self._drain()
+
+    def set_quota(self, job: JobId, quota: BeyondQuota | None, command: DoneCommand | None = None) -> None:
+        """Say that a job which is queued beyond its quota is within it now, or beyond it for another reason."""
+        self._pool.feed(e.QuotaChanged(job=job, quota=quota), None, command)
         self._drain()
 
     def cancel(self, job: JobId, command: DoneCommand | None = None) -> None:
         self._pool.feed(e.CancelRequested(job=job), None, command)
         self._drain()
 
-    def resubmit(self, job: JobId, command: DoneCommand | None = None, forgotten: ForgottenJob | None = None) -> None:
+    def resubmit(
+        self,
+        job: JobId,
+        command: DoneCommand | None = None,
+        forgotten: ForgottenJob | None = None,
+        quota: BeyondQuota | None = None,
+    ) -> None:
         """Have a failed job go on. `forgotten` is what the journal has of it if it has left the cluster."""
         entry = None if forgotten is None else forgotten.entry
-        event = e.ResubmitRequested(job=job)
+        event = e.ResubmitRequested(job=job, quota=quota)
         if forgotten is not None:
-            event = e.ResubmitRequested.of_forgotten(forgotten.record)
+            event = e.ResubmitRequested.of_forgotten(forgotten.record, quota)
         self._pool.feed(event, entry, command)
         self._drain()
 

@@ -3,6 +3,7 @@
 Times are seconds since the pool began or seconds left, money is dollars. docs/jobs.md describes the fields.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -12,6 +13,7 @@ from elastic.core.cluster.policy import PlacementRefusal
 from elastic.core.cluster.state import JobRecord, NodeRecord
 from elastic.core.cluster.types import (
     NS_PER_HOUR,
+    BeyondQuota,
     DeviceAccount,
     GroupName,
     JobId,
@@ -147,7 +149,9 @@ class JobStatus(msgspec.Struct, kw_only=True):
     usd_alone: float = 0.0
     """What its steps would have cost so far on nodes of its own, by its plan."""
     queue_place: int | None = None
-    """The job's place, from 1, in the order in which queued jobs are considered."""
+    """The job's place, from 1: among those beyond the same quota, or in the order in which others are considered."""
+    beyond_quota: bool = False
+    """Whether it is queued for its quota, as `reason` says."""
     directory: str = ""
     logs: str = ""
     script: bool = False
@@ -266,10 +270,14 @@ def turns_of(cluster: Cluster) -> list[TurnStatus]:
     ]
 
 
-def plan_of(cluster: Cluster, request: JobRequest) -> PlacementPlan:
-    """Return where a job would go now, at what marginal cost and planned slowdown. Raises `ClusterError` for a job that
-    would be rejected."""
+def plan_of(cluster: Cluster, request: JobRequest, quota: BeyondQuota | None = None) -> PlacementPlan:
+    """Return where a job would go now, at what marginal cost and planned slowdown; nowhere yet, if it is beyond its
+    quota. Raises `ClusterError` for a job that would be rejected."""
     found = PlacementPlan(job=request.id, slo=request.slo)
+    if quota is not None:
+        cluster.refuse(request)
+        found.why = f"it would wait for its quota: {quota.reason}"
+        return found
     if request.plan is None:
         found.why = "its phases are not known yet: a few steps of it would be timed first"
         return found
@@ -346,9 +354,14 @@ def story_of(record: JobRecord) -> list[StoryPart]:
 
 
 def queue_places(cluster: Cluster) -> dict[JobId, int]:
-    """Return the place in the queue of each job that waits for room."""
-    queued = (job for job, record in cluster.jobs.items() if record.state is JobState.QUEUED)
-    return {job: place for place, job in enumerate(queued, 1)}
+    """Return the place of each queued job: in the queue for room, or in that of its quota."""
+    queues, places = Counter[str](), dict[JobId, int]()
+    for job, record in cluster.jobs.items():
+        if record.state is JobState.QUEUED:
+            queue = "" if record.quota is None else f"quota {record.quota.whose}"
+            queues[queue] += 1
+            places[job] = queues[queue]
+    return places
 
 
 def job_status(cluster: Cluster, record: JobRecord, billed: int, queue_place: int | None = None) -> JobStatus:
@@ -383,6 +396,7 @@ def job_status(cluster: Cluster, record: JobRecord, billed: int, queue_place: in
         over=record.over,
         usd_alone=usd(record.steps_done * solo_ns * alone),
         queue_place=queue_place,
+        beyond_quota=record.quota is not None,
     )
 
 

@@ -762,7 +762,10 @@ class HostedJob(_Resource):
     project: ProjectId | None = Field(description="null for one that was not submitted here")
     state: str = Field(examples=["running"])
     reason: str = Field(examples=["its residents are up"])
-    queue_place: int | None = Field(default=None, description="its place among those that wait for room, from 1")
+    queue_place: int | None = Field(
+        default=None, description="its place, from 1, among those that wait for room, or for their project's quota"
+    )
+    beyond_quota: bool = Field(default=False, description="whether it waits for its project's quota, as `reason` says")
     slo: float
     planned_slowdown: float | None
     steps: int

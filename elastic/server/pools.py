@@ -127,13 +127,14 @@ def settle_jobs(store: Store, settings: ServerSettings, project: str | None = No
             continue
         with store.writing() as tx:
             for job in changed:
-                jobs.settle(tx, job.name, usd=job.usd, over=job.over)
+                waits = job.reason if job.beyond_quota else None
+                jobs.settle(tx, job.name, usd=job.usd, over=job.over, waits=waits)
             for row in unheard:
                 jobs.remove(tx, row["id"], row["created_us"])
 
 
 def _has_changed(row: Mapping[Any, Any] | None, job: JobStatus) -> bool:
-    return row is None or job.over or row["usd"] != job.usd
+    return row is None or job.over or row["usd"] != job.usd or (row["waits"] is not None) != job.beyond_quota
 
 
 class PoolSupervisors:

@@ -13,6 +13,7 @@ from elastic.protocol.api import AccessRole
 from elastic.protocol.http_server import serving
 from elastic.protocol.sockets import address_of, listening_socket
 from elastic.server.api.app import create_app, peer_limits
+from elastic.server.api.job_limits import WaitingJobs
 from elastic.server.history import apart
 from elastic.server.identity.sign_ins import SignInChecks
 from elastic.server.intake import checking
@@ -117,12 +118,13 @@ async def serve(
         running = tasks.create_task(runner.run(), name="runner") if runner else None
         looking = tasks.create_task(checks.run(), name="sign-ins") if checks else None
         keeping = tasks.create_task(PoolSupervisors(store, settings, faults).run(), name="pools")
+        admitting = tasks.create_task(WaitingJobs(store, settings, faults).run(), name="jobs beyond quotas")
         telling = tasks.create_task(deliveries.run(), name="webhooks")
         async with serving(app, listener, peer_limits(settings), drained=app.state.server.streams.end) as url:
             on_ready(url)
             waiting = tasks.create_task(stopped.wait(), name="signals")
             await asyncio.wait([waiting, *([running] if running else [])], return_when=asyncio.FIRST_COMPLETED)
-        for task in (waiting, running, telling, looking, keeping):
+        for task in (waiting, running, telling, looking, keeping, admitting):
             if task is not None:
                 task.cancel()
 

@@ -6,7 +6,7 @@ import pytest
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.history import cluster_digest
-from elastic.core.cluster.types import JobState, PhaseKind, PhasePlan
+from elastic.core.cluster.types import BeyondQuota, JobState, PhaseKind, PhasePlan, WaitLimits
 from tests.cluster.conftest import Driver, S, grants, timed_job
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
@@ -32,6 +32,8 @@ NOT_NOW = (
     e.NodeLost(node="nowhere"),
     e.NodeJoined(node="rollout-1", kind=ROLLOUT),
     e.JobSubmitted(request=timed_job("a", slo=3.0)),
+    e.QuotaChanged(job="a", quota=BeyondQuota("agents", "it has enough")),
+    e.QuotaChanged(job="a", quota=None),
 )
 
 
@@ -53,6 +55,26 @@ def test_what_is_not_so_changes_nothing(event: e.ClusterEvent) -> None:
     before = cluster_digest(pool.cluster)
     assert pool.tell(event, 1) == []
     assert cluster_digest(pool.cluster) == before
+
+
+def test_a_job_beyond_its_quota_is_considered_once_it_is_within_it() -> None:
+    pool, quota = Driver(), BeyondQuota("agents", "it has 1 of 1")
+    assert pool.tell(e.JobSubmitted(request=msgspec.structs.replace(timed_job("a"), plan=None), quota=quota)) == []
+    assert pool.tell(e.JobSubmitted(request=timed_job("b"), quota=quota)) == []
+    pool.run(timed_job("c"))
+    waiting = pool.cluster.jobs["a"]
+    assert (waiting.state, waiting.reason) == (JobState.QUEUED, quota.reason)
+    pool.tell(e.QuotaChanged(job="a", quota=BeyondQuota("agents", "it has 2 of 2")), 1)
+    pool.tell(e.NodeJoined(node="rollout-9", kind=ROLLOUT), 1)
+    assert (waiting.state, waiting.reason) == (JobState.QUEUED, "it has 2 of 2")
+    assert [type(command) for command in pool.tell(e.QuotaChanged(job="a", quota=None), 2)] == [c.ProfileJob]
+    assert pool.tell(e.QuotaChanged(job="a", quota=quota), 2) == []
+    assert [type(command) for command in pool.tell(e.QuotaChanged(job="b", quota=None), 3)] == [c.StartJob]
+    pool.tell(e.JobFailed(job="b", cause="killed"), 4)
+    assert pool.tell(e.ResubmitRequested(job="b", quota=quota), 5) == []
+    assert pool.cluster.jobs["b"].state is JobState.QUEUED
+    pool.tell(e.TimePassed(), WaitLimits().queue_ns / S + 5)
+    assert pool.cluster.jobs["b"].state is JobState.FAILED
 
 
 def test_a_job_is_timed_first_and_then_placed_with_what_was_found() -> None:
@@ -100,7 +122,7 @@ def test_who_finds_no_room_for_a_week_is_rejected_with_the_reason() -> None:
     pool.run(*(timed_job(name) for name in "abcd"))
     assert pool.tick(7 * 24 * H - 1) == []
     told = pool.tick(7 * 24 * H)
-    assert [(type(command), command.job) for command in told] == [(c.RejectJob, "d")]
+    assert [(type(command), command.job) for command in told] == [(c.RejectJob, "d")]  # type: ignore[union-attr]
     assert told[0].reason == "no room for it in 168 h"  # type: ignore[union-attr]
     # It was placed meanwhile: nothing is left of the wait.
     pool = Driver("solo")
@@ -116,7 +138,7 @@ def test_a_job_may_have_all_nodes_and_a_node_that_joins_is_for_who_waits() -> No
     pool.tell(e.NodeJoined(node="more-1", kind=ROLLOUT), 10)
     assert pool.cluster.jobs["b"].state is JobState.QUEUED
     told = pool.tell(e.NodeJoined(node="more-2", kind=TRAIN), 20)
-    assert [(type(command), command.job) for command in told] == [(c.StartJob, "b")]
+    assert [(type(command), command.job) for command in told] == [(c.StartJob, "b")]  # type: ignore[union-attr]
 
 
 def test_what_fits_exactly_is_accepted() -> None:
@@ -132,7 +154,7 @@ def moving() -> Driver:
     pool.run(timed_job("a", slo=1.0), timed_job("b", slo=1.0), timed_job("c", slo=1.9, restart_ns=10 * S, steps=1000))
     pool.tell(e.JobFinished(job="b"), 100)
     told = pool.tick(100.000000001)
-    assert [(type(command), command.job) for command in told] == [(c.StopJob, "c")]
+    assert [(type(command), command.job) for command in told] == [(c.StopJob, "c")]  # type: ignore[union-attr]
     return pool
 
 

@@ -31,6 +31,7 @@ from elastic.pool.control_messages import (
     PoolTurns,
     PoolVersion,
     ResubmitJob,
+    SetQuota,
     StopPool,
     SubmitJob,
     TicketMinted,
@@ -139,20 +140,22 @@ class StandIn:
                 return PoolJobs(jobs=found[: request.most], before=found[request.most - 1].arrival if more else None)
             case PlanJob():
                 try:
-                    return PoolPlan(plan=plan_of(self.cluster, request.request))
+                    return PoolPlan(plan=plan_of(self.cluster, request.request, request.quota))
                 except ClusterError as error:
                     return PoolRefusal(kind="rejected", message=str(error))
             case SubmitJob():
-                plan = plan_of(self.cluster, request.request)
+                plan = plan_of(self.cluster, request.request, request.quota)
                 self.submitted.append(request)
-                self.tell(e.JobSubmitted(request=request.request))
+                self.tell(e.JobSubmitted(request=request.request, quota=request.quota))
                 return PoolAcknowledged(id=request.id, placement=plan)
             case CancelJob():
                 self.tell(e.CancelRequested(job=request.job))
             case ResubmitJob():
                 if self.cluster.jobs[request.job].state != "failed":
                     return PoolRefusal(kind="conflict", message=f"job {request.job} has not failed")
-                self.tell(e.ResubmitRequested(job=request.job))
+                self.tell(e.ResubmitRequested(job=request.job, quota=request.quota))
+            case SetQuota(job=job, quota=quota):
+                self.tell(e.QuotaChanged(job=job, quota=quota))
             case MintTicket():
                 return TicketMinted(id=request.id, ticket=TICKET)
             case DrainNode(node=node):

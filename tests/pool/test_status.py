@@ -6,7 +6,7 @@ import pytest
 from elastic.core.cluster import Cluster, ClusterError, NodeKind, PoolSpec, WaitLimits
 from elastic.core.cluster import events as e
 from elastic.core.cluster.history import cluster_digest
-from elastic.core.cluster.types import PhaseKind
+from elastic.core.cluster.types import BeyondQuota, PhaseKind
 from elastic.pool.status import PoolStatus, TurnStatus, bills, plan_of, pool_status, turns_of
 from policies.clusters import CLUSTER_POLICIES
 from tests.cluster.conftest import THREE_OF_EACH, S, timed_job
@@ -117,7 +117,13 @@ def test_who_waits_for_room_knows_its_place_and_moves_up() -> None:
         cluster.handle(e.JobSubmitted(request=timed_job(job, slo=4.0)), 4 * S)
     assert [job.queue_place for job in pool_status(cluster, 5 * S).jobs] == [None, None, 1, 2]
     cluster.handle(e.CancelRequested(job="three"), 6 * S)
-    assert [job.queue_place for job in pool_status(cluster, 7 * S).jobs] == [None, None, None, 1]
+    quota = BeyondQuota("agents", "it has 1 of 1")
+    for job in ("five", "six"):
+        cluster.handle(e.JobSubmitted(request=timed_job(job), quota=quota), 6 * S)
+    jobs = pool_status(cluster, 7 * S).jobs
+    assert [job.queue_place for job in jobs] == [None, None, None, 1, 1, 2]
+    assert [job.beyond_quota for job in jobs] == [False] * 4 + [True] * 2
+    assert plan_of(cluster, timed_job("seven"), quota).why == "it would wait for its quota: it has 1 of 1"
 
 
 def test_what_would_be_saved_if_a_job_left() -> None:

@@ -22,6 +22,7 @@ from elastic.core.cluster.types import PhaseKind
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.protocol.api_client import ApiError, Client
 from elastic.server.api.app import create_app
+from elastic.server.api.job_limits import BEHIND, admit_waiting
 from elastic.server.pools import settle_jobs
 from elastic.server.retention import records as retention
 from elastic.server.store import people, runs, tables, uploads
@@ -144,28 +145,56 @@ def test_what_is_no_job_leaves_nothing(
     ("limits", "words"),
     [
         ({"runs": 0}, "the project may have no runs"),
-        ({"runs": 1}, "the project has 1 of 1 runs and jobs at once"),
         ({"gpus": {"trainer": 0}}, "its trainer takes 1 GPUs; the project may have 0 in trainers"),
-        ({"gpus": {"trainer": 1}}, "the job trains on 1 GPUs; the project has 1 of 1 in trainers"),
         ({"gpus": {"spot-replay": 0}}, "a lease has 1 GPUs of spot-replay; the project may have 0"),
-        ({"budget_usd": 1.0}, "of $1 $7 is spent by jobs"),
     ],
 )
-def test_a_project_s_quota_holds_for_its_jobs(
-    pooled: Site, pool: StandIn, job: dict[str, Any], limits: dict[str, Any], words: str
+def test_a_job_that_its_project_s_quota_never_allows_is_refused(
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any], limits: dict[str, Any], words: str
 ) -> None:
-    ours, theirs = (pooled.member(AccessRole.RUNNER, name) for name in ("ours", "theirs"))
-    first = ours.post(JOBS, json=job).json()["id"]
-    pool.tell(e.TimePassed(), at_s=3600.0)
     limit(pooled, **limits)
     for path in (JOBS, f"{JOBS}/dry-run"):
         refused = ours.post(path, json=job)
         assert (refused.status_code, refused.json()["type"]) == (409, "/problems/quota-exceeded"), refused.text
         assert words in refused.json()["detail"]
-    assert theirs.post(JOBS, json=job).status_code == 201
-    if limits == {"runs": 1}:
-        assert ours.post(f"{JOBS}/{first}/cancel").status_code == 200
-        assert ours.post(JOBS, json=job).status_code == 201
+    assert not pool.commands
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"runs": 1}, "the project has 1 of 1 runs and jobs at once"),
+        ({"gpus": {"trainer": 1}}, "the job trains on 1 GPUs; the project has 1 of 1 in trainers"),
+        ({"budget_usd": 1.0}, "the project's $1 are spent by jobs, or spent by runs or allotted to them"),
+    ],
+)
+def test_jobs_beyond_their_project_s_quota_wait_and_begin_in_their_order(
+    pooled: Site, pool: StandIn, job: dict[str, Any], limits: dict[str, Any], words: str
+) -> None:
+    ours, theirs = (pooled.member(AccessRole.RUNNER, name) for name in ("ours", "theirs"))
+
+    def now(name: str) -> tuple[str, str, int | None]:
+        admit_waiting(pooled.store, pooled.settings)
+        found = ours.get(f"{JOBS}/{name}").json()
+        return found["state"], found["reason"], found["queue_place"]
+
+    first = ours.post(JOBS, json=job).json()["id"]
+    pool.tell(e.TimePassed(), at_s=3600.0)
+    limit(pooled, **limits)
+    assert ours.post(f"{JOBS}/dry-run", json=job).json()["why"] == f"it would wait for its quota: {words}"
+    second, third = (ours.post(JOBS, json=job).json() for _ in range(2))
+    assert (second["state"], second["reason"], second["beyond_quota"]) == ("queued", words, True)
+    third = third["id"]
+    assert theirs.post(JOBS, json=job).json()["state"] == "running"
+    assert (now(second["id"]), now(third)) == (("queued", words, 1), ("queued", words, 2))
+    if "budget_usd" in limits:
+        limit(pooled, budget_usd=100.0)
+        assert [now(name)[0] for name in (second["id"], third)] == ["running", "running"]
+        return
+    assert ours.post(f"{JOBS}/{first}/cancel").status_code == 200
+    assert [now(name)[0] for name in (second["id"], third)] == ["running", "queued"]
+    assert ours.post(f"{JOBS}/{second['id']}/cancel").status_code == 200
+    assert now(third)[0] == "running"
 
 
 def test_roles_and_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
@@ -342,8 +371,9 @@ def test_jobs_that_come_at_once_are_within_the_quota(
     limit(pooled, runs=2)
     with ThreadPoolExecutor(6) as threads:
         codes = [answer.status_code for answer in threads.map(lambda _: ours.post(JOBS, json=job), range(6))]
-    assert sorted(codes) == [201, 201, 409, 409, 409, 409]
-    assert len(pool.submitted) == 2
+    assert codes == [201] * 6
+    states = [one["state"] for one in ours.get(JOBS).json()["data"]]
+    assert sorted(states) == ["queued"] * 4 + ["running"] * 2
 
 
 def test_who_resubmits_needs_as_many_gpus_as_before(
@@ -356,6 +386,15 @@ def test_who_resubmits_needs_as_many_gpus_as_before(
     for gpus, status in ((1, 409), (2, 200)):
         limit(pooled, gpus={"trainer": gpus})
         assert ours.post(f"{JOBS}/{name}/resubmit").status_code == status
+    pool.tell(e.JobFailed(job=name, cause="killed"))
+    limit(pooled, runs=1)
+    other = ours.post(JOBS, json=job).json()["id"]
+    assert ours.post(f"{JOBS}/{name}/resubmit").json()["beyond_quota"]
+    limit(pooled, runs=None, gpus={"trainer": 2})
+    assert ours.post(JOBS, json=job).json()["reason"] == BEHIND
+    assert ours.post(f"{JOBS}/{other}/cancel").status_code == 200
+    admit_waiting(pooled.store, pooled.settings)
+    assert ours.get(f"{JOBS}/{name}").json()["state"] == "running"
 
 
 def test_jobs_come_in_pages(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
@@ -466,7 +505,7 @@ def test_a_job_that_was_resubmitted_elsewhere_counts_again(
     settle_jobs(pooled.store, pooled.settings)
     pool.tell(e.ResubmitRequested(job=name))
     assert ours.delete(f"/v1/uploads/{upload}").status_code == 409
-    assert ours.post(JOBS, json=job).json()["type"] == "/problems/quota-exceeded"
+    assert ours.post(JOBS, json=job).json()["beyond_quota"]
 
 
 def test_what_is_known_of_jobs_is_not_written_again(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:

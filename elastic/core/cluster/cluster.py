@@ -69,6 +69,7 @@ class Cluster:
             e.TailMoved: self._rotation.tail_moved,
         }
         self._of_jobs: Mapping[type[e.ClusterEvent], Callable[[JobRecord, Any], object]] = {
+            e.QuotaChanged: self._quota_changed,
             e.JobProfiled: self._profiled,
             e.JobStarted: self._started,
             e.JobProgressed: self._progressed,
@@ -184,10 +185,14 @@ class Cluster:
 
         Raises `ClusterError` for a job that would be rejected.
         """
+        self.refuse(request)
+        return self._choice(request), self.policies.placement.refusals(request, self)
+
+    def refuse(self, request: JobRequest) -> None:
+        """Raise `ClusterError` for a job that would be rejected."""
         problem = self._problem(request)
         if problem:
             raise ClusterError(f"job {request.id}: {problem}")
-        return self._choice(request), self.policies.placement.refusals(request, self)
 
     def _suspended(self, event: e.PoolSuspended) -> None:
         """Put off the deadlines of all who could not be heard. How long a job may queue is a promise to people."""
@@ -236,7 +241,7 @@ class Cluster:
     def _nodes_changed(self) -> None:
         self._place_queued()
         for record in self.state.jobs.values():
-            if record.state is JobState.QUEUED:
+            if record.state is JobState.QUEUED and record.quota is None:
                 record.reason = self.short_of(record.request)
 
     def _node_drained(self, event: e.NodeDrained) -> None:
@@ -307,7 +312,19 @@ class Cluster:
         if request.id in self.state.jobs:
             return
         self.state.arrivals += 1
-        record = self.state.jobs[request.id] = JobRecord(request=request, arrival=self.state.arrivals)
+        record = JobRecord(request=request, arrival=self.state.arrivals, quota=event.quota)
+        self.state.jobs[request.id] = record
+        self._consider(record)
+
+    def _quota_changed(self, record: JobRecord, event: e.QuotaChanged) -> None:
+        if record.quota is None:
+            return
+        record.quota = event.quota
+        if event.quota is not None:
+            record.reason = event.quota.reason
+            return
+        self.timers.clear("queue", event.job)
+        record.to(JobState.SUBMITTED, self.now_ns, "it is within its quota now")
         self._consider(record)
 
     def _profiled(self, record: JobRecord, event: e.JobProfiled) -> None:
@@ -324,6 +341,7 @@ class Cluster:
             state.forgotten_billed -= record.billed
         record = state.jobs.get(event.job)
         if record is not None and record.state is JobState.FAILED:
+            record.quota = event.quota
             self._resubmit(record, "resubmitted")
 
     def _resubmit(self, record: JobRecord, cause: str) -> None:
@@ -339,24 +357,31 @@ class Cluster:
                 self.state.forgotten_billed += self.state.jobs.pop(job).billed
 
     def _consider(self, record: JobRecord) -> None:
-        """Reject a job that can never run, time a job of unknown length, place a job that fits, and queue any other."""
+        """Reject a job that can never run, queue a job beyond its quota, time a job of unknown length, place a job that
+        fits, and queue any other."""
         job = record.request.id
+        problem = self._problem(record.request)
+        if problem:
+            self._reject(record, problem)
+            return
+        if record.quota is not None:
+            self._queue(record, record.quota.reason)
+            return
         if record.request.plan is None:
             record.to(JobState.PROFILING, self.now_ns, "its phases are not known yet")
             self.timers.set("profile", job, self.now_ns, self.limits.profile_ns)
             self._emit(c.ProfileJob(job=job))
             return
-        problem = self._problem(record.request)
-        if problem:
-            self._reject(record, problem)
-            return
         self.state.placements += 1
         choice = self._choice(record.request)
         if choice is None:
-            record.to(JobState.QUEUED, self.now_ns, self.short_of(record.request))
-            self.timers.set("queue", job, self.now_ns, self.limits.queue_ns)
+            self._queue(record, self.short_of(record.request))
         else:
             self._place(record, choice)
+
+    def _queue(self, record: JobRecord, reason: str) -> None:
+        record.to(JobState.QUEUED, self.now_ns, reason)
+        self.timers.set("queue", record.request.id, self.now_ns, self.limits.queue_ns)
 
     def _problem(self, request: JobRequest) -> str:
         """Return why no pool of this kind can ever take the job; empty if one can."""
@@ -453,7 +478,7 @@ class Cluster:
     def _place_queued(self) -> None:
         """Place queued jobs in the order of their arrival."""
         for record in list(self.state.jobs.values()):
-            if record.state is JobState.QUEUED:
+            if record.state is JobState.QUEUED and record.quota is None:
                 choice = self._choice(record.request)
                 if choice is not None:
                     self._place(record, choice)
@@ -569,6 +594,7 @@ class Cluster:
         resubmitted."""
         job = record.request.id
         self.timers.clear("queue", job)
+        record.quota = None
         state = JobState.FAILED if record.placement else JobState.REJECTED
         record.to(state, self.now_ns, reason)
         self.state.over[job] = None
@@ -593,6 +619,7 @@ class Cluster:
         elif record.seat is not None:
             self._emit(c.EndJob(job=job))
         self._vacate(record)
+        record.quota = None
         record.to(state, self.now_ns, cause)
         self.state.over[job] = None
         self._place_queued()

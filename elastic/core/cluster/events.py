@@ -5,7 +5,16 @@ from typing import TypeAlias, dataclass_transform
 import msgspec
 
 from elastic.core.cluster.state import JobRecord
-from elastic.core.cluster.types import JobId, JobRequest, KindName, Nanoseconds, NodeId, PhaseKind, PhasePlan
+from elastic.core.cluster.types import (
+    BeyondQuota,
+    JobId,
+    JobRequest,
+    KindName,
+    Nanoseconds,
+    NodeId,
+    PhaseKind,
+    PhasePlan,
+)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
@@ -41,7 +50,17 @@ class NodeDrained(_ClusterEvent):
 
 
 class JobSubmitted(_ClusterEvent):
+    """A job has come. With `quota` it is queued, and considered for a place once `QuotaChanged` lets it."""
+
     request: JobRequest
+    quota: BeyondQuota | None = None
+
+
+class QuotaChanged(_ClusterEvent):
+    """A queued job is within its quota now, or beyond it for another reason."""
+
+    job: JobId
+    quota: BeyondQuota | None
 
 
 class JobProfiled(_ClusterEvent):
@@ -88,18 +107,18 @@ class ResubmitRequested(_ClusterEvent):
     """A failed job arrives anew and goes on from its last checkpoint.
 
     `forgotten` is its record if the cluster has forgotten the job, without what it owes. `billed` is that, in digits:
-    msgpack takes no number of that length.
+    msgpack takes no number of that length. `quota` as in `JobSubmitted`.
     """
 
     job: JobId
     forgotten: JobRecord | None = None
     billed: str = "0"
+    quota: BeyondQuota | None = None
 
     @classmethod
-    def of_forgotten(cls, record: JobRecord) -> "ResubmitRequested":
-        return cls(
-            job=record.request.id, forgotten=msgspec.structs.replace(record, billed=0), billed=str(record.billed)
-        )
+    def of_forgotten(cls, record: JobRecord, quota: BeyondQuota | None) -> "ResubmitRequested":
+        forgotten, billed = msgspec.structs.replace(record, billed=0), str(record.billed)
+        return cls(job=record.request.id, forgotten=forgotten, billed=billed, quota=quota)
 
 
 class JobsForgotten(_ClusterEvent):
@@ -177,6 +196,7 @@ ClusterEvent: TypeAlias = (
     | NodeLost
     | NodeDrained
     | JobSubmitted
+    | QuotaChanged
     | JobProfiled
     | JobStarted
     | JobProgressed

@@ -121,6 +121,8 @@ def _waits(cluster: Cluster) -> Iterator[str]:
     for job, record in cluster.state.jobs.items():
         if record.asked_both and record.asked is not PhaseKind.TRAIN:
             yield f"job {job} waits for both pools and asked for {record.asked}"
+        if record.quota is not None and record.state is not JobState.QUEUED:
+            yield f"job {job} is {record.state}, beyond the quota of {record.quota.whose}"
         for what, state in NAMED_WAITS.items():
             if record.state is state and not cluster.timers.waiting(what, job):
                 yield f"job {job} is {state} without a deadline"

@@ -6,6 +6,7 @@ import msgspec
 
 from elastic.core.cluster.groups import JobGroup
 from elastic.core.cluster.types import (
+    BeyondQuota,
     DeviceAccount,
     GroupName,
     JobId,
@@ -24,7 +25,7 @@ _S = JobState
 LEGAL_NEXT: Mapping[JobState, frozenset[JobState]] = {
     _S.SUBMITTED: frozenset({_S.PROFILING, _S.QUEUED, _S.PLACED, _S.REJECTED, _S.FAILED, _S.CANCELLED}),
     _S.PROFILING: frozenset({_S.QUEUED, _S.PLACED, _S.REJECTED, _S.FAILED, _S.CANCELLED}),
-    _S.QUEUED: frozenset({_S.PLACED, _S.REJECTED, _S.FAILED, _S.CANCELLED}),
+    _S.QUEUED: frozenset({_S.SUBMITTED, _S.PLACED, _S.REJECTED, _S.FAILED, _S.CANCELLED}),
     _S.PLACED: frozenset({_S.RUNNING, _S.SUBMITTED, _S.FAILED, _S.CANCELLED}),
     _S.RUNNING: frozenset({_S.PLACED, _S.SUBMITTED, _S.FINISHED, _S.FAILED, _S.CANCELLED}),
     _S.FAILED: frozenset({_S.SUBMITTED}),
@@ -61,6 +62,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
       rollouts, 0 if none was seen. `parks`: none was seen but of residents that had started.
     - `began_cold`: a resident of the present time slice has started since its last one.
     - `billed`: what it owes, in nano-dollars times nanoseconds per hour.
+    - `quota`: why it is queued beyond a quota, and not considered for a place.
     """
 
     request: JobRequest
@@ -90,6 +92,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     began_cold: bool = False
     phase_ns: Nanoseconds = 0
     billed: int = 0
+    quota: BeyondQuota | None = None
 
     @property
     def steps_left(self) -> int:

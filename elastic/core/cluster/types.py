@@ -181,6 +181,13 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.restart_ns + self.first_ns
 
 
+class BeyondQuota(msgspec.Struct, frozen=True):
+    """Why a job may have no place yet: it is beyond the quota of `whose`, for this reason."""
+
+    whose: str
+    reason: str
+
+
 class NodeKind(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes of one phase that are alike: devices, host memory and price of each, where they are, and how many there are
     at first. A node's name is its kind's `name` and a number."""

@@ -1,22 +1,32 @@
-"""A project's quota, for jobs on pools. A pool's queue knows of no projects, so what is beyond a quota is refused as it
-comes, and does not wait as a run does. What goes on is not touched by a quota that is lowered."""
+"""A project's quota, for jobs on pools. A job that is beyond it waits in its pool's queue, with its reason, and begins
+once the quota allows it. What goes on is not touched by a quota that is lowered.
 
+Jobs of a project begin in the order in which they were submitted: none is let before one that waits.
+"""
+
+import asyncio
 from collections.abc import Iterator
 
 import msgspec
 import sqlalchemy as sa
 
 from elastic.compose.pool_config import POOL_CONFIG, load_pool
-from elastic.protocol.api import ProblemError, QuotaUse
+from elastic.core.cluster.types import BeyondQuota
+from elastic.protocol.api import QuotaUse
 from elastic.server.api.routes.quotas import as_quota
 from elastic.server.intake import submissions
-from elastic.server.pools import pool_dir
+from elastic.server.pools import asked, control_of, pool_dir, settle_jobs
 from elastic.server.problems import ApiProblem
 from elastic.server.quotas.needs import RunNeeds
 from elastic.server.settings import ServerSettings
-from elastic.server.store import jobs, quotas
+from elastic.server.store import Store, jobs, quotas
 from elastic.server.store.jobs import JobsUse
 from elastic.server.store.quotas import TRAINER, QuotaRow
+from elastic.system.isolation import IsolatedLoop, LoopFaults
+
+ADMIT_S = 2.0
+"""How often jobs that wait for quotas are looked at."""
+BEHIND = "jobs of the project that came before it wait, too"
 
 
 def train_gpus(settings: ServerSettings, pool: str, train_nodes: int) -> int:
@@ -26,23 +36,69 @@ def train_gpus(settings: ServerSettings, pool: str, train_nodes: int) -> int:
     return train_nodes * max(kind.gpus for kind in kinds)
 
 
-def refuse_beyond(connection: sa.Connection, project: str, needs: RunNeeds, trainer_gpus: int, but: str = "") -> None:
-    """Raises `ApiProblem` for one more job, with so many GPUs for training, that is beyond the project's quota now, or
-    will always be.
+def beyond_quota(
+    connection: sa.Connection, project: str, needs: RunNeeds, trainer_gpus: int, but: str = ""
+) -> BeyondQuota | None:
+    """Return why one more job, with so many GPUs for training, has to wait for the project's quota; None if it need
+    not. Raises `ApiProblem` for one that the quota never allows.
 
     `but` is the job itself, where it was submitted before.
     """
     row = quotas.quota(connection, project)
     if not row.version:
-        return
+        return None
     submissions.refuse_beyond(row, msgspec.structs.replace(needs, trainer_gpus=trainer_gpus))
-    found = [*beyond(row, as_quota(connection, row).use, jobs.use(connection, project, but), trainer_gpus)]
-    if found:
-        faults = [ProblemError(pointer="#/project", detail=words) for words in found]
-        raise ApiProblem("quota-exceeded", "; ".join(found), faults)
+    use = jobs.use(connection, project, but)
+    return _beyond(connection, row, use, trainer_gpus) or (BeyondQuota(project, BEHIND) if use.waiting else None)
 
 
-def beyond(quota: QuotaRow, runs: QuotaUse, jobs: JobsUse, trainer_gpus: int) -> Iterator[str]:
+def admit_waiting(store: Store, settings: ServerSettings) -> None:
+    """Let jobs begin that waited for their projects' quotas, as far as these allow it now. Raises `ApiProblem` where a
+    pool does not answer."""
+    pools = [path.name for path in settings.pools]
+    with store.reading() as connection:
+        projects = {row["project"] for row in jobs.waiting(connection, pools)}
+    for project in sorted(projects):
+        settle_jobs(store, settings, project)
+        with store.reading() as connection:
+            rows = jobs.waiting(connection, pools, project)
+        for row in rows:
+            with store.reading() as connection:
+                quota, use = quotas.quota(connection, project), jobs.use(connection, project)
+                found = _beyond(connection, quota, use, row["train_gpus"])
+            if found is None or found.reason != row["waits"]:
+                asked(control_of(settings, row["pool"]).set_quota(row["id"], found))
+                with store.writing() as tx:
+                    jobs.note_wait(tx, row["id"], None if found is None else found.reason)
+            if found is not None:
+                break
+
+
+class WaitingJobs:
+    """Lets jobs begin that wait for their projects' quotas, until it is cancelled."""
+
+    def __init__(self, store: Store, settings: ServerSettings, faults: LoopFaults | None = None) -> None:
+        self._store, self._settings = store, settings
+        self._isolated = IsolatedLoop("jobs beyond quotas", faults or LoopFaults())
+
+    async def run(self) -> None:
+        await self._isolated.repeat(self._look, ADMIT_S)
+
+    async def _look(self) -> None:
+        try:
+            await asyncio.to_thread(admit_waiting, self._store, self._settings)
+        except ApiProblem as problem:
+            # A pool that is away is asked again, and may not have heard yet of a job that is being submitted.
+            if problem.kind not in ("pool-away", "not-found"):
+                raise
+
+
+def _beyond(connection: sa.Connection, row: QuotaRow, use: JobsUse, trainer_gpus: int) -> BeyondQuota | None:
+    reasons = [*_reasons(row, as_quota(connection, row).use, use, trainer_gpus)]
+    return BeyondQuota(row.project, "; ".join(reasons)) if reasons else None
+
+
+def _reasons(quota: QuotaRow, runs: QuotaUse, jobs: JobsUse, trainer_gpus: int) -> Iterator[str]:
     """Yield what one more job with so many GPUs for training would be beyond."""
     there = runs.runs + jobs.jobs
     if quota.runs_max is not None and there >= quota.runs_max:
@@ -50,8 +106,7 @@ def beyond(quota: QuotaRow, runs: QuotaUse, jobs: JobsUse, trainer_gpus: int) ->
     held = runs.gpus.get(TRAINER, 0) + jobs.trainer_gpus
     if held + trainer_gpus > quota.gpus.get(TRAINER, held + trainer_gpus):
         yield f"the job trains on {trainer_gpus} GPUs; the project has {held} of {quota.gpus[TRAINER]} in trainers"
-    spent = runs.allotted_usd + jobs.usd
-    if quota.budget_usd is not None and spent >= quota.budget_usd:
-        yield f"of ${quota.budget_usd:g} ${spent:g} is spent by jobs, or spent by runs or allotted to them"
+    if quota.budget_usd is not None and runs.allotted_usd + jobs.usd >= quota.budget_usd:
+        yield f"the project's ${quota.budget_usd:g} are spent by jobs, or spent by runs or allotted to them"
     if quota.usd_per_day is not None and runs.allotted_today_usd >= quota.usd_per_day:
-        yield f"of ${quota.usd_per_day:g} a day ${runs.allotted_today_usd:g} was allotted to runs today"
+        yield f"the project's ${quota.usd_per_day:g} a day were allotted to runs today"

@@ -4,6 +4,7 @@ A row is there before its pool hears of the job, so that quotas hold for submiss
 the job names is removed. A pool says what becomes of its jobs; `settle` notes it.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -14,19 +15,27 @@ from elastic.server.store.tables import jobs
 
 
 class JobsUse(NamedTuple):
-    """A project's jobs that are not over, the GPUs that they asked for to train on, and the cost of all that there
-    were."""
+    """A project's jobs that are not over and do not wait for its quota, the GPUs that they asked for to train on, the
+    cost of all that there were, and how many wait for its quota."""
 
     jobs: int
     trainer_gpus: int
     usd: float
+    waiting: int
 
 
 def insert(
-    tx: sa.Connection, id_: str, project: str, pool: str, fingerprint: str, config: str, train_gpus: int
+    tx: sa.Connection,
+    id_: str,
+    project: str,
+    pool: str,
+    fingerprint: str,
+    config: str,
+    train_gpus: int,
+    waits: str | None,
 ) -> None:
     row = {"id": id_, "project": project, "pool": pool, "fingerprint": fingerprint, "config": config}
-    tx.execute(sa.insert(jobs).values(**row, train_gpus=train_gpus, usd=0.0, created_us=now_us()))
+    tx.execute(sa.insert(jobs).values(**row, train_gpus=train_gpus, usd=0.0, created_us=now_us(), waits=waits))
 
 
 def find(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
@@ -60,24 +69,39 @@ def living(connection: sa.Connection, pool: str, project: str | None) -> list[sa
     return list(connection.execute(wanted).mappings())
 
 
-def settle(tx: sa.Connection, id_: str, *, usd: float, over: bool) -> None:
-    """Note what a pool says of a job: its cost so far, and whether it is over."""
+def settle(tx: sa.Connection, id_: str, *, usd: float, over: bool, waits: str | None = None) -> None:
+    """Note what a pool says of a job: its cost so far, whether it is over, and why it waits for its quota."""
     row = find(tx, id_)
     if row is not None:
         ended_us = (row["ended_us"] or now_us()) if over else None
-        tx.execute(sa.update(jobs).where(jobs.c.id == id_).values(usd=usd, ended_us=ended_us))
+        tx.execute(sa.update(jobs).where(jobs.c.id == id_).values(usd=usd, ended_us=ended_us, waits=waits))
+
+
+def note_wait(tx: sa.Connection, id_: str, waits: str | None) -> None:
+    tx.execute(sa.update(jobs).where(jobs.c.id == id_).values(waits=waits))
+
+
+def waiting(connection: sa.Connection, pools: Sequence[str], project: str | None = None) -> list[sa.RowMapping]:
+    """Return the jobs of these pools that wait for the quota of their project, or of this one, in the order in which
+    they were submitted."""
+    wanted = sa.select(jobs).where(jobs.c.pool.in_(pools), jobs.c.ended_us.is_(None), jobs.c.waits.is_not(None))
+    if project is not None:
+        wanted = wanted.where(jobs.c.project == project)
+    return list(connection.execute(wanted.order_by(jobs.c.created_us, jobs.c.id)).mappings())
 
 
 def use(connection: sa.Connection, project: str, but: str = "") -> JobsUse:
     """Add up what the project has on pools, without the job `but`."""
-    goes_on = jobs.c.ended_us.is_(None)
+    goes_on, waits = jobs.c.ended_us.is_(None), jobs.c.waits.is_not(None)
+    counts = goes_on & ~waits
     total = sa.select(
-        sa.func.coalesce(sa.func.sum(sa.case((goes_on, 1), else_=0)), 0),
-        sa.func.coalesce(sa.func.sum(sa.case((goes_on, jobs.c.train_gpus), else_=0)), 0),
+        sa.func.coalesce(sa.func.sum(sa.case((counts, 1), else_=0)), 0),
+        sa.func.coalesce(sa.func.sum(sa.case((counts, jobs.c.train_gpus), else_=0)), 0),
         sa.func.coalesce(sa.func.sum(jobs.c.usd), 0.0),
+        sa.func.coalesce(sa.func.sum(sa.case((goes_on & waits, 1), else_=0)), 0),
     )
     row = connection.execute(total.where(jobs.c.project == project, jobs.c.id != but)).one()
-    return JobsUse(int(row[0]), int(row[1]), float(row[2]))
+    return JobsUse(int(row[0]), int(row[1]), float(row[2]), int(row[3]))
 
 
 def naming(connection: sa.Connection, project: str, text: str) -> str | None:

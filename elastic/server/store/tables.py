@@ -235,6 +235,7 @@ jobs = Table(
     Column("config", Text, nullable=False),
     Column("train_gpus", Integer, nullable=False),
     Column("usd", Float, nullable=False, comment="what it had cost when its pool was last asked"),
+    Column("waits", Text, comment="why it waits for its project's quota"),
     Column("created_us", BigInteger, nullable=False),
     Column("ended_us", BigInteger, comment="when it was first seen to be over"),
     Index(None, "project", "ended_us"),

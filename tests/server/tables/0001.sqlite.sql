@@ -83,6 +83,7 @@ CREATE TABLE jobs (
 	config TEXT NOT NULL,
 	train_gpus INTEGER NOT NULL,
 	usd FLOAT NOT NULL,
+	waits TEXT,
 	created_us BIGINT NOT NULL,
 	ended_us BIGINT,
 	CONSTRAINT pk_jobs PRIMARY KEY (id),

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from functools import partial
 from typing import Annotated, Any
 
 import sqlalchemy as sa
@@ -14,6 +15,7 @@ from elastic.compose.pool_config import POOL_CONFIG, job_request, load_pool
 from elastic.compose.runs import discard_run, save_run_config
 from elastic.config import Config, ConfigError
 from elastic.core.cluster import JobRequest
+from elastic.core.cluster.types import BeyondQuota
 from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
 from elastic.pool.job_files import SubmittedFile
 from elastic.pool.ports import JobEntry
@@ -22,7 +24,7 @@ from elastic.protocol.api import HostedJob, HostedPool, HostedTurn, JobPlacement
 from elastic.protocol.run_control import new_command_id
 from elastic.server import ids
 from elastic.server.api.auth import Caller
-from elastic.server.api.job_limits import refuse_beyond, train_gpus
+from elastic.server.api.job_limits import beyond_quota, train_gpus
 from elastic.server.api.routes.common import (
     CallerDep,
     StateDep,
@@ -147,7 +149,8 @@ def show_job(pool: PoolId, job: JobId, caller: CallerDep, state: StateDep) -> Ho
     **_OF_SUBMISSIONS,
 )
 def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
-    """Submit a job. Once this is answered, the pool never loses it: it goes on without its process and this server."""
+    """Submit a job. Once this is answered, the pool never loses it: it goes on without its process and this server. A
+    job beyond its project's quota is queued until the quota allows it."""
     if (former := write.answered(body)) is not None:
         return former
     state, settings = write.state, write.state.settings
@@ -164,10 +167,12 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
         if row is not None and row["fingerprint"] != fingerprint:
             raise ApiProblem("idempotency-mismatch", f"Idempotency-Key {write.key!r} came with another request before")
         if row is None:
-            refuse_beyond(tx, project, needs, gpus)
+            beyond = beyond_quota(tx, project, needs, gpus)
             refuse_gone(tx, project, config.model_dump_json())
-            jobs.insert(tx, job, project, pool, fingerprint, config.model_dump_json(), gpus)
+            waits = None if beyond is None else beyond.reason
+            jobs.insert(tx, job, project, pool, fingerprint, config.model_dump_json(), gpus, waits)
         else:
+            beyond = None if row["waits"] is None else BeyondQuota(project, row["waits"])
             jobs.note_again(tx, job)
     path = (settings.pooled / project / job).resolve()
     settings.storage(project).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -177,7 +182,7 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     try:
         files = _files(settings, pool, config)
         entry = JobEntry(job=job, directory=str(path), providers=tuple(body.providers), files=files)
-        asked(control.submit(SubmitJob(id=command, request=request, entry=entry)))
+        asked(control.submit(SubmitJob(id=command, request=request, entry=entry, quota=beyond)))
     except ApiProblem as problem:
         if problem.kind != "pool-away":
             discard_run(path)
@@ -203,8 +208,9 @@ def dry_run_job(pool: PoolId, body: JobSubmission, caller: CallerDep, state: Sta
     project, config, needs = _checked(state, body, caller)
     _settle_for_quota(state, project)
     with state.store.reading() as connection:
-        refuse_beyond(connection, project, needs, train_gpus(state.settings, pool, config.job.train_nodes))
-    plan = asked(control.plan(_request("job", config)))
+        gpus = train_gpus(state.settings, pool, config.job.train_nodes)
+        beyond = beyond_quota(connection, project, needs, gpus)
+    plan = asked(control.plan(_request("job", config), beyond))
     told = JobPlacement.model_validate(to_builtins(plan) | {"pool": pool})
     if told.placement is not None and caller.project is not None:
         told.placement.members = None
@@ -227,21 +233,24 @@ def cancel_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "job-conflict", "quota-exceeded", "pool-away"),
 )
 def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
-    """Have a job that has failed go on from its last checkpoint, as a new arrival."""
+    """Have a job that has failed go on from its last checkpoint, as a new arrival, once its project's quota allows
+    it."""
     if (former := write.answered(None)) is not None:
         return former
     state, found = write.state, _job(write.state.settings, pool, job, write.caller)
     if found.project is None:
         return _told(pool, job, write, PoolControl.resubmit)
     _settle_for_quota(state, found.project)
+    beyond: BeyondQuota | None = None
     with state.store.writing() as tx:
         row = jobs.find(tx, job)
         if row is not None:
             refuse_gone(tx, found.project, row["config"])
-            refuse_beyond(tx, found.project, RunNeeds(), row["train_gpus"], but=job)
-            jobs.settle(tx, job, usd=row["usd"], over=False)
+            beyond = beyond_quota(tx, found.project, RunNeeds(), row["train_gpus"], but=job)
+            waits = None if beyond is None else beyond.reason
+            jobs.settle(tx, job, usd=row["usd"], over=False, waits=waits)
     try:
-        return _told(pool, job, write, PoolControl.resubmit)
+        return _told(pool, job, write, partial(PoolControl.resubmit, quota=beyond))
     except ApiProblem as problem:
         if problem.kind != "pool-away":
             settle_jobs(state.store, state.settings, found.project)

@@ -29,7 +29,7 @@ from elastic.core.cluster.history import ClusterOpening, cluster_digest, encode,
 from elastic.core.cluster.invariants import check
 from elastic.core.cluster.policy import PlacementChoice, PlacementPolicy, PoolView
 from elastic.core.cluster.state import JobRecord
-from elastic.core.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
+from elastic.core.cluster.types import BeyondQuota, JobId, JobState, Nanoseconds, NodeId, PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.devices import DeviceAllotment
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEnding, JobEntry, PoolTimes
@@ -70,6 +70,8 @@ BRIEF_SHARE = 1 / 4
 """Share of worlds with scripts of which one cannot be started for a moment."""
 ADRIFT_SHARE = 1 / 8
 """Share of worlds in which all jobs are adrift, and scripts where they can be."""
+QUOTAS_SHARE = 0.2
+"""Worlds in which jobs wait for a quota."""
 DRAINS_SHARE = 1 / 4
 """Share of worlds in which people let rollout nodes go, several times."""
 KINDS_SHARE = 0.25
@@ -291,6 +293,11 @@ class PoolWorld:
         self._market: SpotMarket | None = None
         for job in self.jobs.values():
             self.loop.after(job.shape.at_ns, partial(self._submit, job.shape))
+        quotas = Random(f"{plan.seed}/quotas")
+        self._beyond = {job for job in self.jobs if quotas.random() < 0.5} if quotas.random() < QUOTAS_SHARE else set()
+        """Jobs that come beyond their quota, and are within it later."""
+        for job in sorted(self._beyond):
+            self.loop.after(self.jobs[job].shape.at_ns + quotas.randrange(3600 * S), partial(self._let_in, job))
         self._drains = Random(f"{plan.seed}/drains")
         if plan.faults.until_ns and self._drains.random() < DRAINS_SHARE:
             for _ in range(3):
@@ -313,12 +320,20 @@ class PoolWorld:
             return
         entry = JobEntry(job=job, directory="", max_restarts=shape.max_restarts, script=command)
         try:
-            self.within(lambda: shell.submit(shape.request, entry))
+            quota = BeyondQuota("a project", "it has enough") if job in self._beyond else None
+            self.within(lambda: shell.submit(shape.request, entry, quota=quota))
         except Unexpected:
             self.faults_seen[FaultKind.UNEXPECTED] += 1
             if cluster_digest(shell.cluster) != cluster_digest(self.replayed(self.policies)):
                 self.fail("an event that the cluster could not take has changed it")
         self.loop.after(60 * S, partial(self._submit, shape))
+
+    def _let_in(self, job: JobId) -> None:
+        """Say that a job is within its quota, until the pool has noted that."""
+        record = self.records().get(job)
+        if record is None or record.quota is not None:
+            self.to_shell(lambda shell: shell.set_quota(job, None))
+            self.loop.after(60 * S, partial(self._let_in, job))
 
     def _drain(self) -> None:
         nodes = [
