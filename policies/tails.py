@@ -16,11 +16,12 @@ class NoTails:
 
 @dataclass(frozen=True, slots=True)
 class LongTail:
-    """Once a share of the responses is done, the rest moves to the fewest nodes that hold it without slowing it.
+    """Once a share of the responses is done, the rest moves to the fewest nodes that hold it without slowing it, first
+    to those for which the next job does not wait.
 
-    The tail moves if a waiting job gains more than the tail loses. A freed node is worth its share of the waiting job's
-    planned rollout, as far as it shortens the group's cycle. A move costs one more prefill of the tail, taken to be
-    `cost_share` of the planned rollout. Source: Weave §4.3, whose threshold is 80 %.
+    The tail moves if a waiting job gains more than the tail loses. A freed node that it waits for is worth its share of
+    the waiting job's planned rollout, as far as it shortens the group's cycle. A move costs one more prefill of the
+    tail, taken to be `cost_share` of the planned rollout. Source: Weave §4.3, whose threshold is 80 %.
     """
 
     done_share: float = 0.8
@@ -31,8 +32,9 @@ class LongTail:
             return None
         nodes = len(rollout.nodes)
         left = rollout.of - rollout.done
-        kept = max(1, -(-left * nodes // rollout.of))
-        gained_ns = min(rollout.waiting_ns * (nodes - kept) // nodes, rollout.shortens_ns)
+        first = sorted(rollout.nodes, key=rollout.wanted.__contains__)[: max(1, -(-left * nodes // rollout.of))]
+        freed = sum(node not in first for node in rollout.wanted)
+        gained_ns = min(rollout.waiting_ns * freed // rollout.waiting_nodes, rollout.shortens_ns)
         if gained_ns <= self.cost_share * rollout.planned_ns:
             return None
-        return rollout.nodes[:kept]
+        return tuple(node for node in rollout.nodes if node in first)

@@ -70,12 +70,22 @@ def test_ours_takes_the_fullest_place_of_the_group_that_lives_anyway() -> None:
 
 def test_a_tail_moves_to_the_fewest_nodes_only_where_somebody_waits() -> None:
     nodes = ("n1", "n2", "n3", "n4")
-    due = SliceView(done=80, of=100, nodes=nodes, waiting_ns=100, left_ns=50, planned_ns=200, shortens_ns=100)
+    due = SliceView(
+        done=80,
+        of=100,
+        nodes=nodes,
+        wanted=nodes,
+        waiting_nodes=4,
+        waiting_ns=100,
+        left_ns=50,
+        planned_ns=200,
+        shortens_ns=100,
+    )
     assert LongTail().keeps(due) == ("n1",)
     assert LongTail().keeps(msgspec.structs.replace(due, done=79)) is None
     assert LongTail().keeps(msgspec.structs.replace(due, waiting_ns=0)) is None
     assert LongTail(done_share=0.5).keeps(msgspec.structs.replace(due, done=60)) == ("n1", "n2")
-    assert LongTail().keeps(msgspec.structs.replace(due, nodes=("n1",))) is None
+    assert LongTail().keeps(msgspec.structs.replace(due, nodes=("n1",), wanted=("n1",))) is None
     assert LongTail().keeps(msgspec.structs.replace(due, done=0, of=0)) is None
     # A node is a quarter of what waits: three of them are worth a nanosecond to it, or none.
     worth = msgspec.structs.replace(due, planned_ns=10)
@@ -84,6 +94,25 @@ def test_a_tail_moves_to_the_fewest_nodes_only_where_somebody_waits() -> None:
     assert LongTail().keeps(msgspec.structs.replace(due, shortens_ns=21)) == ("n1",)
     assert LongTail().keeps(msgspec.structs.replace(due, shortens_ns=20)) is None
     assert NoTails().keeps(due) is None
+
+
+def test_a_tail_stays_on_devices_for_which_nobody_waits() -> None:
+    due = SliceView(
+        done=80,
+        of=100,
+        nodes=("n1", "n2", "n3", "n4"),
+        wanted=("n1", "n3"),
+        waiting_nodes=2,
+        waiting_ns=100,
+        left_ns=50,
+        planned_ns=200,
+        shortens_ns=100,
+    )
+    assert LongTail().keeps(due) == ("n2",)
+    assert LongTail(done_share=0.2).keeps(msgspec.structs.replace(due, done=30)) == ("n1", "n2", "n4")
+    # Of what the next job needs the phase has half, and of that half only one device would come free.
+    more = msgspec.structs.replace(due, done=30, waiting_nodes=4, planned_ns=250)
+    assert LongTail(done_share=0.2).keeps(more) is None
 
 
 def test_who_has_grown_most_strays_once_an_slo_is_at_stake() -> None:

@@ -126,14 +126,16 @@ class PlacementPolicy(Protocol):
 class SliceView(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout phase under way.
 
-    `waiting_ns` is the planned rollout of the next job on most of the nodes, 0 if no job waits. `left_ns` is the rest
-    of the phase's planned time `planned_ns`. `shortens_ns` is the most by which the group's cycle can shrink if these
-    nodes are freed sooner.
+    `waiting_ns` is the planned rollout of the next job, 0 if no job waits: it rolls out on `waiting_nodes` nodes, and
+    waits for those of the phase's that are `wanted`. `left_ns` is the rest of the phase's planned time `planned_ns`.
+    `shortens_ns` is the most by which the group's cycle can shrink if these nodes are freed sooner.
     """
 
     done: int
     of: int
     nodes: tuple[NodeId, ...]
+    wanted: tuple[NodeId, ...]
+    waiting_nodes: int
     waiting_ns: Nanoseconds
     left_ns: Nanoseconds
     planned_ns: Nanoseconds

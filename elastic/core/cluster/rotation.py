@@ -156,11 +156,14 @@ class Rotation:
             return
         record = self._state.jobs[job]
         group = self._group(record)
+        waiting = self._first_waiting(group, job, permit.nodes)
         view = SliceView(
             done=event.done,
             of=event.of,
             nodes=permit.nodes,
-            waiting_ns=self._waiting_ns(group, job, permit.nodes),
+            wanted=() if waiting is None else tuple(node for node in permit.nodes if node in waiting.nodes),
+            waiting_nodes=0 if waiting is None else len(waiting.nodes),
+            waiting_ns=0 if waiting is None else waiting.rollout_ns,
             left_ns=max(0, permit.since_ns + group.members[job].rollout_ns - self._state.now_ns),
             planned_ns=group.members[job].rollout_ns,
             shortens_ns=max(0, group.rollout_load_ns(permit.nodes) - max(group.train_ns, group.longest_ns)),
@@ -293,15 +296,15 @@ class Rotation:
         for node in permit.nodes:
             self._free(node)
 
-    def _waiting_ns(self, group: JobGroup, job: JobId, nodes: Iterable[NodeId]) -> Nanoseconds:
-        """Return the planned rollout of the first member that waits for one of these nodes; 0 if none waits."""
+    def _first_waiting(self, group: JobGroup, job: JobId, nodes: Iterable[NodeId]) -> PlannedMember | None:
+        """Return the first member that waits for one of these nodes with its rollout."""
         wanted = set(nodes)
         for other, member in group.members.items():
             if other == job or not self._takes_part(other, group) or wanted.isdisjoint(member.nodes):
                 continue
             if self._state.jobs[other].asked is _ROLLOUT:
-                return member.rollout_ns
-        return 0
+                return member
+        return None
 
     def _takes_part(self, job: JobId, group: JobGroup) -> bool:
         """Return whether the job runs in this group, not only has a reserved place there."""
