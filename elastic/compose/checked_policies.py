@@ -9,8 +9,6 @@ from copy import copy
 from functools import cache, partial
 from typing import Any, get_type_hints
 
-import msgspec
-
 from elastic.core.cluster.groups import JobGroup
 from elastic.core.cluster.policy import BillShare, PlacementChoice, PoolView, Relocation, SliceView
 from elastic.core.cluster.types import JobRequest
@@ -19,8 +17,8 @@ from elastic.core.device_sharing import Budget
 from elastic.core.policy import BatchView, FleetView, LeavingView, LoadView, MarketView, Move, SeedingPlan, TurnView
 from elastic.core.rows import PassOrder, PassView, listed
 from elastic.core.types import INTEGER_MAX, Offer, PolicyFault
-from elastic.system.named_code import where
-from elastic.system.plain_values import plain, shown, told, whole
+from elastic.system.plain_values import whole
+from elastic.system.plug_ins import AskedPlugIn
 
 LAUNCHES_MOST = 100
 """Times the groups that are wanted: no policy may launch more at once."""
@@ -30,7 +28,6 @@ TYPES: Mapping[type[Any], str] = {
     bool: "True or False",
     SeedingPlan: "a SeedingPlan",
     Budget: "a Budget",
-    PassOrder: "a PassOrder, of lists of rows",
 }
 """The words for types of answers; others are shown as they are annotated."""
 
@@ -41,10 +38,10 @@ class CheckedPolicy:
     `whose` names the policy and the package that it comes from.
     """
 
-    __slots__ = ("_asked", "_whose", "unchecked")
+    __slots__ = ("_asked", "_plug_in", "unchecked")
 
     def __init__(self, policy: Any, decision: str, whose: str) -> None:
-        self.unchecked, self._whose = policy, whose
+        self.unchecked, self._plug_in = policy, AskedPlugIn(whose, PolicyFault)
         self._asked = _answers(decision)
 
     def __getattr__(self, name: str) -> Any:
@@ -57,41 +54,38 @@ class CheckedPolicy:
         return partial(self._ask, name, kind) if is_method else self._ask(name, kind)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CheckedPolicy) and (self.unchecked, self._whose) == (other.unchecked, other._whose)
+        return isinstance(other, CheckedPolicy) and (self.unchecked, self._plug_in) == (other.unchecked, other._plug_in)
 
     def __hash__(self) -> int:
-        return hash((CheckedPolicy, self._whose))
+        return hash((CheckedPolicy, self._plug_in))
 
     def __repr__(self) -> str:
         return repr(self.unchecked)
 
     def _ask(self, name: str, kind: Any, *arguments: Any) -> Any:
-        try:
-            answer = getattr(self.unchecked, name)
-            if arguments or callable(answer):
-                answer = answer(*map(_own, arguments))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise PolicyFault(f"{self._whose}: {name} raised {told(error)}{where(error, __file__)}") from error
-        try:
-            if kind is PassOrder:
-                return _ordered(answer, *arguments)
-            found = msgspec.convert(msgspec.to_builtins(answer, enc_hook=_plain), type=kind)
-        except PolicyFault as fault:
-            raise PolicyFault(f"{self._whose}: {name} {fault}") from None
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            allowed = TYPES.get(kind) or str(kind).replace("collections.abc.", "").replace("elastic.core.", "")
-            problem = "" if kind in TYPES else f" ({told(error)})"
-            raise self._fault(name, answer, f"{allowed}{problem}") from error
+        def call() -> Any:
+            found = getattr(self.unchecked, name)
+            return found(*map(_own, arguments)) if arguments or callable(found) else found
+
+        plug_in = self._plug_in
+        answer = plug_in.ask(name, call)
+        if kind is PassOrder:
+            return self._ordered(name, answer, *arguments)
+        found = plug_in.made(name, answer, kind, TYPES.get(kind, ""))
         if name in _ALLOWED and (allowed := _ALLOWED[name](found, *arguments)):
-            raise self._fault(name, answer, allowed)
+            raise plug_in.wrong(name, answer, allowed)
         return found
 
-    def _fault(self, name: str, answer: object, allowed: str) -> PolicyFault:
-        return PolicyFault(f"{self._whose}: {name} returned {shown(answer)}; allowed: {allowed}")
+    def _ordered(self, name: str, answer: Any, view: PassView) -> PassOrder:
+        try:
+            first, last = (map(_row, rows) for rows in (answer.first, answer.last))
+            return PassOrder(*listed(PassOrder(first, last), view.rows))  # type: ignore[arg-type]
+        except PolicyFault as fault:
+            raise self._plug_in.fault(f"{self._plug_in.whose}: {name} {fault}") from None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise self._plug_in.wrong(name, answer, "a PassOrder, of lists of rows") from error
 
 
 @cache
@@ -107,13 +101,6 @@ def _answers(decision: str) -> Mapping[str, tuple[bool, Any]]:
 def _own(argument: Any) -> Any:
     """A list or mapping of the core's as one that a policy may change."""
     return copy(argument) if isinstance(argument, list | dict) else argument
-
-
-def _plain(value: Any) -> Any:
-    """What encoders do not know, as Python's own. Raises `TypeError`."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    return dict(value) if isinstance(value, Mapping) else plain(value)
 
 
 def _within(answer: int, most: int, least: int = 0) -> str:
@@ -144,11 +131,6 @@ def _moves(answer: Sequence[Move], loads: Sequence[LoadView], _: object) -> str:
     if len(set(moved)) == len(moved) and turns.issuperset(moved) and all(move.to in workers for move in answer):
         return ""
     return f"moves of movable turns, each once, to workers among {_listed(list(workers))}"
-
-
-def _ordered(answer: Any, view: PassView) -> PassOrder:
-    first, last = (map(_row, rows) for rows in (answer.first, answer.last))
-    return PassOrder(*listed(PassOrder(first, last), view.rows))  # type: ignore[arg-type]
 
 
 def _row(row: Any) -> Any:

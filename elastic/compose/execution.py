@@ -12,6 +12,7 @@ import msgspec
 import structlog
 
 from elastic.compose.agents import agents_wiring, make_hosts
+from elastic.compose.checked_markets import make_provider
 from elastic.compose.checkpoints import discard_checkpoint
 from elastic.compose.incarnations import (
     PastIncarnations,
@@ -28,6 +29,7 @@ from elastic.compose.scheduling import limits, policies, run_plan, short_limits
 from elastic.compose.tracking import tracked
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
+from elastic.core.types import PolicyFault
 from elastic.pool.client import PoolClient, PoolUnavailable, membership_here
 from elastic.protocol import wire
 from elastic.protocol.endpoint import Endpoint, is_wildcard
@@ -119,6 +121,7 @@ async def execute(
                         spent_usd=scheduler.spent_usd,
                         pending_workers=pending_workers,
                         pool=pool,
+                        fault=lambda words: orchestrator.faulted(words),
                     ),
                     token_level={one.config.name: one.make for one in plan.environments if not one.driven_outside},
                     make_hosts=make_hosts(plan, run_dir),
@@ -182,9 +185,11 @@ def make_providers(
     spent_usd: Callable[[str], float] = lambda provider: 0.0,
     pending_workers: PendingWorkers | None = None,
     pool: PoolClient | None = None,
+    fault: Callable[[str], Exception] = PolicyFault,
 ) -> Mapping[str, Provider]:
     """The trainer's device and every chosen provider, ready to start; `note` keeps what they have to say for the
-    run's report, and `spent_usd` is as in `ProviderContext`."""
+    run's report, and `spent_usd` is as in `ProviderContext`. `fault` makes the error of what another package's
+    provider has done."""
     from providers.pool import JobContext
     from providers.reserved import TrainerProvider
 
@@ -225,7 +230,8 @@ def make_providers(
         )
     }
     for name, settings in plan.providers.items():
-        providers[name] = plan.provider_types[name](name, settings, context((*elastic, "worker")))
+        worker = context((*elastic, "worker"))
+        providers[name] = make_provider(plan.provider_types[name], name, settings, worker, fault)
     return providers
 
 

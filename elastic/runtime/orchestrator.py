@@ -252,6 +252,12 @@ class Orchestrator:
         """End at once: kill what runs, and wait for no peer."""
         self._run.kill(reason)
 
+    def faulted(self, words: str) -> PolicyFault:
+        """End at once for what code of another package did, and return the error that says so."""
+        self.bad_input = True
+        self.kill(words)
+        return PolicyFault(words)
+
     def _connect(self, run: Run) -> Ports:
         config, wiring = self._config, self._wiring
         make_pool, scoring = wiring.make_reward_pool, None

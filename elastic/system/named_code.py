@@ -151,13 +151,13 @@ def _module_of_file(place: str) -> ModuleType:
     return module
 
 
-def where(error: BaseException, loader: str = __file__) -> str:
-    """The last line of the traceback that is neither the import system's nor of the `loader`'s file, in words; empty
-    where there is none."""
+def where(error: BaseException, *callers: str) -> str:
+    """The last line of the traceback that is neither the import system's nor of this file or the `callers`', in words;
+    empty where there is none."""
     trace, found = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if file != loader and not _imports(file):
+        if file not in (__file__, *callers) and not _imports(file):
             found = f" ({file}, line {trace.tb_lineno})"
         trace = trace.tb_next
     return found

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import traces
+from elastic.compose.checked_markets import check_market, provider_plug_in
 from elastic.core import events as e
 from elastic.core.ids import worker_id
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, WorkerId
-from elastic.simulation.performance.checked_markets import checked_market
 from elastic.simulation.performance.lending import LentHostModel, LentShareModel
 from elastic.simulation.performance.profile import Device
-from elastic.system.installed import installed, is_ours, package_of
 from providers.base import Provider, ProviderSettings
 from providers.markets import (
     CapacityUnavailable,
@@ -226,11 +225,12 @@ def launcher_of(
         return ServingCluster(name, settings, device, world)
     if kind.trainer_of_turns is not None:
         raise ValueError(f"providers.{name}: its devices are a pool's; allowed: `elastic jobs simulate`")
-    market_type, point = market_of(kind) or Market, installed("elastic.providers").get(settings.kind)
-    if point is None or is_ours(point) or market_type.__module__ == Market.__module__:
+    market_type, plug_in = market_of(kind) or Market, provider_plug_in(name, settings)
+    if plug_in is None:
         return Launcher(market_type(name, settings), device, world)
-    whose = f"providers.{name}: {settings.kind} of the package {package_of(point)}"
-    return Launcher(checked_market(market_type, whose, name, settings), device, world)
+    market = plug_in.ask("its market", lambda: market_type(name, settings))
+    check_market(market, plug_in)
+    return Launcher(market, device, world)
 
 
 def market_of(kind: type[Provider]) -> type[Market[Any]] | None:
