@@ -1027,6 +1027,9 @@ class SchedulerConfig(_Section):
         5.0, gt=0, description="how long a disconnected worker may come back; at least 30 s beyond loopback"
     )
     release_timeout_s: float = Field(10.0, gt=0, description="how long a lease may take to be given back")
+    plug_in_timeout_s: float = Field(
+        60.0, gt=0, description="longest that a policy or market of another package computes; then the run ends"
+    )
     queue_timeout_s: float = Field(120.0, gt=0, description="longest a turn waits for any worker; then the run fails")
     reseed_delay_s: float = Field(
         0.25, ge=0, description="how long turns find no worker before the trainer's device takes them back"

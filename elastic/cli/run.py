@@ -350,7 +350,7 @@ async def _execute(plan: RunPlan, run_dir: Path, *, resume: bool, progress: Prog
             return
         progress.say(f"agents: OPENAI_BASE_URL={url}, with the key of: {program()} agents key {run_dir}")
 
-    watch = LoopWatch(progress.say)
+    watch = LoopWatch(progress.say, plan.config.scheduler.plug_in_timeout_s)
     with watch.watching():
         return await execute(
             plan,

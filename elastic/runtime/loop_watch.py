@@ -1,16 +1,18 @@
-"""Watches for code of users that holds the event loop: environments run on it, and one that sleeps or computes stops
-everything else.
+"""Watches for code of others that holds the event loop: environments, and policies and markets of other packages, run
+on it, and one that sleeps or computes stops everything else.
 
 - A thread says whose code it is once the loop has not turned for `HELD_S`, and once more when it turns again.
 - A signal that asks the process to end interrupts code that has held the loop for half of that time: it raises
   `Interrupted` where the code stands, so that the loop gets to act on the signal. Code that lets nothing interrupt it
   ends with the process, `STUBBORN_S` later.
+- A policy or market is interrupted once it has held the loop for `limit_s`.
 
 A run that ends this way goes on from its journal like one that was killed.
 """
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -24,6 +26,7 @@ import structlog
 import elastic
 from elastic.environments import answers
 from elastic.runtime import rollout
+from elastic.system import plug_ins
 from elastic.system.signals import handled
 
 log = structlog.get_logger(__name__)
@@ -43,14 +46,20 @@ _NOT_USERS = (os.path.dirname(asyncio.__file__), os.path.dirname(structlog.__fil
 
 
 class Interrupted(BaseException):
-    """The process was told to end while this code held the event loop."""
+    """This code held the event loop for too long, or as the process was told to end."""
 
 
 class LoopWatch:
     """Watches the running loop while its context lasts; for the main thread. `say` is called by another thread."""
 
-    def __init__(self, say: Callable[[str], None], held_s: float = HELD_S, stubborn_s: float = STUBBORN_S) -> None:
-        self._say, self._held_s, self._stubborn_s = say, held_s, stubborn_s
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        limit_s: float = math.inf,
+        held_s: float = HELD_S,
+        stubborn_s: float = STUBBORN_S,
+    ) -> None:
+        self._say, self._limit_s, self._held_s, self._stubborn_s = say, limit_s, held_s, stubborn_s
         self._beat_s = time.monotonic()
         self._main = threading.get_ident()
         self._over = threading.Event()
@@ -91,13 +100,18 @@ class LoopWatch:
                     self._report(f"the event loop goes on: {told} held it")
                     told = ""
                 continue
-            holder = holder_of(sys._current_frames().get(self._main))
+            innermost = sys._current_frames().get(self._main)
+            plug_in = asked_plug_in(innermost)
+            holder = plug_in or holder_of(innermost)
             if holder and not told and held_s >= self._held_s:
                 self._report(f"{holder} holds the event loop since {held_s:.0f} s, and with it the whole run")
                 told = holder
-            if holder and self._told_to_end_s is not None:
+            ends_s = self._told_to_end_s
+            if ends_s is None and plug_in and held_s > self._limit_s:
+                ends_s = self._beat_s + self._limit_s
+            if holder and ends_s is not None:
                 signal.pthread_kill(self._main, _WAKE)
-                if looked_s - max(self._told_to_end_s, self._beat_s) > self._stubborn_s:
+                if looked_s - max(ends_s, self._beat_s) > self._stubborn_s:
                     self._report(f"{holder} lets nothing interrupt it: the process ends without it")
                     os._exit(1)
 
@@ -106,8 +120,22 @@ class LoopWatch:
         self._say(f"warning: {words}")
 
     def _interrupt(self, _: int, frame: FrameType | None) -> None:
-        if holder_of(frame):
+        if self._told_to_end_s is not None and (asked_plug_in(frame) or holder_of(frame)):
             raise Interrupted("the process was told to end while this held the event loop")
+        if asked_plug_in(frame):
+            raise Interrupted(f"this held the event loop for more than {self._limit_s:g} s")
+
+
+def asked_plug_in(innermost: FrameType | None) -> str:
+    """Return whose policy or market is being asked, what for, and where it stands; empty if none is."""
+    frame = innermost
+    while frame is not None and frame.f_code.co_filename != plug_ins.__file__:
+        frame = frame.f_back
+    if frame is None or frame is innermost or innermost is None:
+        return ""
+    asked, name = frame.f_locals.get("self"), frame.f_locals.get("name")
+    at = f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+    return f"{asked.whose}: {name} ({at})" if isinstance(asked, plug_ins.AskedPlugIn) else ""
 
 
 def holder_of(innermost: FrameType | None) -> str:

@@ -16,14 +16,15 @@ import uvloop
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.types import SamplingParameters
+from elastic.core.types import PolicyFault, SamplingParameters
 from elastic.environments import answers, frozenlake
 from elastic.environments.base import StepResult
 from elastic.protocol import wire
 from elastic.runtime import recorder, rollout
 from elastic.runtime.episodes import RolloutLimits
-from elastic.runtime.loop_watch import LoopWatch, holder_of
+from elastic.runtime.loop_watch import LoopWatch, asked_plug_in, holder_of
 from elastic.runtime.rollout import Rollouts
+from elastic.system.plug_ins import AskedPlugIn
 from elastic.system.signals import TERMINATION, act_on
 
 HELD_S = 0.4
@@ -155,6 +156,21 @@ def test_only_code_of_environments_is_blamed(files: list[str], named: str) -> No
     scope = {"inner": innermost}
     exec(compile("def play(): return inner()", rollout.__file__, "exec"), scope)
     assert holder_of(scope["play"]()) == named
+
+
+async def test_a_plug_in_that_holds_the_loop_beyond_its_limit_is_named_and_interrupted() -> None:
+    theirs, said = AskedPlugIn("lab of theirs", PolicyFault), list[str]()
+
+    def free() -> None:
+        while True:
+            time.sleep(0.05)
+
+    assert theirs.ask("free", lambda: asked_plug_in(sys._getframe())).startswith(f"lab of theirs: free ({__file__}:")
+    assert asked_plug_in(sys._getframe()) == ""
+    with LoopWatch(said.append, limit_s=HELD_S, held_s=HELD_S / 2).watching(), pytest.raises(PolicyFault) as fault:
+        theirs.ask("free", free)
+    assert "free raised Interrupted: this held the event loop for more than 0.4 s" in str(fault.value)
+    assert said[0].startswith(f"warning: lab of theirs: free ({__file__}:")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Markets of other packages' providers, as a simulation drives them."""
+"""Markets of other packages' providers, as simulations and live runs drive them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from elastic.compose.checked_markets import make_provider
 from elastic.core.ids import LeaseId
 from elastic.core.types import EndCause, PolicyFault
 from elastic.simulation.performance.launchers import launcher_of
@@ -40,20 +41,27 @@ class Looking(Answering):
         return iter(())
 
 
+SETTINGS = ProviderSettings.model_validate({"kind": "lab", "max_workers": 2})
+
+
 @pytest.fixture
-def market(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Market[Any]]:
-    """Makes the market of a provider that the package `theirs` brings."""
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package `theirs` brings a provider, `lab`."""
     about = tmp_path / "theirs-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[elastic.providers]\nlab = theirs:Lab\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
+
+@pytest.fixture
+def market(theirs: None) -> Callable[..., Market[Any]]:
+    """Makes the market of that provider."""
+
     def made(kind: type[Answering] = Answering, **answers: Callable[[], Any]) -> Market[Any]:
         members = {"trainer_of_turns": None, "market_type": type("Theirs", (kind,), {"answers": answers})}
         lab = cast("type[Provider]", type("Lab", (), members))
-        settings = ProviderSettings.model_validate({"kind": "lab", "max_workers": 2})
-        return launcher_of("east", lab, settings, cast("Any", None), cast("Any", None)).market
+        return launcher_of("east", lab, SETTINGS, cast("Any", None), cast("Any", None)).market
 
     return made
 
@@ -108,3 +116,24 @@ def test_numbers_of_numpy_are_taken(market: Callable[..., Market[Any]]) -> None:
     assert (type(theirs.next_ns), theirs.next_ns) == (int, 9)
     theirs.take(LEASE)
     assert not list(theirs.advance(NOW_NS))
+
+
+def test_what_the_market_of_a_live_provider_may_not_do_is_told_to_the_run(theirs: None) -> None:
+    told: list[str] = []
+
+    class Lab:
+        def __init__(self, name: str, settings: ProviderSettings, _: Any) -> None:
+            answers = {"free": lambda: -3}
+            self.market = type("Theirs", (Answering,), {"answers": answers})(name, settings)
+
+    def fault(words: str) -> PolicyFault:
+        told.append(words)
+        return PolicyFault(words)
+
+    provider = make_provider(cast("type[Provider]", Lab), "east", SETTINGS, cast("Any", None), fault)
+    with pytest.raises(PolicyFault):
+        cast("Any", provider).market.news()
+    assert told == [
+        "providers.east: lab of the package theirs 1.0: free returned -3 (int); allowed: a whole number from 0 to "
+        "9007199254740991"
+    ]
