@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -80,7 +80,7 @@ async def live(reset_s: float, how: str, timeout_s: float) -> dict[str, Any]:
     with watch.watching():
         async with asyncio.TaskGroup() as tasks:
             rollouts = Rollouts(
-                *(1, limits, lambda: Sleeping(reset_s, how), feed, time.monotonic_ns),
+                *(1, limits, lambda: cast("Any", Sleeping(reset_s, how)), feed, time.monotonic_ns),
                 lambda work, name: tasks.create_task(work, name=name),
             )
             rollouts.start(c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0",)))
