@@ -1,4 +1,4 @@
-"""A pool's rollout nodes on a Ray cluster: a placement group for each, with an actor that keeps the node's agent in it.
+"""A pool's nodes on a Ray cluster: a placement group for each, with an actor that keeps the node's agent in it.
 
 Group and actor are detached and have one name: they outlive the pool's process, and its next one finds them. An actor
 whose node agent has ended gives its group back itself, in case nobody else does.
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from pydantic import Field
 
+from elastic.core.cluster.types import NodeKind
 from elastic.pool.machines import NodeTicket
 from elastic.pool.node_requests import NodeClusterSilent, NodeRequest
 from elastic.system.devices import DeviceKind
@@ -54,6 +55,7 @@ class RayNodesSettings(RayClusterSettings):
         "ray.io/availability-zone", description="the label of Ray's nodes that names their site, if the pool does not"
     )
     directory: str = Field("/tmp/elastic-nodes", min_length=1, description="where nodes keep their files, on each")
+    files_gb: float = Field(200.0, ge=0.001, le=1e6, description="what files of jobs may take of a node's disk")
 
 
 class NodeAgentActor(WorkerActor):
@@ -99,16 +101,19 @@ class _Look(NamedTuple):
 
 
 class RayNodes:
-    """The `NodeCluster` that is a Ray cluster. `tag` is the pool's name there, which no other pool has. A node has so
-    many `gpus`, or as many arenas of the CPU if its `devices` are that, and memory."""
+    """The `NodeCluster` that is a Ray cluster, for nodes of one `kind`. `tag` is their name there, which nodes of no
+    other kind or pool have. A node has its kind's GPUs; or if its `devices` are `cpu` as many arenas, of which the
+    first node's first is number `first_arena`."""
 
-    def __init__(self, settings: RayNodesSettings, tag: str, gpus: int, memory_bytes: int, devices: str) -> None:
+    def __init__(
+        self, settings: RayNodesSettings, tag: str, kind: NodeKind, devices: str, first_arena: int = 0
+    ) -> None:
         self.name, self.look_s = f"the Ray cluster at {settings.address}", settings.poll_s
-        self._settings, self._tag, self._gpus = settings, tag, gpus
-        self._arenas = devices == DeviceKind.CPU
+        self._settings, self._tag, self._gpus = settings, tag, kind.gpus
+        self._arenas, self._first_arena = devices == DeviceKind.CPU, first_arena
         self._prefix = f"elastic/{tag}/"
-        asked = settings.asked_with(0 if self._arenas else gpus)
-        self._bundle = asked | ({"memory": memory_bytes} if memory_bytes else {})
+        asked = settings.asked_with(0 if self._arenas else kind.gpus)
+        self._bundle = asked | ({"memory": kind.memory_bytes} if kind.memory_bytes else {})
         self._connection = RayConnection(settings.address, settings.runtime_env)
         self._questions = ActorQuestions(settings.namespace)
         self._connected = False
@@ -138,9 +143,11 @@ class RayNodes:
             await call(self._settings.answer_timeout_s, self._connection.close)
 
     def _command(self, ticket: NodeTicket) -> Sequence[str]:
-        words = ["-P", "-m", "elastic.cli", "pool", "join", "--directory", f"{self._settings.directory}/{self._tag}"]
+        its = self._settings
+        words = ["-P", "-m", "elastic.cli", "pool", "join", "--directory", f"{its.directory}/{self._tag}"]
+        words += ["--files-gb", f"{its.files_gb:g}"]
         if self._arenas:  # Several nodes may be on one machine, and no two of them share an arena.
-            first = (int(ticket.node.rpartition("-")[2]) - 1) * self._gpus
+            first = self._first_arena + (int(ticket.node.rpartition("-")[2]) - 1) * self._gpus
             words += ["--devices", ",".join(f"{DeviceKind.CPU}:{first + number}" for number in range(self._gpus))]
         return words
 

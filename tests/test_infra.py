@@ -1,6 +1,7 @@
 """What is deployed by: every file that is named exists, and units and compose file say what they must."""
 
 import configparser
+import json
 import re
 import shutil
 import subprocess
@@ -90,20 +91,23 @@ def test_what_is_configured_on_kubernetes_is_what_elastic_reads(tmp_path: Path) 
         for name, content in manifest["data"].items():
             (tmp_path / name).write_text(content)
     config = load_pool(tmp_path / "pool.toml")
-    (rollout,) = config.pool.rollout
+    (rollout,), (train,) = config.pool.rollout, config.pool.train
     cluster = documents("ray-cluster.yaml")[0]
     service = f"{cluster['metadata']['name']}-head-svc"
-    assert rollout.ray is not None
-    assert rollout.ray.address == f"ray://{service}:10001"
     run = load_config(tmp_path / "lake.toml")
     assert run.run.advertise == config.pool.advertise == "elastic-pool-0.elastic-pool"
+    assert run.job.plan is not None, "this pool times no job"
     assert run.job.rollout_memory_gb < rollout.memory_gb
-    (node,) = cluster["spec"]["workerGroupSpecs"]
-    (container,) = node["template"]["spec"]["containers"]
-    assert int(container["resources"]["limits"]["cpu"]) >= rollout.ray.num_cpus
-    assert int(container["resources"]["limits"]["memory"].removesuffix("Gi")) > rollout.memory_gb / 0.7, (
-        "Ray counts 70 % of it"
-    )
+    assert run.job.train_memory_gb < train.memory_gb
+    for section, group in zip((rollout, train), cluster["spec"]["workerGroupSpecs"], strict=True):
+        assert section.ray is not None
+        assert section.ray.address == f"ray://{service}:10001"
+        (container,) = group["template"]["spec"]["containers"]
+        limits = container["resources"]["limits"]
+        assert int(limits["cpu"]) >= section.ray.num_cpus
+        assert int(limits["memory"].removesuffix("Gi")) > section.memory_gb / 0.7, "Ray counts 70 % of it"
+        own = json.loads(json.loads(group["rayStartParams"]["resources"]))
+        assert section.ray.resources.keys() == own.keys()
 
 
 def documents(name: str) -> list[Any]:

@@ -382,9 +382,11 @@ async def _ray_nodes(config: PoolConfig, tokens: PoolTokens, *, anew: bool) -> M
     """Return the Ray clusters that the pool asks for nodes, by the kinds of those. Raises `ConfigError` if the pool
     cannot begin with one; a pool that goes on waits for it."""
     clusters: dict[KindName, RayNodes] = {}
+    arenas = 0
     for name, settings in config.clusters.items():
         kind, tag = config.joins[name].kind, tagged(config.pool.name, tokens.ticket(f"ray {name}", 0))
-        clusters[name] = RayNodes(settings, tag, kind.gpus, kind.memory_bytes, config.pool.devices)
+        clusters[name] = RayNodes(settings, tag, kind, config.pool.devices, arenas)
+        arenas += kind.nodes * kind.gpus
         try:
             await clusters[name].open()
         except RayUnusable as error:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import GenericAlias
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
@@ -141,6 +141,19 @@ class PoolNodesConfig(_PoolPart):
     gpus: int = Field(1, ge=1, le=1024, description="GPUs of each node")
     usd_per_gpu_hour: float = Field(ge=0, le=1e6, description="what a GPU costs")
     memory_gb: float = Field(ge=0, le=1e6, description="host memory of a node that jobs' states may take")
+    kind: Literal["local", "joined", "ray"] = Field(
+        "local",
+        description="`joined`: other machines, at most `nodes`, which join by `elastic pool join`; `ray`: machines of "
+        "a Ray cluster, at most `nodes`, which the pool asks for and gives back",
+    )
+    ray: RayNodesSettings | None = Field(None, description="the Ray cluster of kind `ray`, and what is asked of it")
+
+    @model_validator(mode="after")
+    def _asked_of_a_cluster(self) -> Self:
+        if (self.ray is None) == (self.kind == "ray"):
+            found = "no table" if self.ray is None else "a table"
+            raise ValueError(f"kind {self.kind!r}: found {found} `ray`; allowed: one with kind 'ray' alone")
+        return self
 
     def node_kind(self, phase: PhaseKind) -> NodeKind:
         return NodeKind(
@@ -156,21 +169,12 @@ class PoolNodesConfig(_PoolPart):
 class PoolRolloutConfig(PoolNodesConfig):
     """Nodes for rollouts. With `spot` they are instances of a spot market, at most `nodes` at a time."""
 
-    kind: Literal["local", "joined", "ray"] = Field(
-        "local",
-        description="`joined`: other machines, at most `nodes`, which join by `elastic pool join`; `ray`: machines of "
-        "a Ray cluster, at most `nodes`, which the pool asks for and gives back",
-    )
     spot: SpotTraceSettings | None = Field(None, description="the market whose instances these nodes are")
-    ray: RayNodesSettings | None = Field(None, description="the Ray cluster of kind `ray`, and what is asked of it")
 
     @model_validator(mode="after")
-    def _one_source(self) -> "PoolRolloutConfig":
+    def _one_source(self) -> Self:
         if self.spot is not None and self.kind != "local":
             raise ValueError(f"kind {self.kind!r} and spot: found both; allowed: one of them")
-        if (self.ray is None) == (self.kind == "ray"):
-            found = "no table" if self.ray is None else "a table"
-            raise ValueError(f"kind {self.kind!r}: found {found} pool.rollout.ray; allowed: one with kind 'ray' alone")
         return self
 
     def market(self) -> SpotMarket | None:
@@ -182,10 +186,6 @@ class PoolRolloutConfig(PoolNodesConfig):
 
 class PoolTrainConfig(PoolNodesConfig):
     """Nodes for training."""
-
-    kind: Literal["local", "joined"] = Field(
-        "local", description="`joined`: other machines, at most `nodes`, which join by `elastic pool join`"
-    )
 
 
 RolloutKinds = Annotated[tuple[PoolRolloutConfig, ...], one_or_several(PoolRolloutConfig), Field(min_length=1)]
@@ -232,9 +232,9 @@ class PoolSection(_PoolPart):
 
     @model_validator(mode="after")
     def _of_one_cluster(self) -> "PoolSection":
-        found = sorted({one.ray.address for one in self.rollout if one.ray is not None})
+        found = sorted({one.ray.address for one in (*self.rollout, *self.train) if one.ray is not None})
         if len(found) > 1:
-            raise ValueError(f"pool.rollout.ray.address: found {', '.join(found)}; allowed: one Ray cluster for a pool")
+            raise ValueError(f"ray.address: found {', '.join(found)}; allowed: one Ray cluster for a pool")
         if found and self.devices in ("auto", "all"):
             raise ValueError(
                 f"pool.devices: found '{self.devices}'; allowed with kind 'ray', which is asked for them: 'cuda', "
@@ -320,9 +320,13 @@ class PoolConfig(_PoolPart):
     @property
     def joins(self) -> Mapping[KindName, JoinRules]:
         """What machines must have that join as nodes, by the kinds whose nodes do; others are this machine's."""
-        found = [one.node_kind(PhaseKind.ROLLOUT) for one in self.pool.rollout if one.kind != "local"]
-        found += [one.node_kind(PhaseKind.TRAIN) for one in self.pool.train if one.kind != "local"]
+        found = [kind for one, kind in self._sections_of_nodes() if one.kind != "local"]
         return {kind.name: JoinRules(kind=kind, devices=self.pool.devices) for kind in found}
+
+    def _sections_of_nodes(self) -> Sequence[tuple[PoolNodesConfig, NodeKind]]:
+        """Return the sections of nodes, with the kinds that they name."""
+        rollout = [(one, one.node_kind(PhaseKind.ROLLOUT)) for one in self.pool.rollout]
+        return [*rollout, *((one, one.node_kind(PhaseKind.TRAIN)) for one in self.pool.train)]
 
     @property
     def trains_elsewhere(self) -> bool:
@@ -332,8 +336,7 @@ class PoolConfig(_PoolPart):
     @property
     def clusters(self) -> Mapping[KindName, RayNodesSettings]:
         """The Ray clusters of which nodes are asked, by the kinds of those nodes."""
-        found = {one.node_kind(PhaseKind.ROLLOUT).name: one.ray for one in self.pool.rollout}
-        return {name: ray for name, ray in found.items() if ray is not None}
+        return {kind.name: one.ray for one, kind in self._sections_of_nodes() if one.ray is not None}
 
     @property
     def markets(self) -> Mapping[KindName, SpotMarket]:

@@ -48,7 +48,11 @@ def test_the_example_is_a_pool_and_comes_back_from_its_directory(tmp_path: Path)
         (("[limits]", "[limit]"), ("limit: unknown key; allowed: charging, drift, limits, ",)),
         (
             ("[pool.rollout]\n", '[pool.rollout]\nkind = "ray"\n'),
-            ("kind 'ray': found no table pool.rollout.ray; allowed: one with kind 'ray' alone",),
+            ("pool.rollout: kind 'ray': found no table `ray`; allowed: one with kind 'ray' alone",),
+        ),
+        (
+            ("[pool.train]\n", '[pool.train]\nray = { address = "ray://a:1" }\n'),
+            ("pool.train: kind 'local': found a table `ray`; allowed: one with kind 'ray' alone",),
         ),
         (
             ("[pool.rollout]\n", '[pool.rollout]\nray = { address = "10.0.0.1" }\n'),
@@ -106,8 +110,12 @@ def test_kinds_of_one_pool_are_of_one_ray_cluster() -> None:
     def kind(name: str, address: str) -> dict[str, object]:
         return {**NODES, "name": name, "kind": "ray", "ray": {"address": address}}
 
-    section = {"rollout": [kind("one", "ray://a:1"), kind("two", "ray://b:1")], "train": NODES}
+    def pool(second: str) -> PoolConfig:
+        section = {"devices": "cpu", "rollout": kind("one", "ray://a:1"), "train": kind("two", second)}
+        return validate(PoolConfig, {"pool": section}, "pool.toml")
+
+    assert [*pool("ray://a:1").clusters] == ["one", "two"]
     with pytest.raises(ConfigError, match=r"found ray://a:1, ray://b:1; allowed: one Ray cluster for a pool"):
-        validate(PoolConfig, {"pool": section}, "pool.toml")
+        pool("ray://b:1")
     with pytest.raises(ConfigError, match=r"pool.devices: found 'auto'; allowed with kind 'ray', .*: 'cuda', 'rocm'"):
         validate(PoolConfig, {"pool": {"rollout": kind("one", "ray://a:1"), "train": NODES}}, "pool.toml")
