@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import random
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,13 +29,24 @@ from providers.ray import RayProvider, RaySettings
 from tests.proof import check_tokens
 
 NODES, WORKERS = 3, 2
-STORE_BYTES = 80 << 20
+STORE_BYTES, MEMORY_BYTES = 80 << 20, 16_000_000_000
+SESSIONS = Path("/tmp/ray")
+STARTS_WITHIN_S, EVERY_S = 240.0, 0.2
+"""For a node to start on a machine that has much else to do."""
 QUICK_TO_MISS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
 }
 """A killed node is lost after 3 s in place of 15, and one that does not answer after 12."""
+OF_AGENTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
+AS_OTHERS = {
+    "RAY_worker_niceness": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_agent_register_timeout_ms": f"{STARTS_WITHIN_S * 1000:.0f}",
+}
+"""Actors, and all that they start, have the same priority as what they are measured beside, and none starts in
+advance; the programs beside a raylet may take as long as it."""
 TURNS = 8
 READY_TIMEOUT_S, GONE_TIMEOUT_S = 120.0, 60.0
 LEFT_S = 15.0
@@ -49,40 +61,62 @@ def why_not() -> str:
 
 
 class RayNodes:
-    """A head, on which nothing runs, and so many nodes, to which more may be added, with room for one worker each. With
-    a place for its `storage` the head can be restarted, and looks for lost nodes more often than by default."""
+    """A head, on which nothing runs, and so many nodes, to which more may be added, each with one `place` and so many
+    `cpus`. With a place for its `storage` the head can be restarted, and looks for lost nodes more often than by
+    default. All of it ends with the thread that starts it, if they `end_together`."""
 
-    def __init__(self, count: int, storage: Path | None = None) -> None:
+    def __init__(self, count: int, storage: Path | None = None, cpus: int = 1, *, end_together: bool = False) -> None:
         if storage is not None:
             os.environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(storage), **QUICK_TO_MISS}
+        os.environ |= AS_OTHERS
+        self._count, self._cpus = count, cpus
         cluster_utils: Any = importlib.import_module("ray.cluster_utils")
-        with listening_socket("127.0.0.1", 0) as one, listening_socket("127.0.0.1", 0) as other:
-            port, gcs_port = one.getsockname()[1], other.getsockname()[1]
+        _be_patient(importlib.import_module("ray._private.services"))
         head = {
             "num_cpus": 0,
             "include_dashboard": False,
             "include_log_monitor": False,
             "no_monitor": True,
             "object_store_memory": STORE_BYTES,
-            "ray_client_server_port": port,
-            "gcs_server_port": gcs_port,
+            "temp_dir": str(SESSIONS),
+            "session_name": f"session_{time.time_ns()}",
+            **_ports("ray_client_server_port", "gcs_server_port"),
         }
-        self.cluster = cluster_utils.Cluster(initialize_head=True, shutdown_at_exit=False, head_node_args=head)
-        self.address = f"ray://127.0.0.1:{port}"
+        self._session = SESSIONS / head["session_name"]
+        head |= _not_waiting(self._session)
+        self.cluster = cluster_utils.Cluster(True, head_node_args=head, shutdown_at_exit=end_together)
+        self.address = f"ray://127.0.0.1:{head['ray_client_server_port']}"
         self.add(count)
 
     def add(self, count: int = 1) -> None:
         for _ in range(count):
-            self.cluster.add_node(wait=False, num_cpus=1, resources={"place": 1}, object_store_memory=STORE_BYTES)
+            self.add_other(num_cpus=self._cpus, resources={"place": 1})
+
+    def add_other(self, **has: Any) -> Any:
+        """Add a node that has this, in Ray's words; returns it."""
+        known = {"object_store_memory": STORE_BYTES, "memory": MEMORY_BYTES, **_not_waiting(self._session)}
+        return self.cluster.add_node(wait=False, **known, **has)
+
+    def restore(self, within_s: float = GONE_TIMEOUT_S) -> str:
+        """Have as many nodes as at first, with nothing of them taken. Returns what was taken all this time, empty if
+        nothing was: those nodes are killed, too."""
+        state = self.cluster.global_state
+        until("all is free", lambda: not _taken(state), within_s, EVERY_S, must=False)
+        taken = _taken(state)
+        alive = {node["NodeID"] for node in state.node_table() if node["Alive"]} - taken.keys()
+        for node in [one for one in self.cluster.worker_nodes if one.node_id not in alive]:
+            self.kill(node)
+        self.add(self._count - len(self.cluster.worker_nodes))
+        return str(taken or "")
 
     def with_worker(self, run: str) -> list[Any]:
         """Nodes that have a worker of this run."""
         ancestors = {parent.pid for process in processes_of(run) for parent in _parents(process)}
-        return [node for node in self.cluster.worker_nodes if _raylet(node) in ancestors]
+        return [node for node in self.cluster.worker_nodes if raylet(node).pid in ancestors]
 
     def with_words(self, words: str) -> list[Any]:
         """Nodes that have a process with these words in its command."""
-        return [node for node in self.cluster.worker_nodes if _has_words(psutil.Process(_raylet(node)), words)]
+        return [node for node in self.cluster.worker_nodes if _has_words(raylet(node), words)]
 
     def restart_head(self) -> None:
         """Kill the processes of the head to which nodes and clients speak, and start them again, as the next head."""
@@ -99,21 +133,78 @@ class RayNodes:
 
     def kill(self, node: Any) -> None:
         """All of its processes at once, as when a machine is gone."""
-        raylet = psutil.Process(_raylet(node))
-        for process in [raylet, *raylet.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # It may have ended by itself.
+            for process in processes_on(node):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         self.cluster.remove_node(node, allow_graceful=False)
 
-    def actors_left(self) -> list[str]:
+    def actors_left(self, within_s: float = GONE_TIMEOUT_S) -> list[str]:
         """Names of actors, in any namespace, and of placement groups that do not end in time."""
         ray: Any = importlib.import_module("ray")
         ray.init(self.cluster.address, log_to_driver=False, logging_level="ERROR")
         try:
-            until("their ends", lambda: not _named(ray.util), GONE_TIMEOUT_S, 0.5, must=False)
+            until("their ends", lambda: not _named(ray.util), within_s, 0.5, must=False)
             return _named(ray.util)
         finally:
             ray.shutdown()
+
+
+def _not_waiting(session: Path) -> dict[str, Any]:
+    """With what a node is started whose raylet waits for none of the programs beside it, as it does by itself, for 15 s
+    at most: their ports, and the file in which one of them says that it has none."""
+    node = secrets.token_hex(28)
+    session.mkdir(parents=True, exist_ok=True)
+    (session / f"dashboard_agent_listen_port_{node}").write_text("-1")
+    return {"env_vars": {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": node}, **_ports(*OF_AGENTS)}
+
+
+def _ports(*names: str) -> dict[str, int]:
+    """A free port for each of these."""
+    with contextlib.ExitStack() as taken:
+        sockets = [taken.enter_context(listening_socket("127.0.0.1", 0)) for _ in names]
+        return {name: one.getsockname()[1] for name, one in zip(names, sockets, strict=True)}
+
+
+def raylet(node: Any) -> psutil.Process:
+    """The process of Ray's on a node that starts all others there."""
+    return psutil.Process(node.all_processes["raylet"][0].process.pid)
+
+
+def processes_on(node: Any) -> list[psutil.Process]:
+    """All processes of a node."""
+    return [raylet(node), *raylet(node).children(recursive=True)]
+
+
+def _be_patient(services: Any) -> None:
+    """Have Ray pause between two looks for a node that it starts, and look for as long as this machine may need. By
+    itself it looks without a pause, and gives the node up after 30 s."""
+    look = services.get_node
+    if look.__name__ == "patient":
+        return
+
+    def patient(gcs_address: str, node_id: str) -> Any:
+        until_s = time.monotonic() + STARTS_WITHIN_S
+        while True:
+            try:
+                return look(gcs_address, node_id)
+            except RuntimeError:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(EVERY_S)
+
+    services.get_node = patient
+
+
+def _taken(state: Any) -> dict[str, dict[str, float]]:
+    """What of living nodes' resources is taken, by the nodes' ids."""
+    free = state.available_resources_per_node()
+    taken: dict[str, dict[str, float]] = {}
+    for node, amounts in state.total_resources_per_node().items():
+        its = {name: amount - free.get(node, {}).get(name, 0.0) for name, amount in amounts.items()}
+        if its := {name: amount for name, amount in its.items() if amount > 0 and name in ("CPU", "GPU", "place")}:
+            taken[node] = its
+    return taken
 
 
 def _named(util: Any) -> list[str]:
@@ -122,8 +213,10 @@ def _named(util: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def ray_nodes(count: int, storage: Path | None = None) -> Iterator[RayNodes]:
-    nodes = RayNodes(count, storage)
+def ray_nodes(
+    count: int, storage: Path | None = None, cpus: int = 1, *, end_together: bool = False
+) -> Iterator[RayNodes]:
+    nodes = RayNodes(count, storage, cpus, end_together=end_together)
     try:
         yield nodes
     finally:
@@ -189,10 +282,6 @@ async def _at_work(run: LiveRun, name: str, nodes: RayNodes, timeout_s: float) -
         return await run.until("turns on Ray's workers", at_work, max(timeout_s, 0.1))
     except TimeoutError:
         return False
-
-
-def _raylet(node: Any) -> int:
-    return node.all_processes["raylet"][0].process.pid
 
 
 def _has_words(raylet: psutil.Process, words: str) -> bool:

@@ -232,9 +232,12 @@ class PoolSection(_PoolPart):
 
     @model_validator(mode="after")
     def _of_one_cluster(self) -> "PoolSection":
-        found = sorted({one.ray.address for one in (*self.rollout, *self.train) if one.ray is not None})
+        clusters = [one.ray for one in (*self.rollout, *self.train) if one.ray is not None]
+        found = sorted({one.address for one in clusters})
         if len(found) > 1:
             raise ValueError(f"ray.address: found {', '.join(found)}; allowed: one Ray cluster for a pool")
+        if any(one.runtime_env != clusters[0].runtime_env for one in clusters):
+            raise ValueError("ray.runtime_env: found several; allowed: the same for all kinds of a pool's nodes")
         if found and self.devices in ("auto", "all"):
             raise ValueError(
                 f"pool.devices: found '{self.devices}'; allowed with kind 'ray', which is asked for them: 'cuda', "

@@ -107,15 +107,17 @@ def test_a_pool_that_cannot_be_kept_anywhere() -> None:
 
 
 def test_kinds_of_one_pool_are_of_one_ray_cluster() -> None:
-    def kind(name: str, address: str) -> dict[str, object]:
-        return {**NODES, "name": name, "kind": "ray", "ray": {"address": address}}
+    def kind(name: str, address: str, **more: object) -> dict[str, object]:
+        return {**NODES, "name": name, "kind": "ray", "ray": {"address": address, **more}}
 
-    def pool(second: str) -> PoolConfig:
-        section = {"devices": "cpu", "rollout": kind("one", "ray://a:1"), "train": kind("two", second)}
+    def pool(second: str, **more: object) -> PoolConfig:
+        section = {"devices": "cpu", "rollout": kind("one", "ray://a:1"), "train": kind("two", second, **more)}
         return validate(PoolConfig, {"pool": section}, "pool.toml")
 
     assert [*pool("ray://a:1").clusters] == ["one", "two"]
     with pytest.raises(ConfigError, match=r"found ray://a:1, ray://b:1; allowed: one Ray cluster for a pool"):
         pool("ray://b:1")
+    with pytest.raises(ConfigError, match=r"ray.runtime_env: found several; allowed: the same for all kinds"):
+        pool("ray://a:1", runtime_env={"pip": ["one"]})
     with pytest.raises(ConfigError, match=r"pool.devices: found 'auto'; allowed with kind 'ray', .*: 'cuda', 'rocm'"):
         validate(PoolConfig, {"pool": {"rollout": kind("one", "ray://a:1"), "train": NODES}}, "pool.toml")

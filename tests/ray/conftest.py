@@ -1,31 +1,26 @@
-"""A real cluster of this machine: a head and two nodes, of which some are killed."""
+"""A real cluster on this machine: a head and two nodes, of which tests take what they need, and kill some."""
 
-import contextlib
-import socket
+import importlib.util
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-STORE_BYTES = 80 << 20
+from benchmarks._ray_nodes import RayNodes, ray_nodes
 
-
-@contextlib.contextmanager
-def ray_cluster(nodes: int) -> Iterator[Any]:
-    cluster_utils = pytest.importorskip("ray.cluster_utils")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    head = {"num_cpus": 0, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-    head |= {"ray_client_server_port": port, "object_store_memory": STORE_BYTES}
-    cluster = cluster_utils.Cluster(head_node_args=head, initialize_head=True)
-    cluster.client_address = f"ray://127.0.0.1:{port}"
-    for _ in range(nodes):
-        cluster.add_node(num_cpus=2, resources={"place": 1}, object_store_memory=STORE_BYTES)
-    yield cluster
-    cluster.shutdown()
+CPUS = 2
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
-    with ray_cluster(nodes=2) as cluster:
-        yield cluster
+def shared_nodes() -> Iterator[RayNodes]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    with ray_nodes(2, cpus=CPUS, end_together=True) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def nodes(shared_nodes: RayNodes) -> Iterator[RayNodes]:
+    """Two nodes with nothing taken; whatever a test kills, adds or keeps, the next one has the same."""
+    yield shared_nodes
+    taken = shared_nodes.restore()
+    assert not taken, f"the test has not given back: {taken}"

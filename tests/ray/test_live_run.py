@@ -12,15 +12,15 @@ import psutil
 import pytest
 
 from benchmarks import _crashes, _runs
+from benchmarks._ray_nodes import RayNodes, processes_on, ray_nodes, raylet
 from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseEnded, LeaseGranted, TokensReceived
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.weights.errors import RelayError
 from elastic.weights.relay import open_relay
-from providers.ray_connection import ray
 from tests import proof
 from tests.cli.conftest import CONFIG
-from tests.ray.conftest import STORE_BYTES, ray_cluster
+from tests.ray.conftest import CPUS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -30,14 +30,14 @@ PATIENCE_S = 240.0
 class OnRay:
     """A run whose only rollout workers are on a cluster's nodes, and what its journal says of them."""
 
-    def __init__(self, directory: Path, checkpoint: Path, cluster: Any, *own: str) -> None:
-        self._cluster = cluster
+    def __init__(self, directory: Path, checkpoint: Path, nodes: RayNodes, *own: str) -> None:
+        self._nodes = nodes
         config = directory / "small.toml"
         text = CONFIG.format(directory=directory, checkpoint=checkpoint).partition("[providers.spot]")[0]
         config.write_text(text.replace("window_s = 0.2", "window_s = 0.0"))
         settings = [
             "run.steps=100000",
-            f"providers.ray.address={cluster.client_address}",
+            f"providers.ray.address={nodes.address}",
             "providers.ray.num_gpus=0",
             "providers.ray.resources={place=1}",
             "providers.ray.poll_s=0.5",
@@ -81,7 +81,7 @@ class OnRay:
 
     def node_of(self, process: psutil.Process) -> Any:
         parents = {parent.pid for parent in process.parents()}
-        return next(node for node in self._cluster.worker_nodes if raylet(node).pid in parents)
+        return next(node for node in self._nodes.cluster.worker_nodes if raylet(node).pid in parents)
 
     def stop(self) -> None:
         """As by ^C; it ends in time."""
@@ -100,40 +100,23 @@ class OnRay:
         assert replay(run).ledger.imbalance_ns() == 0
 
 
-def raylet(node: Any) -> psutil.Process:
-    return psutil.Process(node.all_processes["raylet"][0].process.pid)
-
-
-def actors(cluster: Any) -> list[dict[str, str]]:
-    """All of the cluster that have a name."""
-    ray().init(cluster.address, log_to_driver=False, logging_level="ERROR")
-    try:
-        return ray().util.list_named_actors(all_namespaces=True)
-    finally:
-        ray().shutdown()
-
-
-def test_nodes_and_the_orchestrator_are_lost_under_load(tmp_path: Path, checkpoint: Path, cluster: Any) -> None:
-    relay = f"weights.relay={cluster.client_address}"
+def test_nodes_and_the_orchestrator_are_lost_under_load(tmp_path: Path, checkpoint: Path, nodes: RayNodes) -> None:
+    relay = f"weights.relay={nodes.address}"
     patient = f"run.orchestrator_timeout_s={PATIENCE_S}"
-    live = OnRay(tmp_path, checkpoint, cluster, "providers.ray.max_workers=2", relay, patient)
+    live = OnRay(tmp_path, checkpoint, nodes, "providers.ray.max_workers=2", relay, patient)
     with contextlib.ExitStack() as undo:
         undo.callback(live.run.discard)
         live.more_tokens()
 
         worker, process = live.workers().popitem()
-        node = live.node_of(process)
-        for one in [raylet(node), *raylet(node).children(recursive=True)]:
-            one.kill()
-        cluster.remove_node(node, allow_graceful=False)
+        nodes.kill(live.node_of(process))
         live.run.until("the lost node's lease has ended", lambda: live.granted()[worker] in live.ended())
-        cluster.add_node(num_cpus=2, resources={"place": 1}, object_store_memory=STORE_BYTES)
+        nodes.add()
         live.more_tokens()
 
         live.run.until("a worker on a node", live.workers)
         worker, process = live.workers().popitem()
-        node = live.node_of(process)
-        held_up = [raylet(node), *raylet(node).children(recursive=True)]
+        held_up = processes_on(live.node_of(process))
         for one in held_up:
             one.suspend()
         try:
@@ -159,33 +142,28 @@ def test_nodes_and_the_orchestrator_are_lost_under_load(tmp_path: Path, checkpoi
         live.stop()
         live.no_worker_is_left()
     live.nothing_was_lost()
-    deadline_s = time.monotonic() + PATIENCE_S
-    while left := actors(cluster):  # The relay's waits some seconds for another blob.
-        assert time.monotonic() < deadline_s, left
-        time.sleep(1)
+    assert nodes.actors_left(PATIENCE_S) == []  # The relay's waits some seconds for another blob.
 
 
 def test_a_head_that_is_lost_is_named_and_the_run_goes_on(tmp_path: Path, checkpoint: Path) -> None:
-    with ray_cluster(nodes=1) as cluster, contextlib.ExitStack() as undo:
-        live = OnRay(tmp_path, checkpoint, cluster)
+    with ray_nodes(1, cpus=CPUS, end_together=True) as nodes, contextlib.ExitStack() as undo:
+        live = OnRay(tmp_path, checkpoint, nodes)
         undo.callback(live.run.discard)
         live.more_tokens()
-        relay = open_relay(f"{cluster.client_address}/of-a-lost-head")
+        relay = open_relay(f"{nodes.address}/of-a-lost-head")
         undo.callback(relay.close)
         relay.put("k", b"content")
-        cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+        nodes.cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
 
         def warnings() -> list[str]:
             logs = "".join(path.read_text() for path in (live.run.run_dir / "logs").glob("*.log"))
             return [line for line in logs.splitlines() if "cannot be asked: workers go on" in line]
 
         live.run.until("a warning", warnings)
-        for part in (cluster.client_address, "tried", "a look every 0.5 s", "start its head again"):
+        for part in (nodes.address, "tried", "a look every 0.5 s", "start its head again"):
             assert part in warnings()[0]
         live.more_tokens()
-        with pytest.raises(
-            RelayError, match=rf"{cluster.client_address}/of-a-lost-head: the Ray cluster at .* does not answer"
-        ):
+        with pytest.raises(RelayError, match=rf"{nodes.address}/of-a-lost-head: the Ray cluster at .* does not answer"):
             relay.get("k")
         again = subprocess.run(
             [sys.executable, "-m", "elastic.cli", "run", *live.arguments],

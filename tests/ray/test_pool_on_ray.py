@@ -9,19 +9,17 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from providers.ray_connection import ray
+from benchmarks._ray_nodes import RayNodes
 from tests.pool.test_devices import NVIDIA, stand_in
 from tests.pool.test_joined_nodes import goes_on, up
 from tests.pool.test_pool_process import Pool, running
-from tests.ray.conftest import STORE_BYTES, ray_cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -29,34 +27,9 @@ PATIENCE_S = 240.0
 NODES = ("rollout-1", "rollout-2")
 
 
-@pytest.fixture
-def cluster() -> Iterator[Any]:
-    with ray_cluster(nodes=2) as cluster:
-        yield cluster
-
-
-def asked_of(cluster: Any, directory: Path) -> Mapping[str, Any]:
-    own = {"address": cluster.client_address, "resources": {"place": 1.0}, "poll_s": 0.5, "directory": str(directory)}
+def asked_of(nodes: RayNodes, directory: Path) -> Mapping[str, Any]:
+    own = {"address": nodes.address, "resources": {"place": 1.0}, "poll_s": 0.5, "directory": str(directory)}
     return {"kind": "ray", "ray": own}
-
-
-def left_at(cluster: Any) -> list[str]:
-    """The names of actors, and of placement groups, that the cluster knows."""
-    ray().init(cluster.address, log_to_driver=False, logging_level="ERROR")
-    try:
-        groups = ray().util.placement_group_table().values()
-        named = [one["name"] for one in ray().util.list_named_actors(all_namespaces=True)]
-        return named + [group["name"] for group in groups if group["state"] != "REMOVED"]
-    finally:
-        ray().shutdown()
-
-
-def kill(cluster: Any, node: Any) -> None:
-    """All of a machine's processes at once."""
-    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-    for process in [raylet, *raylet.children(recursive=True)]:
-        process.kill()
-    cluster.remove_node(node, allow_graceful=False)
 
 
 def waits(status: Mapping[str, Any]) -> list[str]:
@@ -79,30 +52,30 @@ async def until_up(pool: Pool, *nodes: str) -> None:
     await pool.until(up(*nodes), f"{nodes} are not up", PATIENCE_S)
 
 
-async def test_nodes_come_from_the_cluster_and_go_back_to_it(tmp_path: Path, cluster: Any) -> None:
+async def test_nodes_come_from_the_cluster_and_go_back_to_it(tmp_path: Path, nodes: RayNodes) -> None:
     (tmp_path / "shipped").mkdir()
     (tmp_path / "shipped" / "__init__.py").touch()
-    asked = asked_of(cluster, tmp_path / "nodes")
+    asked = asked_of(nodes, tmp_path / "nodes")
     asked["ray"]["runtime_env"] = {"py_modules": [str(tmp_path / "shipped")]}
     async with running(tmp_path, silence_s=30.0, **asked) as pool:
         await until_up(pool, *NODES)
         assert shipped(tmp_path) == len(NODES)
         (first,) = [node for node in (await pool.status())["nodes"] if node["name"] == "rollout-1"]
         assert first["devices"] == ["cpu:0@rollout-1"]
-        assert first["machine"]["label"] == f"the Ray cluster at {cluster.client_address}"
+        assert first["machine"]["label"] == f"the Ray cluster at {nodes.address}"
         await pool.begin("one", steps=10_000, rollout_s=0.5)
         await goes_on(pool)
 
         pool.kill()
         pool.start()
         await until_up(pool, *NODES)
-        assert len(left_at(cluster)) == 4, "an actor and a group for each node, and no others"
+        assert len(nodes.actors_left(0)) == 4, "an actor and a group for each node, and no others"
         await goes_on(pool)
 
-        kill(cluster, next(iter(cluster.worker_nodes)))
+        nodes.kill(next(iter(nodes.cluster.worker_nodes)))
         await pool.until(lambda status: len(waits(status)) == 1, "no node is missed", PATIENCE_S)
         assert "none of its nodes" not in waits(await pool.status())[0]
-        cluster.add_node(num_cpus=2, resources={"place": 1}, object_store_memory=STORE_BYTES)
+        nodes.add()
         await until_up(pool, *NODES)
         await goes_on(pool)
 
@@ -115,13 +88,11 @@ async def test_nodes_come_from_the_cluster_and_go_back_to_it(tmp_path: Path, clu
         await pool.control.stop()
         assert pool.process is not None
         assert pool.process.wait(PATIENCE_S) == 0
-    deadline_s = time.monotonic() + PATIENCE_S
-    while left := left_at(cluster):
-        assert time.monotonic() < deadline_s, left
+    assert nodes.actors_left(PATIENCE_S) == []
 
 
-async def test_what_a_cluster_has_not_is_said(tmp_path: Path, cluster: Any) -> None:
-    asked = asked_of(cluster, tmp_path / "nodes")
+async def test_what_a_cluster_has_not_is_said(tmp_path: Path, nodes: RayNodes) -> None:
+    asked = asked_of(nodes, tmp_path / "nodes")
     asked["ray"]["resources"]["unobtainium"] = 3.0
     async with running(tmp_path / "lacking", **asked) as pool:
         await pool.until(lambda status: len(waits(status)) == 2, "they do not wait", PATIENCE_S)
@@ -129,10 +100,10 @@ async def test_what_a_cluster_has_not_is_said(tmp_path: Path, cluster: Any) -> N
 
 
 async def test_what_a_node_lacks_that_ray_has_promised_is_said(
-    tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=STORE_BYTES)
-    asked = asked_of(cluster, tmp_path / "nodes")
+    promised = nodes.add_other(num_cpus=1, num_gpus=1)
+    asked = asked_of(nodes, tmp_path / "nodes")
     del asked["ray"]["resources"]
     stand_in(tmp_path, "nvidia-smi", NVIDIA)
     (tmp_path / "lacking").mkdir()
@@ -146,6 +117,7 @@ async def test_what_a_node_lacks_that_ray_has_promised_is_said(
         await pool.control.stop(now=True)
         assert pool.process is not None
         await asyncio.to_thread(pool.process.wait, PATIENCE_S)
+        nodes.kill(promised)
 
 
 def test_a_pool_does_not_begin_without_its_cluster(tmp_path: Path) -> None:

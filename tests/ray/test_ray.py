@@ -15,13 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks._ray_nodes import RayNodes, raylet
+from elastic.core.cluster.types import NodeKind
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.types import EndCause
 from elastic.protocol.endpoint import Endpoint
 from elastic.testing.providers import ProviderRecorder, processes_with
+from providers import ray_nodes
 from providers.base import KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable, WorkerTicket
 from providers.ray import RayProvider, RaySettings
-from tests.ray.conftest import STORE_BYTES
+from providers.ray_connection import RayUnusable
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -30,10 +33,10 @@ STUB = "import time; time.sleep(3600)"
 
 
 class House:
-    def __init__(self, cluster: Any, run_dir: Path) -> None:
+    def __init__(self, nodes: RayNodes, run_dir: Path) -> None:
         self.recorder = ProviderRecorder()
         self.run = f"run-{time.time_ns()}"
-        self._address, self._run_dir = cluster.client_address, run_dir
+        self._address, self._run_dir = nodes.address, run_dir
         self.providers: list[RayProvider] = []
 
     def provider(self, worker: str = STUB, **settings: Any) -> RayProvider:
@@ -86,8 +89,8 @@ class House:
 
 
 @pytest.fixture
-async def house(cluster: Any, tmp_path: Path) -> AsyncIterator[House]:
-    house = House(cluster, tmp_path)
+async def house(nodes: RayNodes, tmp_path: Path) -> AsyncIterator[House]:
+    house = House(nodes, tmp_path)
     yield house
     await house.aclose()
 
@@ -130,21 +133,20 @@ async def test_a_new_process_finds_its_actors_and_ends_the_others(house: House) 
     house.providers.remove(before)
 
 
-async def test_a_node_that_is_killed_takes_its_own_workers_alone(house: House, cluster: Any) -> None:
+async def test_a_node_that_is_killed_takes_its_own_workers_alone(house: House, nodes: RayNodes) -> None:
     provider = await house.started()
     leases = [await house.grant(provider, number) for number in range(2)]
     await house.until("two workers", lambda: len(house.workers()) == 2)
-    node = cluster.list_all_nodes()[-1]
-    raylet = node.all_processes["raylet"][0].process.pid
-    ours = [pid for pid in house.workers() if raylet in [parent.pid for parent in psutil.Process(pid).parents()]]
+    node = next(iter(nodes.cluster.worker_nodes))
+    ours = [pid for pid in house.workers() if raylet(node) in psutil.Process(pid).parents()]
     assert len(ours) == 1
-    cluster.remove_node(node, allow_graceful=False)
+    nodes.kill(node)
     await house.until("the end of one lease", lambda: house.recorder.of(LeaseEnded))
     (end,) = house.recorder.of(LeaseEnded)
     assert end.cause is EndCause.LOST
     await house.until("one worker", lambda: len(house.workers()) == 1)
     assert house.workers() != ours
-    cluster.add_node(num_cpus=2, resources={"place": 1}, object_store_memory=STORE_BYTES)
+    nodes.add()
     await house.until("room again", lambda: house.recorder.available == 1)
     assert {end.lease} < set(leases)
 
@@ -163,7 +165,7 @@ async def test_a_cluster_that_is_not_there_is_named(house: House) -> None:
 
 @pytest.mark.parametrize(("part", "versions"), [("Ray: 1.0.0", ("1.0.0", None)), ("Python: 3.1.4", (None, "3.1.4"))])
 async def test_another_version_is_named(
-    house: House, monkeypatch: pytest.MonkeyPatch, part: str, versions: tuple[str | None, str | None]
+    house: House, nodes: RayNodes, monkeypatch: pytest.MonkeyPatch, part: str, versions: tuple[str | None, str | None]
 ) -> None:
     utils = pytest.importorskip("ray._private.utils")
     ours = utils.compute_version_info()
@@ -176,3 +178,10 @@ async def test_another_version_is_named(
     assert part in words
     assert f"The cluster was started with: Ray: {ours[0]} Python: {ours[1]}" in words
     assert "install its versions of Ray and Python here" in words
+    kind = NodeKind(gpus=1, memory_bytes=0, nano_usd_per_hour=1)
+    of_pool = ray_nodes.RayNodes(
+        ray_nodes.RayNodesSettings.model_validate({"address": nodes.address}), "lab", kind, "cpu"
+    )
+    with pytest.raises(RayUnusable) as refused:
+        await of_pool.open()
+    assert words == f"ray: {refused.value}", "a pool is told the same"

@@ -5,10 +5,10 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
+from benchmarks._ray_nodes import RayNodes
 from elastic.weights.errors import RelayError
 from elastic.weights.relay import Relay, open_relay
 from providers.ray_connection import NAMESPACE, ray
@@ -31,20 +31,20 @@ PATIENCE_S = 120.0
 _numbers = itertools.count()
 
 
-def unused(cluster: Any) -> str:
+def unused(nodes: RayNodes) -> str:
     """The URL of a relay that nobody has used yet."""
-    return f"{cluster.client_address}/test-{os.getpid()}-{next(_numbers)}"
+    return f"{nodes.address}/test-{os.getpid()}-{next(_numbers)}"
 
 
-def opened(cluster: Any) -> Relay:
-    return open_relay(unused(cluster))
+def opened(nodes: RayNodes) -> Relay:
+    return open_relay(unused(nodes))
 
 
 @pytest.fixture(params=["client", "node"])
-def relay(request: pytest.FixtureRequest, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+def relay(request: pytest.FixtureRequest, nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     if request.param == "node":
-        monkeypatch.setenv(NODE_VARIABLE, cluster.address)
-    relay = opened(cluster)
+        monkeypatch.setenv(NODE_VARIABLE, nodes.cluster.address)
+    relay = opened(nodes)
     yield relay
     for key in relay.list_keys():
         relay.delete(key)
@@ -52,12 +52,12 @@ def relay(request: pytest.FixtureRequest, cluster: Any, monkeypatch: pytest.Monk
     relay.close()
 
 
-def test_what_the_client_puts_a_node_reads(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    content, url = os.urandom(3 << 20), unused(cluster)
+def test_what_the_client_puts_a_node_reads(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, url = os.urandom(3 << 20), unused(nodes)
     with contextlib.closing(open_relay(url)) as far:
         far.put("versions/1/blob", content[:100], content[100:])
     assert isinstance(far, RayRelay)
-    monkeypatch.setenv(NODE_VARIABLE, cluster.address)
+    monkeypatch.setenv(NODE_VARIABLE, nodes.cluster.address)
     with contextlib.closing(open_relay(url)) as near:
         assert near.get("versions/1/blob") == content
         assert near.get("versions/1/blob", 5000, 70) == content[5000:5070]
@@ -76,8 +76,8 @@ def stands(relay: RayRelay) -> bool:
     return {"name": relay.name, "namespace": NAMESPACE} in ray().util.list_named_actors(all_namespaces=True)
 
 
-def test_a_relay_without_blobs_leaves_no_actor(cluster: Any) -> None:
-    with contextlib.closing(opened(cluster)) as relay:
+def test_a_relay_without_blobs_leaves_no_actor(nodes: RayNodes) -> None:
+    with contextlib.closing(opened(nodes)) as relay:
         assert relay.list_keys() == []
         relay.put("k", b"one")
         assert isinstance(relay, RayRelay)
@@ -90,8 +90,8 @@ def test_a_relay_without_blobs_leaves_no_actor(cluster: Any) -> None:
         relay.delete("k")
 
 
-def test_blobs_of_a_run_that_never_comes_back_do_not_stay(cluster: Any) -> None:
-    with contextlib.closing(RayRelay(unused(cluster), unused_s=2.0)) as relay:
+def test_blobs_of_a_run_that_never_comes_back_do_not_stay(nodes: RayNodes) -> None:
+    with contextlib.closing(RayRelay(unused(nodes), unused_s=2.0)) as relay:
         relay.put("k", b"one")
         until_no_actor_stands(relay)
         assert relay.list_keys() == []
