@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import logging
 import os
 import platform
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import structlog
 from rich.console import Console
 from rich.table import Table
 
@@ -50,7 +52,7 @@ def benchmark(
 ) -> Figures:
     """Run a benchmark by its command line: print the figures that `measure` comes to, and return them.
 
-    Nothing that it starts outlives it. A coroutine logs faults alone.
+    Nothing that it starts outlives it. It logs faults alone.
     """
     began_s = time.monotonic()
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -59,6 +61,7 @@ def benchmark(
     for add in own:
         add(options)
     arguments = options.parse_args(namespace=Arguments())
+    log_faults_only()
     with scratch_directory() as arguments.scratch:
         figures = measure(arguments)
         if isinstance(figures, Coroutine):
@@ -67,6 +70,13 @@ def benchmark(
             figures = run_to_end(figures)
     emit(figures, arguments, began_s)
     return figures
+
+
+def log_faults_only() -> None:
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
 
 
 def multiple_of(least: int) -> Callable[[str], int]:

@@ -3,13 +3,11 @@
 import asyncio
 import contextlib
 import json
-import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-import structlog
 from pydantic import BaseModel
 
 from benchmarks._processes import end_soon
@@ -126,16 +124,8 @@ def replay(config: Config, run_dir: Path, live: Scheduler) -> Iterator[tuple[Nan
         raise RuntimeError(f"{run_dir}: replaying the journal came to another state than the run did")
 
 
-def log_faults_only() -> None:
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-
-
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; SIGINT and SIGTERM end it, with all it started, and exit. Logs faults to stderr only."""
-    log_faults_only()
+    """The result of `work`; SIGINT and SIGTERM end it, with all it started, and exit."""
     try:
         return run_loop(_until_signal(work))
     except asyncio.CancelledError:

@@ -22,8 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import uvloop
 
-from benchmarks._common import Arguments, Figures, benchmark
-from benchmarks._live import log_faults_only
+from benchmarks._common import Arguments, Figures, benchmark, log_faults_only
 from tests.runtime.byzantine import RunBeside, play, play_beside, wrong_rows
 
 FRAMES_QUICK, FRAMES = 2_520, 24_000
@@ -35,7 +34,6 @@ FLOODS = ("flood_tokens", "flood_reports", "flood_beats")
 
 
 def main(arguments: Arguments) -> Figures:
-    log_faults_only()
     frames, steps = (FRAMES_QUICK, STEPS_QUICK) if arguments.quick else (FRAMES, STEPS)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), log_faults_only) as processes:
         lies = processes.submit(_lies, frames)
