@@ -52,6 +52,8 @@ pool = group(
     "Start and look after a pool: GPUs that many jobs share, phase by phase (docs/jobs.md).\n\n"
     "Example: elastic pool start examples/pool.toml",
 )
+GIVEN_UP_S = 20.0
+"""How long a pool that did not come up in time is waited for to end."""
 PoolName = Annotated[
     str, typer.Argument(metavar="POOL", help="A pool's name, directory or POOL.toml; else the only one there is.")
 ]
@@ -90,8 +92,12 @@ def start_pool(
     reply = _up(directory, supervisor, wait_s)
     if reply is None:
         if supervisor.poll() is None:
+            processes = _LastProcesses(directory)
             supervisor.terminate()
-            say(f"error: pool {wanted.pool.name} is not up after {wait_s:g} s; it is given up")
+            ended = processes.await_end(time.monotonic() + GIVEN_UP_S)
+            goes_on = f"it was told to end, and process {supervisor.pid} goes on"
+            what = "it is given up" if ended else f"{goes_on}; {program()} pool stop {directory} --now"
+            say(f"error: pool {wanted.pool.name} is not up after {wait_s:g} s; {what}")
         else:
             say(f"error: pool {wanted.pool.name} could not be started")
         _show_end_of(log)

@@ -69,14 +69,14 @@ def keep_up(
 ) -> int:
     """Start the command again, with back-off, whenever its process has died; returns the exit code of the last one.
 
-    `died` judges an exit status. A process that was up for `settled_s` is replaced at once; with `forgives`, restarts
-    before it do not count. `settles` is called once one has been up for so long. Signals go to the process that there
-    is.
+    `died` judges an exit status. Signals go to the process that there is; one that ends by such a signal, since it
+    could not hear of it yet, has not died. A process that was up for `settled_s` is replaced at once; with `forgives`,
+    restarts before it do not count. `settles` is called once one has been up for so long.
     """
     restarts = failures = 0
     while True:
         began_s = time.monotonic()
-        with _forwarding(start(command)) as process:
+        with _forwarding(start(command)) as (process, told):
             try:
                 status = process.wait(settled_s)
             except subprocess.TimeoutExpired:
@@ -84,6 +84,8 @@ def keep_up(
                 status = process.wait()
         lived_s = time.monotonic() - began_s
         how = how_ended(status)
+        if -status in told:
+            return EXIT_INTERRUPTED
         if not died(status):
             return status
         outage, settled = status == EXIT_OUTAGE, lived_s > settled_s
@@ -144,11 +146,14 @@ def _died(run_dir: Path, status: int) -> bool:
 
 
 @contextlib.contextmanager
-def _forwarding(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """A terminal's Ctrl-C reaches the process by itself; what is sent to this one alone is sent on."""
+def _forwarding(process: "subprocess.Popen[bytes]") -> Iterator[tuple["subprocess.Popen[bytes]", Sequence[int]]]:
+    """A terminal's Ctrl-C reaches the process by itself; what is sent to this one alone is sent on. Yields the process,
+    and what was sent on."""
+    told: list[int] = []
 
     def forward(number: int, _: object) -> None:
+        told.append(number)
         process.send_signal(number)
 
     with handled((signal.SIGTERM, signal.SIGHUP), forward), handled(INTERRUPT, lambda *_: None):
-        yield process
+        yield process, told

@@ -85,6 +85,12 @@ def test_what_has_settled_has_a_successor_that_begins_by_a_line_and_ends_without
     assert not waiting.is_running()
 
 
+def test_who_is_told_to_end_before_it_hears_of_that_is_not_begun_again() -> None:
+    ours = Processes("import time; time.sleep(60)")
+    told = {"start": ours.start, "settles": lambda: os.kill(os.getpid(), signal.SIGTERM)}
+    assert supervise.keep_up([], bool, 5, "it", settled_s=0.0, **told) == 130
+
+
 def test_outages_are_waited_for_and_count_as_no_restart(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outage = f"raise SystemExit({EXIT_OUTAGE})"
     ours = Processes(*[outage] * 4, DIES, outage, "")
