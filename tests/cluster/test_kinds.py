@@ -107,3 +107,12 @@ def test_jobs_that_share_keep_within_the_memory_of_each_kind(policy: str) -> Non
     assert all(shared.cluster.jobs[job.id].seat is not None for job in jobs[:2])
     rollouts = {node for job in jobs if (seat := shared.cluster.jobs[job.id].seat) for node in seat.rollout}
     assert any(shared.cluster.state.nodes[node].phase is PhaseKind.ROLLOUT for node in rollouts)
+
+
+def test_a_job_whose_gpus_and_memory_are_on_nodes_of_different_kinds_is_rejected_with_both() -> None:
+    few = NodeKind(name="few", gpus=1, memory_bytes=9, nano_usd_per_hour=1)
+    many = NodeKind(name="many", gpus=8, memory_bytes=4, nano_usd_per_hour=1)
+    shared = Driver(spec=PoolSpec(rollout=(msgspec.structs.replace(few, name="rollout"),), train=(few, many)))
+    words = "needed 5 bytes of host memory beside 2 GPUs for its trainer's ranks; largest beside so many GPUs: 4 bytes"
+    with pytest.raises(ClusterError, match=words):
+        shared.cluster.dry_run(timed_job("job", train_gpus=2, train_bytes=5))

@@ -396,8 +396,16 @@ class Cluster:
             if phase is _TRAIN and request.train_gpus > gpus:
                 ranks = request.train_gpus
                 return f"it fits no {phase} node: needed {ranks} GPUs for its trainer's ranks; largest: {gpus}"
-            counts = [self._most(kind) for kind in kinds if request.fits(kind, phase)]
-            there_are = sum(counts) if phase is _ROLLOUT else max(counts, default=0)
+            fitting = [kind for kind in kinds if request.fits(kind, phase)]
+            if not fitting:  # Of training nodes of several kinds: some have the memory, and others the GPUs.
+                ranks = request.train_gpus
+                held = max(kind.memory_bytes for kind in kinds if kind.gpus >= ranks)
+                return (
+                    f"it fits no {phase} node: needed {host_bytes} bytes of host memory beside {ranks} GPUs for its "
+                    f"trainer's ranks; largest beside so many GPUs: {held} bytes"
+                )
+            counts = [self._most(kind) for kind in fitting]
+            there_are = sum(counts) if phase is _ROLLOUT else max(counts)
             if nodes > there_are:
                 alike = " of one kind" if phase is _TRAIN and len(kinds) > 1 else ""
                 return f"it fits no pool of this size: needed {nodes} {phase} nodes{alike}; largest: {there_are}"
