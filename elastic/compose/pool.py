@@ -161,10 +161,10 @@ class PoolPrograms:
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, environment: Mapping[str, str]
     ) -> w.StartResidentFrame:
         """A resident that reads none of the pool's files. What it needs it gets by its run's own connections, or as
-        files, into a directory of its job and this start; a script finds there what it has left before."""
+        files, into a directory of its job and this start; a script finds there what it has left before in this pool."""
         run = Path(entry.directory).name
         if entry.script:
-            command, directory = _script_elsewhere(entry), f"{JOBS}/{entry.job}/script/{run}"
+            command, directory = _script_elsewhere(entry), f"{JOBS}/{entry.job}/{self._tokens.pool()}/{run}"
             environment = beside_usual(environment) | {PHASES_VARIABLE: PHASES_FILE if entry.phases else ""}
         else:
             at_home = msgspec.structs.replace(entry, directory=".")

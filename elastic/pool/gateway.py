@@ -46,6 +46,10 @@ class PoolTokens:
     def job(self, job: JobId, placement: int) -> str:
         return self._derived("job", job, str(placement))
 
+    def pool(self) -> str:
+        """Return what tells this pool from others of its name, and is no secret."""
+        return self._derived("pool")[:16]
+
     def files(self, job: JobId, placement: int, node: NodeId) -> str:
         return self._derived("files", job, str(placement), node)
 

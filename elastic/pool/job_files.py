@@ -16,6 +16,8 @@ PATH_MAX = 500
 
 _LOCK, _OF_OWN = "lock", frozenset({"secret", "session"})
 """Names in the directories of runs, pools and nodes: each of them has a lock, and one of the others."""
+_TICKET = ".ticket"
+"""How the name of a file ends that lets its owner in somewhere."""
 
 
 class SubmittedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,8 +56,8 @@ def submitted_file(source: Path, path: str) -> SubmittedFile:
 
 
 def files_below(place: Path, path: str, bytes_max: int, *, follow: bool) -> list[SubmittedFile]:
-    """Read what is at a place, a file or a directory, all but what is hidden and the directories of runs, pools and
-    nodes; it belongs at `path` on nodes. Blocks.
+    """Read what is at a place, a file or a directory, all but what is hidden, tickets, and the directories of runs,
+    pools and nodes; it belongs at `path` on nodes. Blocks.
 
     Links to files are read with `follow`, others never. Raises `ValueError` for what no node is sent, such as more than
     `FILES_MAX` files, or `bytes_max` bytes.
@@ -82,13 +84,16 @@ def _sources(place: Path, path: PurePosixPath, *, follow: bool) -> Iterator[tupl
                 allowed = "a file, or a link to one" if follow else "a file or a directory"
                 raise ValueError(f"{here}: is a symbolic link; allowed: {allowed}")
             if source.is_dir():
-                below = sorted((one for one in source.iterdir() if not one.name.startswith(".")), reverse=True)
+                seen = (one for one in source.iterdir() if not one.name.startswith(".") and one.suffix != _TICKET)
+                below = sorted(seen, reverse=True)
                 names = {one.name for one in below}
                 if _LOCK not in names or not names & _OF_OWN:
                     waiting += [(one, name / one.name) for one in below]
                 continue
         except OSError as error:
             raise ValueError(f"{here}: cannot be read ({error.strerror or error})") from error
+        if source.suffix == _TICKET:
+            raise ValueError(f"{here}: is a ticket, which lets its owner in; allowed: what nodes may have")
         count += 1
         if count > FILES_MAX:
             raise ValueError(f"{place}: has more than {FILES_MAX} files; allowed: that many")

@@ -48,6 +48,7 @@ def test_what_a_directory_has_is_told_by_path_and_digest(tmp_path: Path) -> None
     written(
         root, runs__one__lock="", runs__one__secret="of a run", nodes__one__lock="", nodes__one__session="of a node"
     )
+    (root / "node.ticket").write_text("of a node")
     found = {one.file.path: one.file for one in named_files(root, (), MB)}
     assert {path: (one.size_bytes, one.executable) for path, one in found.items()} == {
         "train": (1, True),
@@ -63,6 +64,7 @@ def test_what_no_node_is_sent_is_refused_with_its_name(tmp_path: Path) -> None:
     (root / "link").symlink_to(tmp_path / "secret")
     (root / "out").symlink_to(tmp_path)
     os.mkfifo(root / "pipe")
+    (root / "node.ticket").write_text("of a node")
     for names, message in (
         (["../secret"], r"found '../secret'; allowed: what is below"),
         ([str(tmp_path / "secret")], "allowed: what is below"),
@@ -70,6 +72,7 @@ def test_what_no_node_is_sent_is_refused_with_its_name(tmp_path: Path) -> None:
         (["out/secret"], "out: is a symbolic link"),
         (["pipe"], "pipe: is no file"),
         (["absent"], r"absent: cannot be read \(No such file"),
+        (["node.ticket"], "node.ticket: is a ticket"),
     ):
         with pytest.raises(ValueError, match=message):
             named_files(root, names, MB)
