@@ -24,6 +24,7 @@ class PooledJob(msgspec.Struct, frozen=True, kw_only=True):
     """One job. `planned_slowdown` is over its planned solo time, `slowdown` over what its steps alone would have taken;
     both count the time from its first step to its last. None where it took no step.
 
+    - `usd_planned`: what its steps would have cost at the planned cycles of its groups, without its starts.
     - `marginal_usd_per_hour`: what an hour of the pool cost more once it was in; `saved_if_left_usd_per_hour`: what it
       would cost less now without it; `alone_usd_per_hour`: as many nodes as it asked for, of those that it had last.
     - `phases_s` and `cycle_s` are medians, switching left out of the phases. `switch_share` is of its cycles;
@@ -44,6 +45,7 @@ class PooledJob(msgspec.Struct, frozen=True, kw_only=True):
     moves: int
     resubmissions: int
     usd: float
+    usd_planned: float
     usd_alone: float
     alone_usd_per_hour: float
     marginal_usd_per_hour: float | None
@@ -58,16 +60,30 @@ class PooledJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PooledNode(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a node's time went while it was in a group."""
+    """Where a node's time went while it was in a group: `hours`, which cost `usd`."""
 
     name: str
     phase: str
+    kind: str
     site: str
     usd_per_gpu_hour: float
+    hours: float
+    usd: float
     slice_share: float
     switching_share: float
     idle_share: float
     down_share: float
+
+
+class PooledKind(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes of a kind together: how many were in groups, for how many `hours` in all, which cost `usd`."""
+
+    name: str
+    site: str
+    usd_per_gpu_hour: float
+    nodes: int
+    hours: float
+    usd: float
 
 
 class NodeSlice(msgspec.Struct, frozen=True):
@@ -125,6 +141,7 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     cycles: list[GroupCycle]
     jobs: list[PooledJob]
     nodes: list[PooledNode]
+    kinds: list[PooledKind]
     marks: list[PoolMark]
 
 
@@ -209,16 +226,28 @@ def tables(report: PoolReport) -> list[Table]:
     )
     nodes = Table(
         title="Nodes",
-        header=["Node", "Site", "$/GPU-hour", "Slices", "Switching", "Idle", "Down"],
+        header=["Node", "Site", "$/GPU-hour", "Cost", "Slices", "Switching", "Idle", "Down"],
         rows=[_of_node(one) for one in report.nodes],
         note="Of the time in which a node was of a group; the rest is the pool's own.",
     )
-    return [table for table in (*_tables_of_jobs(report.jobs), groups, nodes) if table.rows]
+    kinds = Table(
+        title="Kinds of nodes",
+        header=["Kind", "Site", "$/GPU-hour", "Nodes", "Node-hours", "Cost"],
+        rows=[_of_kind(one) for one in report.kinds],
+        note="Their costs sum to that of all nodes, and so do the jobs' bills with what no job is billed.",
+    )
+    return [table for table in (*_tables_of_jobs(report.jobs), groups, kinds, nodes) if table.rows]
+
+
+def _of_kind(kind: PooledKind) -> list[str]:
+    price, hours = f"{kind.usd_per_gpu_hour:.2f}", f"{kind.hours:.4f}"
+    return [kind.name, kind.site or units.NONE, price, str(kind.nodes), hours, units.usd(kind.usd)]
 
 
 def _of_node(node: PooledNode) -> list[str]:
     shares = (node.slice_share, node.switching_share, node.idle_share, node.down_share)
-    return [node.name, node.site or units.NONE, f"{node.usd_per_gpu_hour:.2f}", *(f"{share:.1%}" for share in shares)]
+    price = [f"{node.usd_per_gpu_hour:.2f}", units.usd(node.usd)]
+    return [node.name, node.site or units.NONE, *price, *(f"{share:.1%}" for share in shares)]
 
 
 def _tables_of_jobs(jobs: Sequence[PooledJob]) -> list[Table]:
@@ -232,10 +261,14 @@ def _tables_of_jobs(jobs: Sequence[PooledJob]) -> list[Table]:
         ),
         Table(
             title="Bills",
-            header=["Job", "Bill", "Alone", "Saved", "Joining, an hour", "Alone, an hour", "Leaving saves, an hour"],
+            header=[
+                *("Job", "Bill", "As planned", "Alone", "Saved", "Joining, an hour", "Alone, an hour"),
+                "Leaving saves, an hour",
+            ],
             rows=[_bill(job) for job in jobs],
             note="A bill is a job's slices and switches, and a part of its group's bubbles in proportion to those that "
-            "it would have paid for alone. Joining: by how much the pool cost more an hour once it was in. Leaving "
+            "it would have paid for alone. As planned: for its steps, at the planned cycles of its groups, without "
+            "starts. Joining: by how much the pool cost more an hour once it was in. Leaving "
             "saves: what the pool would cost less without it, as it stands.",
         ),
         Table(
@@ -280,6 +313,7 @@ def _bill(job: PooledJob) -> list[str]:
     return [
         job.name,
         units.usd(job.usd),
+        units.usd(job.usd_planned),
         units.usd(job.usd_alone),
         units.NONE if saved is None else f"{100 * saved:.0f} %",
         units.NONE if more is None else f"+{units.usd(more)}",

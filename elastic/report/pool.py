@@ -15,6 +15,7 @@ from elastic.core.cluster import Cluster, ClusterPolicies
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.history import ClusterEntry, decoded
+from elastic.core.cluster.policy import BillShare
 from elastic.core.cluster.state import JobRecord, NodeRecord
 from elastic.core.cluster.types import (
     NS_PER_HOUR,
@@ -29,12 +30,13 @@ from elastic.core.cluster.types import (
 )
 from elastic.pool.journal import NotedDeath
 from elastic.pool.status import NANO_USD, bills, saved_if_left, story_of, usd
-from elastic.report.jobs import GroupCycle, NodeSlice, PooledJob, PooledNode, PoolMark, PoolReport, shares
+from elastic.report.jobs import GroupCycle, NodeSlice, PooledJob, PooledKind, PooledNode, PoolMark, PoolReport, shares
 
 NS_PER_S = 1_000_000_000
 _ROLLOUT = PhaseKind.ROLLOUT
 _OFTEN = (e.PhaseAsked, e.PermitYielded, e.JobProgressed, e.RolloutProgressed, e.TailMoved, e.ResidencyMeasured)
 """Events that place no job."""
+_STEPS = (e.JobProgressed, e.JobFinished)
 _LOST = (JobState.FAILED, JobState.CANCELLED, JobState.REJECTED)
 
 
@@ -53,6 +55,8 @@ class JobTimeline(msgspec.Struct, kw_only=True):
     switches: int = 0
     phases_ns: dict[PhaseKind, list[Nanoseconds]] = {}
     cycles_ns: list[Nanoseconds] = []
+    planned: int = 0
+    """What its steps would have cost at its groups' planned cycles, in nano-dollars times nanoseconds per hour."""
     marginal: int | None = None
     alone_price: int | None = None
     """Of an hour of as many nodes as it asks for, of those that it had last, in nano-dollars."""
@@ -100,7 +104,11 @@ class PoolTimeline:
         often = isinstance(event, _OFTEN)
         before = set[NodeId]() if often else self._grouped()
         running = self._runs(event)
+        record = cluster.jobs.get(getattr(event, "job", "")) if isinstance(event, _STEPS) else None
+        stepped, planned = (0, 0) if record is None else (record.steps_done, self._planned(record))
         commands = cluster.handle(event, entry.now_ns)
+        if record is not None:
+            self.jobs[record.request.id].planned += planned * (record.steps_done - stepped)
         now_ns = cluster.now_ns
         self._close(event, now_ns)
         for command in commands:
@@ -115,6 +123,23 @@ class PoolTimeline:
 
     def _grouped(self) -> set[NodeId]:
         return {name for name, node in self.cluster.state.nodes.items() if node.group is not None}
+
+    def _planned(self, record: JobRecord) -> int:
+        """Return what a cycle of the job's group costs it as planned, in nano-dollars times nanoseconds per hour."""
+        if record.seat is None:
+            return 0
+        group, books = self.cluster.groups[record.seat.group], self.cluster.books
+        train = sum(map(self._price, group.train))
+        shares = [
+            BillShare(
+                job=job,
+                used=member.rollout_ns * sum(map(self._price, member.nodes)) + member.train_ns * train,
+                alone=books.price_alone(group.name, job) * group.cycle_ns,
+            )
+            for job, member in group.members.items()
+        ]
+        cost = group.price(self.cluster.kind) * group.cycle_ns
+        return self.cluster.policies.charging.bills(shares, cost)[record.request.id]
 
     def _runs(self, event: e.ClusterEvent) -> bool:
         record = self.cluster.jobs.get(event.job) if isinstance(event, e.JobStarted) else None
@@ -299,8 +324,11 @@ def pool_report(
             PooledNode(
                 name=node.id,
                 phase=node.phase.value,
+                kind=kind.name,
                 site=kind.site,
                 usd_per_gpu_hour=kind.nano_usd_per_hour / kind.gpus / 1e9,
+                hours=whole_ns / NS_PER_HOUR,
+                usd=usd(whole_ns * kind.nano_usd_per_hour),
                 slice_share=found["slice"],
                 switching_share=found["switching"],
                 idle_share=found["idle"],
@@ -328,8 +356,27 @@ def pool_report(
         cycles=[_measured(cycle, jobs) for cycle in history.cycles],
         jobs=jobs,
         nodes=nodes,
+        kinds=_kinds(nodes),
         marks=history.marks,
     )
+
+
+def _kinds(nodes: Iterable[PooledNode]) -> list[PooledKind]:
+    """The nodes of each kind together, in the order of their names."""
+    found: defaultdict[str, list[PooledNode]] = defaultdict(list)
+    for node in nodes:
+        found[node.kind].append(node)
+    return [
+        PooledKind(
+            name=name,
+            site=of_kind[0].site,
+            usd_per_gpu_hour=of_kind[0].usd_per_gpu_hour,
+            nodes=len(of_kind),
+            hours=sum(node.hours for node in of_kind),
+            usd=sum(node.usd for node in of_kind),
+        )
+        for name, of_kind in sorted(found.items())
+    ]
 
 
 def _measured(cycle: GroupCycle, jobs: list[PooledJob]) -> GroupCycle:
@@ -376,6 +423,7 @@ def _job(
         moves=record.moves,
         resubmissions=record.resubmissions,
         usd=usd(billed),
+        usd_planned=usd(seen.planned),
         usd_alone=usd((starting_ns + alone_ns + seen.phase_switch_ns) * alone),
         alone_usd_per_hour=alone / NANO_USD,
         marginal_usd_per_hour=None if seen.marginal is None else seen.marginal / NANO_USD,

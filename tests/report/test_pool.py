@@ -77,6 +77,8 @@ def test_turns_steps_and_cycles_are_those_that_were(quiet: Quiet) -> None:
         assert cycle.measured_s is not None
         assert cycle.measured_s <= cycle.cycle_s
     assert sum(job.usd for job in report.jobs) == pytest.approx(report.usd)
+    planned = sum(job.usd_planned for job in report.jobs)
+    assert report.usd < planned < 1.5 * report.usd, "cycles are planned at the longest responses"
 
 
 def test_what_a_job_cost_as_it_came(quiet: Quiet) -> None:
@@ -98,6 +100,8 @@ def test_reports_of_worlds_full_of_faults_add_up_at_any_time(seed: int) -> None:
         report = pool_report(found, "ours", now_ns=now_ns, name="lab")
         assert sum(job.usd for job in report.jobs) + report.usd_unbilled == pytest.approx(report.usd)
         assert report.usd <= report.usd_paid * (1 + 1e-9) + 1e-12
+        assert sum(node.usd for node in report.nodes) == pytest.approx(report.usd)
+        assert sum(kind.usd for kind in report.kinds) == pytest.approx(report.usd)
         on_node = defaultdict(list)
         for one in [*found.slices, *found.open_slices(now_ns)]:
             on_node[one.node].append((one.begun_s, one.ended_s))
