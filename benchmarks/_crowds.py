@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks._common import Figures
 from benchmarks._hosted import CONFIG, HostedSite, forks
 from benchmarks._http_load import request
-from benchmarks._processes import Child
+from benchmarks._processes import Child, uninterrupted
 from elastic.compose.relay import weights_relay
 from elastic.config import Config, validate
 from elastic.protocol.api import AccessRole, NewKey
@@ -136,8 +136,9 @@ async def _ask(door: OpenPort) -> float:
 def attackers(attack: Callable[..., None], orders: Iterable[tuple[Any, ...]]) -> Iterator[None]:
     """A process for each order, killed at the context's end."""
     processes = [forks().Process(target=attack, args=order, daemon=True) for order in orders]
-    for process in processes:
-        process.start()
+    with uninterrupted():
+        for process in processes:
+            process.start()
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 import psutil
 
 from benchmarks import ROOT
-from benchmarks._processes import processes_in
+from benchmarks._processes import processes_in, uninterrupted
 from benchmarks._waiting import until
 from elastic.server.settings import ServerSettings
 from elastic.system.sqlite import open_sqlite
@@ -197,7 +197,8 @@ class HostedSite:
     def start(self, part: Part) -> None:
         alone = replace(self, processes={})
         self.processes[part] = process = forks().Process(target=_main, args=(part, alone))
-        process.start()
+        with uninterrupted():
+            process.start()
 
     def kill(self, part: Part) -> None:
         self.processes[part].kill()

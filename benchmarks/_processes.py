@@ -74,9 +74,22 @@ def scratch_directory() -> Iterator[Path]:
 
 
 def end_soon() -> None:
-    """Say that a signal ends this process, and have the keeper do what is not done in time."""
+    """Say that a signal ends this process, end those that it waits for, and have the keeper do what is not done in
+    time."""
     os.write(sys.stderr.fileno(), f"{Path(sys.argv[0]).name} was ended by a signal\n".encode())
+    for child in multiprocessing.active_children():
+        child.kill()
     signal.alarm(UNWIND_S)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """What the block starts hears no SIGINT, which a terminal sends to all: this process ends it, and speaks of it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPT)
 
 
 def _end_in(directory: Path) -> None:
@@ -131,10 +144,8 @@ class Child:
         self.pipe, far = context.Pipe()
         self._process = cast(Any, context).Process(target=_work, args=(work, far, *arguments), daemon=daemon)
         self._ends_within_s = ends_within_s
-        # A terminal interrupts all of its processes; only this one speaks of it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)
-        self._process.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPT)
+        with uninterrupted():
+            self._process.start()
         far.close()
 
     def __enter__(self) -> Self:
@@ -169,13 +180,11 @@ def _work(work: Callable[..., object], pipe: Connection, *arguments: object) -> 
     # It may have been gone before.
     if (parent := multiprocessing.parent_process()) is None or not parent.is_alive():
         return
-    with handled(TERMINATION, lambda number, _: os._exit(128 + number)):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPT)
-        try:
-            work(pipe, *arguments)
-        except Exception as error:
-            pipe.send(error)
-            raise
+    try:
+        work(pipe, *arguments)
+    except Exception as error:
+        pipe.send(error)
+        raise
 
 
 if __name__ == "__main__":

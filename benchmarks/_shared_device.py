@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks._processes import uninterrupted
 from benchmarks._shapes import SHAPES, random_weights
 from elastic.compose.processes import run_loop
 from elastic.config import EngineConfig
@@ -246,7 +247,9 @@ class DeviceOfTwo:
             records: list[RequestRecord] = []
             if sharing.serving:
                 vocab_size = self.serving.config.vocab_size
-                records = await loop.run_in_executor(self._generator, replayed, url, requests, vocab_size)
+                with uninterrupted():
+                    sending = loop.run_in_executor(self._generator, replayed, url, requests, vocab_size)
+                records = await sending
             await asyncio.sleep(max(0.0, started_s + wall_s - time.monotonic()))
             elapsed_s = time.monotonic() - started_s
             after = executor.statistics()

@@ -32,6 +32,7 @@ from benchmarks._common import PRINTED, Arguments, Figures, benchmark, option
 from benchmarks._drift import ARMS, SETTINGS, drifted
 from benchmarks._job_variants import QUANTILES, extra_rounds, planned, train_when
 from benchmarks._optimum import Optimiser
+from benchmarks._processes import uninterrupted
 from elastic.core.cluster.types import JobState
 from elastic.simulation.jobs.phases import Arrival
 from elastic.simulation.jobs.plans import NS_PER_H, PhaseShares, PlanWorld
@@ -270,7 +271,9 @@ def main(arguments: Arguments) -> Figures:
     seeds = QUICK_SEEDS if quick else SEEDS
     windows: Figures = {}
     spread: Figures = {}
-    with multiprocessing.get_context("spawn").Pool(cores()) as pool:
+    with uninterrupted():
+        started = multiprocessing.get_context("spawn").Pool(cores())
+    with started as pool:
         if "windows" in parts:
             for window in WINDOWS:
                 windows[window], spread[window] = compared(pool, window, seeds, proven_max)

@@ -23,6 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 import uvloop
 
 from benchmarks._common import Arguments, Figures, benchmark, log_faults_only
+from benchmarks._processes import uninterrupted
 from tests.runtime.byzantine import RunBeside, play, play_beside, wrong_rows
 
 FRAMES_QUICK, FRAMES = 2_520, 24_000
@@ -36,9 +37,10 @@ FLOODS = ("flood_tokens", "flood_reports", "flood_beats")
 def main(arguments: Arguments) -> Figures:
     frames, steps = (FRAMES_QUICK, STEPS_QUICK) if arguments.quick else (FRAMES, STEPS)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), log_faults_only) as processes:
-        lies = processes.submit(_lies, frames)
-        calm = processes.submit(_beside, (ALONE, *CALM_ARMS), steps)
-        floods = processes.submit(_beside, FLOODS, steps)
+        with uninterrupted():
+            lies = processes.submit(_lies, frames)
+            calm = processes.submit(_beside, (ALONE, *CALM_ARMS), steps)
+            floods = processes.submit(_beside, FLOODS, steps)
         return lies.result() | {"beside": beside(calm.result() | floods.result())}
 
 
