@@ -250,6 +250,7 @@ check: setup
 
 # `make bench KEPT=FILE` goes on from where it was ended.
 bench: setup
+	$(BIN)/elastic prepare examples/frozenlake.toml
 	$(BIN)/python benchmarks --quick $(if $(KEPT),--kept $(KEPT))
 
 # With the interpreter that has the GPU's torch: `make gpu PYTHON=python3`. Without network, `make gpu-wheels` on another
