@@ -444,7 +444,7 @@ class RolloutConfig(_Section):
 
 
 _PLAIN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$|^$"
-_POLICY_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+_NAME_OF_OWN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 
 def _upstream(url: str) -> str:
@@ -482,7 +482,7 @@ class FrontConfig(_Section):
         description="the model's name for agents, or the path that a trainer elsewhere calls it by; empty: that of the "
         "checkpoint's directory",
     )
-    policies: tuple[Annotated[str, Field(pattern=_POLICY_NAME)], ...] = Field(
+    policies: tuple[Annotated[str, Field(pattern=_NAME_OF_OWN)], ...] = Field(
         (), max_length=64, description="further names of the model, each for a policy with rewards of its own"
     )
     upstream: Annotated[str, AfterValidator(_upstream)] = Field(
@@ -1202,7 +1202,13 @@ class JobConfig(JobNeeds):
     files: tuple[str, ...] = Field(
         (),
         description="of a script: what of its directory a pool's nodes on other machines are sent; else all of it but "
-        "what is hidden and the directories of runs, pools and nodes",
+        "what is hidden, files named *.ticket and the directories of runs, pools and nodes",
+    )
+    outputs: tuple[Annotated[str, Field(pattern=_NAME_OF_OWN)], ...] = Field(
+        (),
+        max_length=32,
+        description="of a script: directories in its own whose files come back to the pool from a node on another "
+        "machine, as they are written",
     )
 
 

@@ -20,7 +20,7 @@ from elastic.cli.options import AsJson, JobCommandIdOption, Overrides, PoolsDire
 from elastic.cli.output import EXIT_FAILED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.pool import asked, doing, find_pool, jobs_table, refused
 from elastic.cli.tables import show_listing
-from elastic.compose.job_files import run_files, script_files
+from elastic.compose.job_files import OUTPUTS, run_files, script_files
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
 from elastic.compose.plan import check_live, check_policy, resolve
 from elastic.compose.pool_config import POOL_CONFIG, job_request, load_pool
@@ -170,7 +170,8 @@ def submit_job(
             if run is not None:
                 discard_run(where)
             raise
-        entry = msgspec.structs.replace(entry, files=files)
+        outputs = job.outputs if run is None else ()
+        entry = msgspec.structs.replace(entry, files=files, outputs=outputs)
     request = job_request(called, job, steps, job.plan, gpus)
     command = SubmitJob(id=command_id or new_command_id(), request=request, entry=entry)
     try:
@@ -203,13 +204,16 @@ def submit_job(
         say(f"job {called} is submitted to pool {path.name}: {placement_words(placed)}")
         if script is not None and of_pool.trains_elsewhere:
             say(f"it writes its log where it trains: {_log_elsewhere(path, called)}")
+            if job.outputs:
+                say(f"its outputs come back to {path / OUTPUTS / called}, a directory for each placement")
         else:
             say(f"follow it with: {program()} jobs logs {called} -f")
     return 0
 
 
 def _log_elsewhere(pool: Path, job: str) -> str:
-    return f"logs/script-{job}.log in nodes/{pool.name}-NODE of its training node's machine"
+    where = f"logs/script-{job}.log in nodes/{pool.name}-NODE of its training node's machine"
+    return f"{where}; its end comes back every few seconds, for {program()} jobs logs"
 
 
 def _script_of(context: typer.Context) -> tuple[str, ...] | None:

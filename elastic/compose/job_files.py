@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,7 +17,15 @@ from elastic.config import Config, ConfigError
 from elastic.core.cluster.types import PhaseKind
 from elastic.engine.base import RolloutEngine
 from elastic.pool.file_exchange import PART
-from elastic.pool.job_files import SubmittedFile, files_below, named_files, submitted_file, unchanged
+from elastic.pool.job_files import (
+    SCRIPT_LOG,
+    SubmittedFile,
+    check_path,
+    files_below,
+    named_files,
+    submitted_file,
+    unchanged,
+)
 from elastic.pool.messages import FILES_VARIABLE, JobFile
 from elastic.pool.ports import JobEntry
 from elastic.protocol.best_checkpoint import best_kept
@@ -33,6 +42,8 @@ FREE_BYTES_MIN = GB
 """Of the pool's disk, for its journals and its jobs', whatever trainers keep."""
 POLICY, REFERENCE, LOSS, BASE = "model.checkpoint", "trainer.reference", "trainer.loss", "engine.vllm.base"
 PHASES_FILE = "elastic-phases.toml"
+OUTPUTS = "outputs"
+"""The directory of a pool with what its scripts have put out on other machines: by job and placement."""
 INCOMING = f"{UNFINISHED_PREFIX}incoming"
 _RETURNED = re.compile(rf"{CHECKPOINTS}/[0-9]{{8}}\.(safetensors|shards/[A-Za-z0-9][A-Za-z0-9._-]{{0,199}})")
 
@@ -117,16 +128,22 @@ def lacking(entry: JobEntry, files: Sequence[JobFile]) -> Sequence[tuple[JobFile
             raise ValueError(f"a trainer keeps checkpoints, and no {file.path!r}")
         if _digest_at(Path(entry.directory) / file.path) != file.digest and not (incoming / file.digest).is_file():
             found.append((file, incoming / file.digest))
-    if found:
-        incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
-        came = sum(part.stat().st_size for part in incoming.glob(f"*{PART}"))
-        needed, free = sum(file.size_bytes for file, _ in found), shutil.disk_usage(incoming).free + came
-        if needed > free - FREE_BYTES_MIN:
-            raise ValueError(
-                f"a trainer's checkpoints take {needed} bytes, and the disk of {incoming.parent} has room for "
-                f"{max(0, free - FREE_BYTES_MIN)}; {FREE_BYTES_MIN} stay free"
-            )
+    _have_room("a trainer's checkpoints", found, incoming)
     return found
+
+
+def _have_room(what: str, lacking: Sequence[tuple[JobFile, Path]], incoming: Path) -> None:
+    """Raise `ValueError` if the disk has no room for what is fetched to a directory, which is made."""
+    if not lacking:
+        return
+    incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+    came = sum(part.stat().st_size for part in incoming.glob(f"*{PART}"))
+    needed, free = sum(file.size_bytes for file, _ in lacking), shutil.disk_usage(incoming).free + came
+    if needed > free - FREE_BYTES_MIN:
+        raise ValueError(
+            f"{what} take {needed} bytes, and the disk of {incoming.parent} has room for "
+            f"{max(0, free - FREE_BYTES_MIN)}; {FREE_BYTES_MIN} stay free"
+        )
 
 
 def keep(entry: JobEntry, files: Sequence[JobFile]) -> None:
@@ -152,6 +169,51 @@ def keep(entry: JobEntry, files: Sequence[JobFile]) -> None:
         if path not in of_checkpoint and int(path.stem) != best:
             remove_saved(path)
     shutil.rmtree(directory / INCOMING, ignore_errors=True)
+
+
+class ScriptOutputs(NamedTuple):
+    """What comes back of a start of a script: files below its declared outputs, to `place`, and the end of its log."""
+
+    place: Path
+    log: Path
+    outputs: Sequence[str]
+
+    def lacking(self, files: Sequence[JobFile]) -> Sequence[tuple[JobFile, Path]]:
+        """Return which files are not here, each with where to put what is fetched of it. Blocks. Raises `ValueError`
+        for what is in no output, and for more than the disk has room for."""
+        incoming, found = self.place / INCOMING, list[tuple[JobFile, Path]]()
+        for file in files:
+            if file.path != SCRIPT_LOG and check_path(file.path).split("/")[0] not in self.outputs:
+                raise ValueError(f"a script's node gives back its outputs, and no {file.path!r}")
+            if _digest_at(self._target(file)) != file.digest and not (incoming / file.digest).is_file():
+                found.append((file, incoming / file.digest))
+        _have_room("a script's outputs", found, incoming)
+        return found
+
+    def keep(self, files: Sequence[JobFile]) -> None:
+        """Give fetched files their names, and remove what the node has not any more. Blocks. Raises `OSError`."""
+        incoming = self.place / INCOMING
+        for file in files:
+            target = self._target(file)
+            if _digest_at(target) == file.digest:
+                continue
+            for parent in [*target.relative_to(self.place).parents][-2::-1] if target != self.log else ():
+                if (self.place / parent).is_file():
+                    (self.place / parent).unlink()
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if target.is_dir():
+                shutil.rmtree(target)
+            draft = target.with_name(f"{UNFINISHED_PREFIX}{file.digest}")
+            draft.unlink(missing_ok=True)
+            os.link(incoming / file.digest, draft)
+            draft.replace(target)
+        shutil.rmtree(incoming, ignore_errors=True)
+        wanted = {self._target(file) for file in files}
+        for path in [path for path in self.place.rglob("*") if path.is_file() and path not in wanted]:
+            path.unlink()
+
+    def _target(self, file: JobFile) -> Path:
+        return self.log if file.path == SCRIPT_LOG else self.place / file.path
 
 
 def _digest_at(path: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from elastic.compose.job_files import BASE, PHASES_FILE, files_of, keep, lacking
+from elastic.compose.job_files import BASE, OUTPUTS, PHASES_FILE, ScriptOutputs, files_of, keep, lacking
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
 from elastic.compose.nanoseconds import in_nanoseconds
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, phase_plan, pool_devices
@@ -37,7 +37,7 @@ from elastic.pool.client import (
 from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolCommandManager, invalid
 from elastic.pool.devices import DeviceAllotment
 from elastic.pool.gateway import PoolGateway, PoolTokens
-from elastic.pool.job_files import SubmittedFile
+from elastic.pool.job_files import SCRIPT_LOG, SubmittedFile
 from elastic.pool.job_processes import DetachedProcesses, ProcessLaunch
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
 from elastic.pool.live import SET_ASIDE, LivePorts
@@ -182,7 +182,7 @@ class PoolPrograms:
             log=f"logs/{'script' if entry.script else 'resident'}-{entry.job}.log",
             script=bool(entry.script),
             files_token=self.files_token(entry.job, placement, node) if needs else "",
-            returned=(CHECKPOINTS,) if trains and not entry.script else (),
+            returned=entry.outputs if entry.script else (CHECKPOINTS,) if trains else (),
         )
 
     def files_token(self, job: JobId, placement: int, node: NodeId) -> str:
@@ -191,11 +191,15 @@ class PoolPrograms:
     def files(self, entry: JobEntry, phase: PhaseKind) -> Sequence[SubmittedFile]:
         return files_of(entry, phase)
 
-    def lacking(self, entry: JobEntry, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
-        return lacking(entry, files)
+    def lacking(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
+        return self._outputs(entry, placement).lacking(files) if entry.script else lacking(entry, files)
 
-    def keep(self, entry: JobEntry, files: Sequence[w.JobFile]) -> None:
-        keep(entry, files)
+    def keep(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> None:
+        self._outputs(entry, placement).keep(files) if entry.script else keep(entry, files)
+
+    def _outputs(self, entry: JobEntry, placement: int) -> ScriptOutputs:
+        place = self._directory / OUTPUTS / entry.job / str(placement)
+        return ScriptOutputs(place, self.logs(entry) / SCRIPT_LOG, entry.outputs)
 
     def profile(self, entry: JobEntry) -> ProcessLaunch:
         if entry.script:

@@ -14,6 +14,9 @@ PATH_MAX = 500
 """Bytes of a file's path below the job's directory. So all of a job's files are told of in one message."""
 
 
+SCRIPT_LOG = "script.log"
+"""What the end of a script's log is called that comes back."""
+
 _LOCK, _OF_OWN = "lock", frozenset({"secret", "session"})
 """Names in the directories of runs, pools and nodes: each of them has a lock, and one of the others."""
 _TICKET = ".ticket"

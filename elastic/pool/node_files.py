@@ -20,14 +20,17 @@ import structlog
 from elastic.core.cluster.types import JobId
 from elastic.pool import messages as w
 from elastic.pool.file_exchange import PART, FileFetcher, FileServer, FilesUnavailable
-from elastic.pool.job_files import SubmittedFile, check_path, submitted_file
+from elastic.pool.job_files import SCRIPT_LOG, SubmittedFile, check_path, submitted_file
 from elastic.protocol.best_checkpoint import note_returned
+from elastic.system.files import write_whole
 from elastic.system.host import here
 
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.25
 """How often a node agent looks for what goes back."""
+LOG_BYTES, LOG_EVERY_NS = 256 * 1024, 5_000_000_000
+"""How much of the end of a script's log goes back, and how often."""
 FILES, JOBS = "files", "jobs"
 SayOfFiles = Callable[[w.OfFiles], object]
 
@@ -44,6 +47,11 @@ class _Start:
     runs: bool = True
     returning: "asyncio.Task[None] | None" = None
     answer: "asyncio.Future[w.FilesNeeded]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def tail(self) -> Path:
+        """Where the end of a script's log is."""
+        return self.place.parent / SCRIPT_LOG
 
     @property
     def uses(self) -> bool:
@@ -129,7 +137,7 @@ class NodeFiles:
             await self._have(start, needed.files)
         except OSError as error:
             raise FilesUnavailable(f"{self._root}: {error.strerror or error}") from error
-        if order.returned:
+        if order.returned or order.script:
             start.returning = asyncio.create_task(self._return(start), name=f"what {order.job} keeps")
         return {w.FILES_VARIABLE: str(start.place)}
 
@@ -245,7 +253,7 @@ class NodeFiles:
             else:
                 os.link(blob, draft)
             draft.replace(target)
-        for name in start.order.returned:
+        for name in start.order.returned if not start.order.script else ():
             (place / name).mkdir(exist_ok=True)
             note_returned(place / name, ())
 
@@ -256,6 +264,8 @@ class NodeFiles:
         while True:
             last = not start.runs
             with contextlib.suppress(ValueError):  # Something changes just now: the next look tells.
+                if start.order.script:
+                    await asyncio.to_thread(_copy_tail, self._root / start.order.log, start.tail, last=last)
                 found = await asyncio.to_thread(_kept_there, start, known)
                 known = {(Path(one.source), one.file.size_bytes, one.mtime_ns): one for one in found}
                 order, files = start.order, tuple(one.file for one in found)
@@ -272,7 +282,7 @@ class NodeFiles:
         start.kept = digests
         lacking = {one.path for one in (start.said.files if start.said else ()) if one.digest not in {*digests}}
         there = {one.path for one in (start.said.files if start.said else ())}
-        for name in start.order.returned:
+        for name in start.order.returned if not start.order.script else ():
             tops, late = (
                 {path.split("/")[1] for path in paths if path.startswith(f"{name}/")} for paths in (there, lacking)
             )
@@ -294,7 +304,24 @@ def _kept_there(start: _Start, known: Mapping[tuple[Path, int, int], SubmittedFi
                 continue
             former = known.get((source, its.st_size, its.st_mtime_ns))
             found.append(former or submitted_file(source, path.as_posix()))
-    return found[: w.FILES_MAX]
+    del found[w.FILES_MAX - 1 :]
+    if start.tail.is_file():
+        its = start.tail.lstat()
+        former = known.get((start.tail, its.st_size, its.st_mtime_ns))
+        found.append(former or submitted_file(start.tail, SCRIPT_LOG))
+    return found
+
+
+def _copy_tail(log: Path, tail: Path, *, last: bool) -> None:
+    """Copy the end of a log if it was written since, unless that was just now and it is not the `last` time. Blocks."""
+    with contextlib.suppress(FileNotFoundError):
+        its, copied_ns = log.stat(), tail.stat().st_mtime_ns if tail.is_file() else 0
+        if its.st_mtime_ns - copied_ns < (1 if last else LOG_EVERY_NS):
+            return
+        with log.open("rb") as file:
+            file.seek(max(0, its.st_size - LOG_BYTES))
+            write_whole(tail, file.read(LOG_BYTES), durable=False)
+        os.utime(tail, ns=(its.st_atime_ns, its.st_mtime_ns))
 
 
 def _regular(place: Path) -> list[os.stat_result]:

@@ -35,13 +35,13 @@ class FilePrograms(Protocol):
         """Returns what a resident for this phase needs. Raises `ValueError` if it is not what was submitted."""
         ...
 
-    def lacking(self, entry: JobEntry, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
-        """Returns the files that the pool has not, of those that a trainer keeps, each with where to fetch it to.
-        Raises `ValueError` for what no trainer keeps."""
+    def lacking(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
+        """Returns the files that the pool has not, of those that a trainer keeps or a script puts out, each with where
+        to fetch it to. Raises `ValueError` for what is none of these."""
         ...
 
-    def keep(self, entry: JobEntry, files: Sequence[w.JobFile]) -> None:
-        """Gives what was fetched its names, and removes what the trainer does not keep any more. Raises `OSError`."""
+    def keep(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> None:
+        """Gives what was fetched its names, and removes what is not kept there any more. Raises `OSError`."""
         ...
 
 
@@ -162,9 +162,9 @@ class _Desk:
                 try:
                     if entry is None or phase is not PhaseKind.TRAIN:
                         return
-                    for file, place in await asyncio.to_thread(programs.lacking, entry, there.files):
+                    for file, place in await asyncio.to_thread(programs.lacking, entry, there.placement, there.files):
                         await self._fetcher.fetch(file, place)
-                    await asyncio.to_thread(programs.keep, entry, there.files)
+                    await asyncio.to_thread(programs.keep, entry, there.placement, there.files)
                     self.say(w.FilesKept(there.job, there.placement, kept))
                     return
                 except (FilesUnavailable, OSError, ValueError) as error:

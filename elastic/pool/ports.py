@@ -31,7 +31,8 @@ class JobEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `directory` is the run's directory (with its configuration), or where a script is to run. `providers` are the job's
     own besides the pool. A job with a `script`, its command line, is no run: it parks by itself; `phases` is the file
     that names its phases, if any. `environment` is added to what it inherits. `max_restarts` deaths of its process in
-    one placement are survived. `files` are those that nodes on other machines are sent.
+    one placement are survived. `files` are those that nodes on other machines are sent; what a script writes below its
+    `outputs` there comes back.
     """
 
     job: JobId
@@ -42,6 +43,7 @@ class JobEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     environment: dict[str, str] = {}
     max_restarts: int = 3
     files: tuple[SubmittedFile, ...] = ()
+    outputs: tuple[str, ...] = ()
 
 
 class ForgottenJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.compose.job_files import engine_here, keep, lacking, local_places, trainer_overrides
+from elastic.compose.job_files import ScriptOutputs, engine_here, keep, lacking, local_places, trainer_overrides
 from elastic.config import Config
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
 from elastic.pool.file_exchange import PART, FileFetcher, FileServer, FilesUnavailable
 from elastic.pool.gateway import PoolTokens
-from elastic.pool.job_files import SubmittedFile, check_path, files_below, named_files, unchanged
+from elastic.pool.job_files import SCRIPT_LOG, SubmittedFile, check_path, files_below, named_files, unchanged
 from elastic.pool.node_files import NodeFiles
 from elastic.pool.pool_files import AT_WORK_MAX, PoolFiles
 from elastic.pool.ports import JobEntry
@@ -115,11 +115,15 @@ class Programs:
     def files(self, entry: JobEntry, phase: PhaseKind) -> Sequence[SubmittedFile]:
         return unchanged(self.submitted)
 
-    def lacking(self, entry: JobEntry, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
-        return lacking(entry, files)
+    def lacking(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
+        return self._outputs(entry).lacking(files) if entry.script else lacking(entry, files)
 
-    def keep(self, entry: JobEntry, files: Sequence[w.JobFile]) -> None:
-        keep(entry, files)
+    def keep(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> None:
+        self._outputs(entry).keep(files) if entry.script else keep(entry, files)
+
+    def _outputs(self, entry: JobEntry) -> ScriptOutputs:
+        where = Path(entry.directory)
+        return ScriptOutputs(where / "outputs", where / "logs" / SCRIPT_LOG, entry.outputs)
 
 
 class Exchange:
@@ -198,6 +202,28 @@ async def test_files_come_whole_and_once_and_what_is_kept_goes_back(tmp_path: Pa
             assert path.exists()
         (place / "00000001.safetensors").unlink()
         await until(lambda: not (tmp_path / "run/checkpoints/00000001.safetensors").exists())
+
+
+async def test_what_a_script_puts_out_and_the_end_of_its_log_come_back(tmp_path: Path) -> None:
+    async with exchange(
+        tmp_path, files_below(written(tmp_path / "policy", train="a"), "train", MB, follow=True)
+    ) as both:
+        both.entry = JobEntry(job="one", directory=str(tmp_path / "run"), script=("train",), outputs=("saved",))
+        await both.node.bring(both.order(script=True, returned=("saved",)))
+        place, came = tmp_path / "node/jobs/one/1/run", tmp_path / "run/outputs"
+        written(place, saved__1__weights="of 1", saved__2="of 2", scratch="x")
+        await until(lambda: (came / "saved/1/weights").is_file() and (came / "saved/2").is_file())
+        (place / "saved/2").unlink()
+        (place / "saved/1/weights").unlink()
+        (place / "saved/1").rmdir()
+        written(place, saved__1="of 1 again")
+        (tmp_path / "node/log").write_text("it ended here")
+        both.node.over("one")
+        await until(lambda: (tmp_path / "run/logs" / SCRIPT_LOG).is_file())
+        assert (tmp_path / "run/logs" / SCRIPT_LOG).read_text() == "it ended here"
+        assert {path.name: path.read_text() for path in came.rglob("*") if path.is_file()} == {"1": "of 1 again"}
+        with pytest.raises(ValueError, match="gives back its outputs, and no 'train'"):
+            both.programs.lacking(both.entry, 1, [w.JobFile("train", "0" * 64, 1)])
 
 
 async def test_a_file_goes_on_from_where_its_connection_was_lost(tmp_path: Path) -> None:
