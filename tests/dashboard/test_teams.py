@@ -136,11 +136,26 @@ def test_a_project_shows_its_own_to_who_may(tab: Any, served: Served) -> None:
     tab.click("dialog button[type=submit]")
     tab.wait_for_selector("#members >> text=ada@example.com")
     tab.reload()
-    tab.wait_for_selector("#audit >> text=secrets:write")
+    done = tab.locator("#audit tbody tr", has_text="secrets:write")
+    assert "ours-admin" in done.inner_text(), "who did it, by name"
     sign_out_and_in(tab, served, AccessRole.VIEWER)
     tab.goto(f"{served.url}/#/projects")
     tab.wait_for_selector("#members")
     assert tab.locator("#keys, #secrets, #audit, main button:visible").count() == 0
+
+
+def test_who_is_of_no_project_sees_each_by_itself_and_all_together(tab: Any, served: Served) -> None:
+    served.site.member(AccessRole.ADMIN).post("/v1/keys", json={"name": "nightly"})
+    sign_in(tab, served, at="/#/projects?project=theirs", key=served.site.admin)
+    tab.wait_for_selector("h1 >> text=Project theirs")
+    tab.wait_for_selector("#keys >> text=theirs-viewer")
+    tab.wait_for_selector("#audit >> text=Nothing yet") if tab.locator("#audit:visible").count() else None
+    assert "ours" not in tab.inner_text("#keys") + tab.inner_text("main section:last-child")
+    tab.select_option("#chosen", label="The whole server")
+    tab.wait_for_selector("h1 >> text=The whole server")
+    for whose in ("ours", "theirs"):
+        tab.locator("#keys tbody tr", has_text=f"{whose}-viewer").get_by_text(whose, exact=True).wait_for()
+    tab.locator("#audit tbody tr", has_text="keys:write").get_by_text("ours", exact=True).wait_for()
 
 
 def test_they_are_for_all_who_read_them(audited: Any, served: Served, job: str) -> None:

@@ -112,6 +112,19 @@ def test_lists_have_only_ones_own(shared_site: Site, submission: Submission) -> 
     assert client.post("/v1/keys", json={"name": "k", "project": "theirs"}).status_code == 404
 
 
+def test_who_is_of_no_project_lists_those_of_one(shared_site: Site) -> None:
+    shared_site.member(AccessRole.ADMIN, "theirs").post("/v1/keys", json={"name": "k"})
+    for path in ("/v1/keys", "/v1/audit"):
+        listed = [
+            shared_site.client().get(path, params={"limit": 100, "project": name}).json()["data"]
+            for name in ("ours", "theirs")
+        ]
+        assert [{one["project"] for one in some} for some in listed] == [
+            {shared_site.projects[n]} for n in ("ours", "theirs")
+        ]
+        assert shared_site.member(AccessRole.ADMIN).get(path, params={"project": "theirs"}).status_code == 404
+
+
 def test_nobody_hands_on_more_than_they_have(shared_site: Site) -> None:
     client = shared_site.member(AccessRole.ADMIN)
     assert client.post("/v1/keys", json={"name": "k", "server_wide": True}).status_code == 403

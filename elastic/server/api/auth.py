@@ -45,10 +45,6 @@ class Caller:
         """Return whether the caller may know of things of this project."""
         return self.project is None or self.project == project
 
-    def seen_of(self, table: sa.FromClause) -> list[sa.ColumnElement[bool]]:
-        """Return the condition of a table's rows that the caller may know of."""
-        return [] if self.project is None else [table.c.project == self.project]
-
 
 @dataclass(frozen=True)
 class Requester:

@@ -1,9 +1,9 @@
 // Projects: what each may have and spend, and uses; its people, keys and secrets by name; who did what. For who may.
 import { action, edit } from "./actions.js";
-import { Pager, Refused, ask, get, may, session } from "./data.js";
+import { Pager, ask, get, may, session } from "./data.js";
 import { button, el, fill, labelled, section, soft } from "./dom.js";
-import { paged } from "./tables.js";
-import { count, duration, moment, usd } from "./units.js";
+import { paged, reading } from "./tables.js";
+import { NONE, count, duration, moment, usd } from "./units.js";
 
 const ROLES = ["viewer", "runner", "admin"];
 const DAY_S = 86_400;
@@ -51,7 +51,7 @@ function people(place, { signal, wrong }) {
   const columns = [
     { title: "Person", of: (one) => one.email ?? one.name },
     { title: "Role", of: (one) => one.role },
-    { title: "By", of: (one) => (one.source === "given" ? "an admin" : "what the provider says") },
+    { title: "By", of: (one) => (one.source === "given" ? "an admin" : "the identity provider") },
     { title: "Since", of: (one) => moment(one.created_at) },
     { title: "", head: el("span", { className: "hidden", textContent: "Actions" }), of: (one) => (may("members:write") ? [role(one), " ", remove(one)] : null) },
   ];
@@ -61,19 +61,20 @@ function people(place, { signal, wrong }) {
 }
 
 /** Keys at a place, each of which may be revoked and others made by who `may` it. */
-function keyList({ signal, wrong }, { place, may: writes, title, empty, id, made }) {
+function keyList({ signal, wrong }, { place, query = {}, further = [], may: writes, title, empty, id, made }) {
   const act = asker(wrong, () => list.refresh());
   const revoke = (one) => button("Revoke", () => act({ title: `Revoke ${one.name}?`, says: ["It opens nothing from now on; sessions and streams that were begun with it end."], verb: "Revoke", danger: true, act: (_, key) => ask("DELETE", `${place}/${one.id}`, { idempotencyKey: key }) }));
   const columns = [
     { title: "Key", of: (one) => one.name },
     { title: "Begins", of: (one) => el("code", { textContent: one.hint }) },
     { title: "Role", of: (one) => (one.project === null ? `${one.role} of the server` : one.role) },
-    { title: "Of", of: (one) => (one.member ? "a person" : "the project") },
+    { title: "Of", of: (one) => (one.member ? "a person" : one.project === null ? "the server" : "the project") },
+    ...further,
     { title: "Limited to", wide: true, of: (one) => one.scopes.join(", ") },
     { title: "Expires", of: (one) => moment(one.expires_at) },
     { title: "", head: el("span", { className: "hidden", textContent: "Actions" }), of: (one) => (one.revoked_at ? `revoked ${moment(one.revoked_at)}` : writes && revoke(one)) },
   ];
-  const list = paged(columns, () => new Pager(place, {}, 20), { signal, label: title, empty, id });
+  const list = paged(columns, () => new Pager(place, query, 20), { signal, label: title, empty, id });
   const make = writes && button("Make a key", () => act({
     title: "Make a key",
     says: made.says,
@@ -85,12 +86,13 @@ function keyList({ signal, wrong }, { place, may: writes, title, empty, id, made
   return [section(title, list.node, make), list];
 }
 
-const keys = (project, context) => keyList(context, {
-  place: "/v1/keys", may: may("keys:write"), title: "Keys", empty: "No keys.", id: "keys",
+/** Keys of a project, or of the whole server where `project` is empty. `further` are more columns. */
+const keys = (project, further, context) => keyList(context, {
+  place: "/v1/keys", query: { project }, further, may: may("keys:write"), title: "Keys", empty: "No keys.", id: "keys",
   made: {
-    says: ["It is the project's own, for programs, and outlives the person who made it. Its secret is shown once."],
+    says: [`It is the ${project ? "project" : "server"}'s own, for programs, and outlives the person who made it. Its secret is shown once.`],
     roles: ROLES,
-    body: session.me.project === null ? { project } : {},
+    body: session.me.project !== null ? {} : project ? { project } : { server_wide: true },
     days: { name: "days", label: "Days until it expires; empty: never", type: "number", min: 1, step: 1, value: 90 },
   },
 });
@@ -122,40 +124,65 @@ const ofWhat = ({ resource }) => {
   return run ? el("a", { href: `#/runs/${run}`, textContent: resource }) : resource;
 };
 
-function audit({ signal }) {
+function audit(project, further, { signal }) {
   const columns = [
     { title: "At", of: (one) => moment(one.at) },
     { title: "Who", of: (one) => (one.actor_name ? [one.actor_name, el("span", { className: "soft", textContent: ` …${one.actor.slice(-6)}`, title: one.actor })] : one.actor) },
     { title: "What", of: (one) => one.action },
     { title: "Of what", wide: true, of: ofWhat },
+    ...further,
     { title: "Let", of: (one) => (one.status < 400 ? `yes, ${one.status}` : `no, ${one.status}`) },
   ];
-  const list = paged(columns, () => new Pager("/v1/audit", {}, 50), { signal, label: "Audit", empty: "Nothing yet.", id: "audit" });
+  const list = paged(columns, () => new Pager("/v1/audit", { project }, 50), { signal, label: "Audit", empty: "Nothing yet.", id: "audit" });
   return [section("Who did what", list.node), list];
 }
 
+/** Everybody's keys and what everybody did, for who is of no project. */
+function wholeOf(projects, context) {
+  const names = new Map(projects.map((one) => [one.id, one.name]));
+  const further = [{ title: "Project", of: (one) => (one.project === null ? NONE : (names.get(one.project) ?? one.project)) }];
+  return {
+    title: "The whole server",
+    about: soft("Keys of all projects and of none, and what was done in them."),
+    parts: [may("keys:read") && keys("", further, context), may("audit:read") && audit("", further, context)],
+  };
+}
+
+function projectOf(chosen, context) {
+  const place = `/v1/projects/${chosen.id}`;
+  const quota = el("div");
+  const refresh = () => reading(quota, async () => {
+    const told = await get(`${place}/quota`, context.signal);
+    fill(quota, quotaOf(told), may("server:write") && quotaActions(place, told, asker(context.wrong, refresh)));
+  });
+  return {
+    title: `Project ${chosen.name}`,
+    about: soft(`Its runs are processes of ${chosen.unix_user ?? "the server's own user"}; made ${moment(chosen.created_at)}.`),
+    parts: [
+      [section("What it may have, and uses", quota), { refresh }],
+      may("members:read") && people(place, context),
+      session.me.member !== null && session.me.project === chosen.id && ownKeys(context),
+      may("keys:read") && keys(chosen.id, [], context),
+      may("secrets:read") && secrets(place, context),
+      may("audit:read") && audit(chosen.id, [], context),
+    ],
+  };
+}
+
 export async function showProjects(main, context) {
-  const { signal, query, go } = context;
-  const found = await get("/v1/projects", signal);
-  const chosen = found.data.find((one) => [one.id, one.name].includes(query.get("project"))) ?? found.data.find((one) => one.id === session.me.project) ?? found.data[0];
-  if (!chosen) {
+  const { data } = await get("/v1/projects", context.signal);
+  const { me } = session;
+  const whole = me.project === null && (context.query.has("whole") || data.length === 0);
+  const chosen = data.find((one) => [one.id, one.name].includes(context.query.get("project"))) ?? data.find((one) => one.id === me.project) ?? data[0];
+  if (!chosen && !whole) {
     fill(main, el("h1", { textContent: "Projects" }), soft("You see no project."));
     return;
   }
-  const choice = el("select", { id: "chosen" }, found.data.map((one) => el("option", { value: one.id, textContent: one.name, selected: one === chosen })));
-  choice.onchange = () => go(`#/projects?project=${encodeURIComponent(choice.value)}`);
-  const place = `/v1/projects/${chosen.id}`;
-  const quota = el("div");
-  const showQuota = async () => {
-    try {
-      const told = await get(`${place}/quota`, signal);
-      fill(quota, quotaOf(told), may("server:write") && quotaActions(place, told, asker(context.wrong, showQuota)));
-    } catch (error) {
-      if (!(error instanceof Refused)) throw error;
-      fill(quota, soft(`This cannot be shown: ${error.message}`));
-    }
-  };
-  const parts = [may("members:read") && people(place, context), session.me.member !== null && session.me.project === chosen.id && ownKeys(context), may("keys:read") && keys(chosen.id, context), may("secrets:read") && secrets(place, context), may("audit:read") && audit(context)].filter(Boolean);
-  fill(main, el("div", { className: "row" }, el("h1", { textContent: `Project ${chosen.name}` }), found.data.length > 1 ? labelled("Project", choice) : null), soft(`Its runs are processes of ${chosen.unix_user ?? "the server's own user"}; made ${moment(chosen.created_at)}.`), section("What it may have, and uses", quota), parts.map(([node]) => node));
-  await Promise.all([showQuota(), ...parts.map(([, list]) => list.refresh())]);
+  const entries = data.map((one) => el("option", { value: `project=${encodeURIComponent(one.id)}`, textContent: one.name, selected: !whole && one === chosen }));
+  if (me.project === null) entries.push(el("option", { value: "whole", textContent: "The whole server", selected: whole }));
+  const choice = el("select", { id: "chosen", onchange: () => context.go(`#/projects?${choice.value}`) }, entries);
+  const { title, about, parts } = whole ? wholeOf(data, context) : projectOf(chosen, context);
+  const shown = parts.filter(Boolean);
+  fill(main, el("div", { className: "row" }, el("h1", { textContent: title }), entries.length > 1 ? labelled("Of", choice) : null), about, shown.map(([node]) => node));
+  await Promise.all(shown.map(([, list]) => list.refresh()));
 }

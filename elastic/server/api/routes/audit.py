@@ -8,7 +8,16 @@ from fastapi import APIRouter, Depends, Request
 
 from elastic.protocol.api import AuditEntry, Listed
 from elastic.server import ids
-from elastic.server.api.routes.common import CallerDep, Cursor, StateDep, cursor_of, listing, rules
+from elastic.server.api.routes.common import (
+    CallerDep,
+    Cursor,
+    OnlyProject,
+    StateDep,
+    cursor_of,
+    listing,
+    rules,
+    seen_of,
+)
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.permissions import Action
 from elastic.server.store import audit, people
@@ -17,9 +26,13 @@ from elastic.server.store.tables import audit as audit_table
 router = APIRouter(prefix="/v1/audit", tags=["audit"], route_class=ModelRoute)
 
 
-@router.get("", **rules(Action.AUDIT_READ, "invalid-cursor"))
+@router.get("", **rules(Action.AUDIT_READ, "invalid-cursor", "not-found"))
 def list_entries(
-    request: Request, caller: CallerDep, state: StateDep, cursor: Annotated[Cursor, Depends(cursor_of(ids.AUDIT))]
+    request: Request,
+    caller: CallerDep,
+    state: StateDep,
+    cursor: Annotated[Cursor, Depends(cursor_of(ids.AUDIT))],
+    project: OnlyProject = None,
 ) -> Listed[AuditEntry]:
     """List what was done, newest first."""
     with state.store.reading() as connection:
@@ -28,4 +41,5 @@ def list_entries(
         def entry(row: sa.RowMapping) -> AuditEntry:
             return audit.as_entry(row, name_of(row["actor"]))
 
-        return listing(request, connection, audit_table, caller.seen_of(audit_table), cursor, entry)
+        where = seen_of(connection, caller, audit_table, project)
+        return listing(request, connection, audit_table, where, cursor, entry)

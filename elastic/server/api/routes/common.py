@@ -32,6 +32,7 @@ R = TypeVar("R", bound=BaseModel)
 
 StateDep = Annotated[ServerState, Depends(state_of)]
 IfMatch = Annotated[str | None, Header(description="the ETag of what is edited")]
+OnlyProject = Annotated[str | None, Query(max_length=64, description="for keys of no project: only of this one")]
 ALWAYS = (
     *(
         "invalid-request",
@@ -47,7 +48,7 @@ ALWAYS = (
 
 _OF_WRITES = ("idempotency-mismatch",)
 
-__all__ = ["CallerDep", "Cursor", "IfMatch", "StateDep", "etag_of"]
+__all__ = ["CallerDep", "Cursor", "IfMatch", "OnlyProject", "StateDep", "etag_of"]
 
 
 def rules(action: Action, *problems: str, **openapi: Any) -> dict[str, Any]:
@@ -116,6 +117,15 @@ def listing(
         raise ApiProblem("invalid-cursor", "ending_before goes with no order; allowed: starting_after")
     rows, has_more = page(connection, table, where, cursor, columns, order)
     return Listed(url=request.url.path, data=[resource(row) for row in rows], has_more=has_more)
+
+
+def seen_of(
+    connection: sa.Connection, caller: Caller, table: sa.FromClause, project: str | None = None
+) -> list[sa.ColumnElement[bool]]:
+    """Return the condition of the rows that the caller sees, of a table whose rows have projects; with `project` only
+    of this one. Raises `ApiProblem`."""
+    of = caller.project if project is None else project_of(connection, caller, project)
+    return [] if of is None else [table.c.project == of]
 
 
 def seen(caller: Caller, what: str, id_: str, found: sa.RowMapping | None) -> sa.RowMapping:

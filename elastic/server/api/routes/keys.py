@@ -11,12 +11,14 @@ from elastic.server.api.auth import Caller
 from elastic.server.api.routes.common import (
     CallerDep,
     Cursor,
+    OnlyProject,
     StateDep,
     cursor_of,
     listing,
     project_of,
     rules,
     seen,
+    seen_of,
 )
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.writes import WriteDep, WriteResult, created
@@ -55,13 +57,18 @@ def key_made(row: sa.RowMapping, secret: str | None, prefix: str, project: str |
     return created(f"{prefix}/{row['id']}", CreatedKey(**made, secret=secret), project, kept=kept)
 
 
-@router.get("", **rules(Action.KEYS_READ, "invalid-cursor"))
+@router.get("", **rules(Action.KEYS_READ, "invalid-cursor", "not-found"))
 def list_keys(
-    request: Request, caller: CallerDep, state: StateDep, cursor: Annotated[Cursor, Depends(cursor_of(ids.KEY))]
+    request: Request,
+    caller: CallerDep,
+    state: StateDep,
+    cursor: Annotated[Cursor, Depends(cursor_of(ids.KEY))],
+    project: OnlyProject = None,
 ) -> Listed[ApiKey]:
     """List keys, newest first, without their secrets."""
     with state.store.reading() as connection:
-        return listing(request, connection, people.keys_seen, caller.seen_of(people.keys_seen), cursor, people.as_key)
+        where = seen_of(connection, caller, people.keys_seen, project)
+        return listing(request, connection, people.keys_seen, where, cursor, people.as_key)
 
 
 @router.get("/{key}", **rules(Action.KEYS_READ, "not-found"))

@@ -26,6 +26,7 @@ from elastic.server.api.routes.common import (
     CallerDep,
     Cursor,
     IfMatch,
+    OnlyProject,
     RunDep,
     StateDep,
     check_etag,
@@ -38,6 +39,7 @@ from elastic.server.api.routes.common import (
     refuse_profiles,
     rules,
     run_of,
+    seen_of,
 )
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.writes import WriteDep, WriteResult, created, edited
@@ -120,13 +122,11 @@ def list_runs(
         Query(description="the largest first; the newest unless given"),
     ] = None,
     ascending: Annotated[bool, Query(description="with an order: the smallest first")] = False,
-    project: Annotated[str | None, Query(max_length=64, description="for keys of no project: only of this one")] = None,
+    project: OnlyProject = None,
 ) -> Listed[HostedRun]:
     """List runs, newest first or in an order, by phase, label and text."""
     with state.store.reading() as connection:
-        where: list[sa.ColumnElement[bool]] = [runs_table.c.wanted != runs.DELETE]
-        if caller.project is not None or project is not None:
-            where.append(runs_table.c.project == project_of(connection, caller, project))
+        where = [runs_table.c.wanted != runs.DELETE, *seen_of(connection, caller, runs_table, project)]
         if phase:
             where.append(runs_table.c.phase.in_([one.value for one in phase]))
         where += [runs.labelled(one) for one in label]

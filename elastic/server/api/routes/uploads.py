@@ -30,6 +30,7 @@ from elastic.server.api.routes.common import (
     project_of,
     rules,
     seen,
+    seen_of,
 )
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
@@ -77,7 +78,12 @@ def list_uploads(
     """List uploads, newest first."""
     with state.store.reading() as connection:
         return listing(
-            request, connection, uploads_table, caller.seen_of(uploads_table), cursor, lambda row: _shown(state, row)
+            request,
+            connection,
+            uploads_table,
+            seen_of(connection, caller, uploads_table),
+            cursor,
+            lambda row: _shown(state, row),
         )
 
 

@@ -28,6 +28,7 @@ from elastic.server.api.routes.common import (
     project_of,
     rules,
     seen,
+    seen_of,
 )
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.writes import WriteDep, WriteResult, created, edited
@@ -70,7 +71,14 @@ def list_webhooks(
 ) -> Listed[Webhook]:
     """List webhooks, newest first, without their secrets."""
     with state.store.reading() as connection:
-        return listing(request, connection, webhooks_table, caller.seen_of(webhooks_table), cursor, webhooks.as_webhook)
+        return listing(
+            request,
+            connection,
+            webhooks_table,
+            seen_of(connection, caller, webhooks_table),
+            cursor,
+            webhooks.as_webhook,
+        )
 
 
 @router.get("/{webhook}", **rules(Action.WEBHOOKS_READ, "not-found"))
