@@ -122,7 +122,7 @@ class Segment:
         """The mean reward of the scored trajectories of each of these steps."""
         sums, scored = defaultdict[int, float](float), defaultdict[int, int](int)
         for step, count, total in (row for journal in self.journals for row in journal.reward_sums(steps)):
-            if step < self.undone_from:
+            if step < self.undone_from and total is not None:
                 scored[step] += count
                 sums[step] += total
         return {step: sums[step] / count for step, count in scored.items()}
@@ -131,7 +131,7 @@ class Segment:
         """How long the trajectories of each of these steps were."""
         found: dict[int, StepExtent] = {}
         for step, over, failed, truncated, tokens, most in (row for j in self.journals for row in j.step_sums(steps)):
-            if step < self.undone_from:
+            if step < self.undone_from and tokens is not None:
                 more = StepExtent(over, failed, truncated, tokens, most)
                 found[step] = found[step].plus(more) if step in found else more
         return found

@@ -89,14 +89,13 @@ def _ranked(
     # An evaluation's step is the version, which a step begins with.
     here = msgspec.structs.replace(wanted, step_end=segment.undone_from + wanted.evaluation)
     while True:
-        places = journal.trajectory_places(here, behind, limit)
-        rows = journal.trajectories_at(wanted, places)
-        for place, row in zip(places, rows, strict=False):
-            if not _recorded_again(row, wanted, later):
+        found = journal.trajectories(here, behind, limit)
+        for place, row in found:
+            if row is not None and not _recorded_again(row, wanted, later):
                 yield place, source, _retold(row, segment)
-        if len(rows) < limit:
+        if len(found) < limit:
             return
-        behind = places[-1]
+        behind = found[-1][0]
 
 
 def _recorded_again(row: TrajectoryRow, wanted: TrajectoryFilter, later: Sequence[JournalReader]) -> bool:

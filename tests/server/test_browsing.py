@@ -275,6 +275,8 @@ def test_of_a_garbled_journal_what_stands_before_is_shown_and_where_it_is_broken
         journal.execute("UPDATE events SET body = x'c1' WHERE seq = ?", (number,))
         journal.execute("UPDATE samples SET status = '{' WHERE rowid = (SELECT rowid FROM samples LIMIT 1 OFFSET 10)")
         journal.execute("UPDATE meta SET value = '' WHERE key = 'config'")
+        journal.execute("UPDATE groups SET tokens_by_age = '{' WHERE step = 7")
+        journal.execute("UPDATE trajectories SET turns = 'many' WHERE trajectory = '3/0/1'")
     garbled = f"journal.sqlite: event {number} is garbled: "
     *offers, (nothing, words) = entries_of(path.parent, offers_of)
     assert (len(offers), nothing) == (1, "")
@@ -282,13 +284,36 @@ def test_of_a_garbled_journal_what_stands_before_is_shown_and_where_it_is_broken
     assert len(msgspec.json.decode(offers[0][1])["moments"]) == 3
     assert all(id_ for id_, _ in entries_of(path.parent, workers_of)), "of these nothing is broken"
     metrics = metrics_of(path.parent, "run", Wanted(100))
-    assert (len(metrics.steps), len(metrics.samples), len(metrics.unreadable)) == (20, 10, 1)
+    assert (len(metrics.steps), len(metrics.samples), len(metrics.unreadable)) == (20, 10, 2)
+    assert metrics.steps[0].mean_reward is not None, "what stands beside it is there"
+    listed, _, (words,) = trajectories_of(path.parent, TrajectoryFilter(), "", 200)
+    assert len(listed) == 159
+    assert words.startswith("journal.sqlite: 1 of 160 trajectories cannot be read: Expected `int`")
     report = msgspec.json.decode(report_of(path.parent, "json") or b"")
     assert len(report["steps"]) == 20
-    assert [one.partition(":")[0] for one in report["unreadable"]] == ["journal.sqlite", CONFIGLESS]
+    assert {one.partition(":")[0] for one in report["unreadable"]} == {"journal.sqlite", CONFIGLESS}
     assert b"A part cannot be shown" in (report_of(path.parent, "markdown") or b"")
     with JournalReader(path) as reader, pytest.raises(JournalError, match=f"event {number} is garbled"):
         list(reader.events_of("OfferChanged"))
+
+
+def test_of_trajectories_that_a_journal_has_lost_their_number_is_told(tmp_path: Path) -> None:
+    """As in one whose pages are out of place: its indexes have more than its table."""
+    WrittenRun(tmp_path / "run", steps=3).close()
+    path = tmp_path / "run" / "journal.sqlite"
+
+    def change(*statements: str) -> None:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as journal:
+            for one in ("PRAGMA writable_schema=ON", *statements):
+                journal.execute(one)
+
+    change("CREATE TABLE kept AS SELECT * FROM sqlite_schema WHERE name = 'trajectories_index'")
+    change("DELETE FROM sqlite_schema WHERE name = 'trajectories_index'")
+    change("DELETE FROM trajectories WHERE step = 1")
+    change("INSERT INTO sqlite_schema SELECT * FROM kept", "DELETE FROM sqlite_schema WHERE name = 'kept'")
+    for wanted, there, known in ((TrajectoryFilter(), 16, 24), (TrajectoryFilter(step=1), 0, 8)):
+        listed, _, told = trajectories_of(path.parent, wanted, "", 100)
+        assert (len(listed), told) == (there, [f"journal.sqlite: 8 of {known} trajectories are missing"])
 
 
 def test_of_no_kind_there_is_no_event(tmp_path: Path) -> None:

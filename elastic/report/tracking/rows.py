@@ -132,8 +132,8 @@ class StepSource:
             one = self._journal(place)
             groups |= {found.group: found for found in self._groups(place, step)}
             wanted = TrajectoryFilter(step=step)
-            places = one.trajectory_places(wanted, None, TRAJECTORIES_MAX)
-            trajectories |= {found.trajectory: found for found in one.trajectories_at(wanted, places)}
+            found = one.trajectories(wanted, None, TRAJECTORIES_MAX)
+            trajectories |= {row.trajectory: row for _, row in found if row is not None}
         status = journal.last_until(SampleRow, row.t_ns)
         before = [last.status for one in earlier if (last := self._journal(one).last(SampleRow)) is not None]
         ended = list(trajectories.values())

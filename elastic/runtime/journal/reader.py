@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 
@@ -38,6 +38,8 @@ from elastic.runtime.journal.tables import R
 from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, no_room
 from elastic.system.host import here
 from elastic.system.sqlite import open_sqlite
+
+T = TypeVar("T")
 
 EVENT_NUMBER_MAX = 2**63 - 1
 LAST_EVENTS = 1_000
@@ -156,9 +158,17 @@ class JournalReader:
         """Every record of a kind, in order."""
         return self._listed(TABLES[kind].read(self._connection))
 
-    def _listed(self, records: Iterator[R]) -> list[R]:
+    def _listed(self, records: Iterator[T]) -> list[T]:
         with self._reading():
             return list(records)
+
+    def _asked(self, query: str, values: Sequence[object] = ()) -> list[Any]:
+        """The rows that a query finds."""
+
+        def found() -> Iterator[Any]:
+            yield from self._connection.execute(query, values)
+
+        return self._listed(found())
 
     def last(self, kind: type[R]) -> R | None:
         """The record of a kind that was written last."""
@@ -178,9 +188,7 @@ class JournalReader:
 
     def group_places(self, behind: int, most: int) -> list[tuple[int, int]]:
         """The place of each group's end behind a place, with the step in which it was: at `most` so many, in order."""
-        query = "SELECT rowid, step FROM groups WHERE rowid > ? ORDER BY rowid LIMIT ?"
-        with self._reading():
-            return self._connection.execute(query, (behind, most)).fetchall()
+        return self._asked("SELECT rowid, step FROM groups WHERE rowid > ? ORDER BY rowid LIMIT ?", (behind, most))
 
     def groups_at(self, places: Sequence[int]) -> list[GroupRow]:
         """The ends of groups that stand there."""
@@ -190,18 +198,16 @@ class JournalReader:
         """Return at most `most` evenly spaced records of a kind whose key, a whole number, is more than `behind`, with
         the last one. Reads only these."""
         table = TABLES[kind]
-        query = f'SELECT rowid FROM "{table.name}" WHERE rowid > ? ORDER BY rowid'
-        with self._reading():
-            rows = [row for (row,) in self._connection.execute(query, (behind,))]
+        rows = [
+            row for (row,) in self._asked(f'SELECT rowid FROM "{table.name}" WHERE rowid > ? ORDER BY rowid', (behind,))
+        ]
         stride = max(1, -(-len(rows) // most))
         return self._listed(table.read_at(self._connection, [*rows[:-1][::stride], *rows[-1:]]))
 
     def first_step(self) -> float:
         """The first step with a result, infinity where none has any."""
-        query = "SELECT MIN(step) FROM steps UNION ALL SELECT MIN(step) FROM groups"
-        with self._reading():
-            found = self._connection.execute(query).fetchall()
-        return min((step for (step,) in found if step is not None), default=math.inf)
+        found = self._asked("SELECT MIN(step) FROM steps UNION ALL SELECT MIN(step) FROM groups")
+        return min((step for (step,) in found if isinstance(step, int)), default=math.inf)
 
     def reward_sums(self, steps: Sequence[int]) -> list[tuple[int, int, float]]:
         """Each of these steps with how many of its trajectories were scored, and the sum of their rewards."""
@@ -209,8 +215,7 @@ class JournalReader:
             "SELECT step, count(*), sum(reward) FROM trajectories "
             f"WHERE {_AMONG} AND cause = '' AND reward IS NOT NULL GROUP BY step"
         )
-        with self._reading():
-            return self._connection.execute(query, (json.dumps(steps),)).fetchall()
+        return self._asked(query, (json.dumps(steps),))
 
     def step_sums(self, steps: Sequence[int]) -> list[tuple[int, int, int, int, int, int]]:
         """Each of these steps with how many of its trajectories are over, failed and were truncated, and the sum and
@@ -219,8 +224,7 @@ class JournalReader:
             "SELECT step, count(*), sum(cause != ''), sum(truncated), sum(policy_tokens), max(policy_tokens) "
             f"FROM trajectories WHERE {_AMONG} AND cause NOT IN (?, ?) GROUP BY step"
         )
-        with self._reading():
-            return self._connection.execute(query, (json.dumps(steps), CUT_OFF, NOT_SCORED)).fetchall()
+        return self._asked(query, (json.dumps(steps), CUT_OFF, NOT_SCORED))
 
     def age_sums(self, steps: Sequence[int]) -> list[tuple[int, int, int, int]]:
         """Each of these steps with how many tokens were trained in it, the sum of their ages in versions, and the
@@ -229,8 +233,7 @@ class JournalReader:
             "SELECT step, sum(e.value), sum(e.key * e.value), max(CAST(e.key AS INTEGER)) "
             f"FROM groups, json_each(groups.tokens_by_age) AS e WHERE {_AMONG} AND dropped = '' GROUP BY step"
         )
-        with self._reading():
-            return self._connection.execute(query, (json.dumps(steps),)).fetchall()
+        return self._asked(query, (json.dumps(steps),))
 
     def behind_last(self, most: int, unread: Collection[str], end: int) -> int:
         """The number behind which the last `most` events up to number `end` are that are neither token frames nor of
@@ -241,17 +244,32 @@ class JournalReader:
             found = self._connection.execute(query, (*values, end, most)).fetchone()
         return 0 if found is None else found[0]
 
-    def trajectory_places(
+    def trajectories(
         self, wanted: TrajectoryFilter, behind: TrajectoryPlace | None, limit: int
-    ) -> list[TrajectoryPlace]:
-        """Return the places of the wanted trajectories in their order, behind a place."""
+    ) -> list[tuple[TrajectoryPlace, TrajectoryRow | None]]:
+        """Return the wanted trajectories behind a place in their order, each with its place and without its tokens;
+        None in place of one that cannot be read, of a journal that is only shown."""
+        with self._moment():
+            with self._reading():
+                if TABLES[wanted.kind].lacks(self._connection):
+                    return []
+            return self._rows_at(wanted, self._places(wanted, behind, limit))
+
+    def _places(self, wanted: TrajectoryFilter, behind: TrajectoryPlace | None, limit: int) -> list[TrajectoryPlace]:
         where, values = wanted.clauses(behind)
-        table = TABLES[wanted.kind]
-        query = f'SELECT {wanted.rank}, rowid FROM "{table.name}" WHERE {where} ORDER BY 1 DESC, 2 DESC LIMIT ?'
-        with self._reading():
-            if table.lacks(self._connection):
-                return []
-            return [TrajectoryPlace(*row) for row in self._connection.execute(query, (*values, limit))]
+        order = "rowid DESC" if wanted.order == "newest" else "1 DESC, rowid DESC"  # Rows stand so: nothing is sorted.
+        query = f'SELECT {wanted.rank}, rowid FROM "{TABLES[wanted.kind].name}" WHERE {where} ORDER BY {order} LIMIT ?'
+
+        def found() -> Iterator[TrajectoryPlace]:
+            last = behind
+            for row in self._connection.execute(query, (*values, limit)):
+                place = msgspec.convert(row, TrajectoryPlace)
+                if last is not None and place >= last:  # Who goes on behind the last one would never come to an end.
+                    raise sqlite3.DatabaseError(f"trajectory {place.row} stands behind trajectory {last.row}")
+                last = place
+                yield place
+
+        return self._listed(found())
 
     def trajectory_place(self, wanted: TrajectoryFilter, trajectory: str) -> TrajectoryPlace | None:
         """Return the place that a trajectory has in the order of the wanted ones, wanted or not."""
@@ -263,10 +281,27 @@ class JournalReader:
             row = self._connection.execute(query, (trajectory,)).fetchone()
         return None if row is None else TrajectoryPlace(*row)
 
-    def trajectories_at(self, wanted: TrajectoryFilter, places: Sequence[TrajectoryPlace]) -> list[TrajectoryRow]:
-        """The trajectories that stand there, without their tokens."""
-        rows = [place.row for place in places]
-        return self._listed(TABLES[wanted.kind].read_at(self._connection, rows, without=("token_ids", "sampled")))
+    @contextmanager
+    def _moment(self) -> Iterator[None]:
+        """Reads of one moment: what is written meanwhile is not seen."""
+        with self._reading():
+            self._connection.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._connection.rollback()
+
+    def _rows_at(
+        self, wanted: TrajectoryFilter, places: Sequence[TrajectoryPlace]
+    ) -> list[tuple[TrajectoryPlace, TrajectoryRow | None]]:
+        return [(place, self._row_at(wanted, place)) for place in places]
+
+    def _row_at(self, wanted: TrajectoryFilter, place: TrajectoryPlace) -> TrajectoryRow:
+        table = TABLES[wanted.kind]
+        with self._reading():
+            for row in table.read_at(self._connection, [place.row], without=("token_ids", "sampled")):
+                return row
+            raise sqlite3.DatabaseError(f"row {place.row} of its {table.name} is missing")
 
     def by_key(self, kind: type[R], keys: Sequence[str]) -> dict[str, R]:
         """Return the records of a kind with these keys."""
@@ -374,10 +409,43 @@ class ShownJournal(JournalReader):
 
     CUT: ClassVar[bool] = True
 
-    def _listed(self, records: Iterator[R]) -> list[R]:
-        found: list[R] = []
+    def _listed(self, records: Iterator[T]) -> list[T]:
+        found: list[T] = []
         with self._as_far_as_it_goes(), self._reading():
             found.extend(records)
+        return found
+
+    def _places(self, wanted: TrajectoryFilter, behind: TrajectoryPlace | None, limit: int) -> list[TrajectoryPlace]:
+        """As of any journal. The index of steps tells of those that the table has lost."""
+        places, table = super()._places(wanted, behind, limit), TABLES[wanted.kind]
+        newest = TrajectoryFilter(step=wanted.step, step_end=wanted.step_end, evaluation=wanted.evaluation)
+        if wanted == newest and table.index and self._is_indexed:
+            first = places[-1].row if len(places) == limit else 0
+            end = EVENT_NUMBER_MAX if behind is None else behind.row
+            steps = (0, wanted.step_end) if wanted.step is None else (wanted.step, wanted.step + 1)
+            within = "step >= ? AND step < ? AND rowid >= ? AND rowid < ?"
+            query = f'SELECT COUNT(*) FROM "{table.name}" INDEXED BY "{table.index}" WHERE {within}'
+            for (known,) in self._asked(query, (*steps, first, end)):
+                if known > len(places):
+                    self._note(f"{known - len(places)} of {known} trajectories are missing")
+        return places
+
+    def _rows_at(
+        self, wanted: TrajectoryFilter, places: Sequence[TrajectoryPlace]
+    ) -> list[tuple[TrajectoryPlace, TrajectoryRow | None]]:
+        found, why = list[tuple[TrajectoryPlace, TrajectoryRow | None]](), list[JournalError]()
+        for place in places:
+            try:
+                row = self._row_at(wanted, place)
+                if self.trajectory_place(wanted, row.trajectory) != place:
+                    raise JournalError(f"{self.path}: trajectory {row.trajectory} is found elsewhere by its name")
+            except JournalError as error:
+                found.append((place, None))
+                why.append(error)
+            else:
+                found.append((place, row))
+        if why:
+            self._note(f"{len(why)} of {len(places)} trajectories cannot be read: {self._without_place(why[0])}")
         return found
 
     def events_between(self, behind: int, end: int, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
@@ -394,6 +462,12 @@ class ShownJournal(JournalReader):
         try:
             yield
         except JournalError as error:
-            words = str(error).replace(str(self.path), self.path.name, 1)
-            if words not in self.broken:
-                self.broken.append(words)
+            self._note(self._without_place(error))
+
+    def _without_place(self, error: JournalError) -> str:
+        return str(error).removeprefix(f"{self.path}: ")
+
+    def _note(self, words: str) -> None:
+        """What cannot be read, told once."""
+        if (told := f"{self.path.name}: {words}") not in self.broken:
+            self.broken.append(told)

@@ -235,13 +235,13 @@ class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
 
     def clauses(self, behind: TrajectoryPlace | None) -> tuple[str, list[float | str]]:
         """The condition, in SQL, and its values."""
-        # Names begin with their step, and are what the table has in order: nothing else of it is read for a step.
+        # Names begin with their step, and are in order: nothing else is read for a step, by no other index.
         begins = f"{EVALUATED if self.evaluation else ''}{self.step}"
         first, beyond = (None, None) if self.step is None else (f"{begins}/", f"{begins}0")
         asked: list[tuple[str, float | str | None]] = [
             ("trajectory >= ?", first),
             ("trajectory < ?", beyond),
-            ("step = ?", self.step),
+            ("+step = ?", self.step),
             ("step < ?", None if self.step_end == math.inf else self.step_end),
             ('"group" = ?', self.group),
             ("environment = ?", self.environment),

@@ -138,8 +138,10 @@ class JournalTable(Generic[R]):
     def _record(self, row: Row) -> R:
         values = dict(zip(self.columns, row, strict=True))
         for name, decode in self._decoders:
-            if values[name] is not None:
-                values[name] = decode(values[name])
+            if (value := values[name]) is not None:
+                if not isinstance(value, str):
+                    raise msgspec.ValidationError(f"Expected `str`, got `{type(value).__name__}` - at `$.{name}`")
+                values[name] = decode(value)
         return msgspec.convert(values, self.kind, strict=False)
 
     def _create(self, hints: dict[str, Any]) -> str:

@@ -69,9 +69,11 @@ export class Pager {
     return page.data;
   }
 
-  /** Note where to go on. */
+  /** Note where to go on, and what of it cannot be read. */
   read(page) {
     this.last = page.data.at(-1)?.id ?? this.last;
+    const broken = (page.unreadable ?? []).filter((one) => !this.about.includes(one));
+    if (broken.length) this.about = [this.about, `A part cannot be shown: ${broken.join("; ")}.`].join(" ").trim();
   }
 }
 
