@@ -12,28 +12,28 @@ again. Where Ray is missing: `skipped_because`; `make test-ray` makes an environ
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks._common import Arguments, Figures, benchmark
-from benchmarks._pools import JOBS, LivePool, left_over, started_pool, write_pool
+from benchmarks._pools import JOBS, LivePool, left_over, residual_nano_usd, started_pool, write_pool
 from benchmarks._ray_nodes import NODES, RayNodes, ray_nodes, why_not
 from benchmarks._runs import elastic, sets
 from benchmarks._shapes import write_policy
 from benchmarks.jobs_live import (
     ARM_WITHIN_S,
+    COLOCATED,
     FULL_STEPS,
     QUICK_NAMES,
-    RESERVED,
     ROLLOUT_NODES,
     TRAIN_NODES,
-    ArmSeen,
     Jobs,
+    begun,
     episodes,
-    seen,
 )
 from elastic.runtime.journal import RunDirectory
 from tests.proof import check_run, same_episode, same_weights
@@ -50,11 +50,20 @@ UNPACED = (
 )
 
 
-def on_ray(
-    directory: Path, jobs: Jobs, rounds: int, nodes: RayNodes, adding: Future[None]
-) -> tuple[ArmSeen, list[float]]:
-    """All jobs on a pool of the cluster, whose head, and then a node of which, is killed in each round; also how long
-    each lost node was missed. The pool and its jobs may come before the cluster's nodes."""
+@dataclass(frozen=True)
+class Lived:
+    """What jobs on the cluster came to: the directories of their runs by name, how long all took, how long each lost
+    node was missed, and what bills miss of the pool's costs."""
+
+    runs: Mapping[str, Path]
+    wall_s: float
+    replaced_s: Sequence[float]
+    residual_nano_usd: int
+
+
+def on_ray(directory: Path, jobs: Jobs, rounds: int, nodes: RayNodes, adding: Future[None]) -> Lived:
+    """All jobs on a pool of the cluster, whose head, and then a node of which, is killed in each round. The pool and
+    its jobs may come before the cluster's nodes."""
     files = str(directory / "nodes")
     ray = {"address": nodes.address, "directory": files, "poll_s": 0.5, "resources.place": 1.0}
     file = write_pool(
@@ -70,7 +79,7 @@ def on_ray(
         submitted = jobs.submit(pool, jobs.names, directory / "runs")
         adding.result()
         up = await_nodes(pool, frozenset())
-        pool.until("all jobs", lambda now: all(j["state"] == "running" or j["over"] for j in now["jobs"]), ARM_WITHIN_S)
+        begun(pool)
         while len(replaced_s) < rounds and not all(job["over"] for job in pool.jobs()):
             nodes.restart_head()
             nodes.kill(rng.choice(nodes.with_words(files)))
@@ -80,16 +89,16 @@ def on_ray(
             up = await_nodes(pool, up)
             replaced_s.append(time.monotonic() - killed_s)
         pool.wait_over(jobs.names, ARM_WITHIN_S)
-        return seen(pool, submitted, time.monotonic() - began_s, len(replaced_s)), replaced_s
+        return Lived(submitted, time.monotonic() - began_s, replaced_s, residual_nano_usd(pool))
 
 
 def each_alone(directory: Path, jobs: Jobs) -> dict[str, Path]:
-    """The runs of the jobs, one after the other, each on a worker of its own at full speed."""
+    """The runs of the jobs, one after the other, each on its trainer's device alone, at full speed."""
     runs: dict[str, Path] = {}
     for name in jobs.names:
         place = directory / name
-        own = [f"run.directory={place}", *RESERVED[1], *jobs.settings(name), *UNPACED]
-        elastic("run", str(JOBS / f"{name}.toml"), "--providers", RESERVED[0], "--json", *sets(own))
+        own = [f"run.directory={place}", *COLOCATED[1], *jobs.settings(name), *UNPACED]
+        elastic("run", str(JOBS / f"{name}.toml"), "--providers", COLOCATED[0], "--json", *sets(own))
         (runs[name],) = (path for path in place.iterdir() if path.is_dir())
     return runs
 
@@ -117,7 +126,7 @@ def main(arguments: Arguments) -> Figures:
         with ray_nodes(0, directory / "gcs") as nodes:
             adding = beside.submit(nodes.add, NODES)
             apart = beside.submit(each_alone, directory / "apart", jobs)
-            lived, replaced_s = on_ray(directory / "ray", jobs, QUICK_ROUNDS if quick else FULL_ROUNDS, nodes, adding)
+            lived = on_ray(directory / "ray", jobs, QUICK_ROUNDS if quick else FULL_ROUNDS, nodes, adding)
             actors = nodes.actors_left()
         alone = apart.result()
     expected, found = episodes(alone), episodes(lived.runs)
@@ -126,9 +135,9 @@ def main(arguments: Arguments) -> Figures:
         "measured": "live, on this machine; engines and training paced to modelled devices",
         "steps": jobs.steps,
         "wall_s": lived.wall_s,
-        "head_restarts": len(replaced_s),
-        "node_kills": len(replaced_s),
-        "replaced_s": replaced_s,
+        "head_restarts": len(lived.replaced_s),
+        "node_kills": len(lived.replaced_s),
+        "replaced_s": lived.replaced_s,
         "tokens_lost": sum(check.tokens_lost for check in checks),
         "trained_twice": sum(check.groups_twice for check in checks),
         "imbalance_ns": sum(check.ledger_imbalance_ns for check in checks),

@@ -103,7 +103,8 @@ class OnRay:
 def test_nodes_and_the_orchestrator_are_lost_under_load(tmp_path: Path, checkpoint: Path, nodes: RayNodes) -> None:
     relay = f"weights.relay={nodes.address}"
     patient = f"run.orchestrator_timeout_s={PATIENCE_S}"
-    live = OnRay(tmp_path, checkpoint, nodes, "providers.ray.max_workers=2", relay, patient)
+    answers = f"providers.ray.answer_timeout_s={PATIENCE_S}"
+    live = OnRay(tmp_path, checkpoint, nodes, "providers.ray.max_workers=2", relay, patient, answers)
     with contextlib.ExitStack() as undo:
         undo.callback(live.run.discard)
         live.more_tokens()

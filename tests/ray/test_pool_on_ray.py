@@ -29,6 +29,7 @@ NODES = ("rollout-1", "rollout-2")
 
 def asked_of(nodes: RayNodes, directory: Path) -> Mapping[str, Any]:
     own = {"address": nodes.address, "resources": {"place": 1.0}, "poll_s": 0.5, "directory": str(directory)}
+    own["answer_timeout_s"] = PATIENCE_S
     return {"kind": "ray", "ray": own}
 
 

@@ -50,7 +50,8 @@ class House:
             acquire_timeout_s=PATIENCE_S,
             release_timeout_s=PATIENCE_S,
         )
-        given = {"address": self._address, "max_workers": 2, "num_gpus": 0, "resources": {"place": 1.0}, **settings}
+        given = {"address": self._address, "max_workers": 2, "num_gpus": 0, "resources": {"place": 1.0}}
+        given |= {"answer_timeout_s": PATIENCE_S, **settings}
         provider = RayProvider("ray", RaySettings.model_validate(given), context)
         self.providers.append(provider)
         return provider

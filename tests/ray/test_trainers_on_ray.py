@@ -21,7 +21,8 @@ def test_a_trainer_whose_machine_is_lost_goes_on_on_another_of_the_cluster(
 ) -> None:
     """It is sent its files, gives its checkpoints back, and is drained and paid for as any node's."""
     pool = LivePool(tmp_path, checkpoint, within_s=600)
-    asked = f'address = "{nodes.address}", directory = "{tmp_path}/nodes", poll_s = 0.5, resources = {{ place = 1 }}'
+    asked = f'address = "{nodes.address}", directory = "{tmp_path}/nodes", resources = {{ place = 1 }}'
+    asked += f", poll_s = 0.5, answer_timeout_s = {PATIENCE_S}"
     pool.start(rollout=f'kind = "ray"\nray = {{ {asked} }}', train=f'kind = "ray"\nray = {{ {asked} }}', start_s=300)
 
     def training() -> dict[str, Any] | None:
