@@ -30,7 +30,6 @@ from tests.proof import check_tokens
 
 NODES, WORKERS = 3, 2
 STORE_BYTES, MEMORY_BYTES = 80 << 20, 16_000_000_000
-SESSIONS = Path("/tmp/ray")
 STARTS_WITHIN_S, EVERY_S = 240.0, 0.2
 """For a node to start on a machine that has much else to do."""
 QUICK_TO_MISS = {
@@ -78,11 +77,11 @@ class RayNodes:
             "include_log_monitor": False,
             "no_monitor": True,
             "object_store_memory": STORE_BYTES,
-            "temp_dir": str(SESSIONS),
             "session_name": f"session_{time.time_ns()}",
             **_ports("ray_client_server_port", "gcs_server_port"),
         }
-        self._session = SESSIONS / head["session_name"]
+        sessions = importlib.import_module("ray._common.utils").get_default_ray_temp_dir()
+        self._session = Path(sessions) / head["session_name"]
         head |= _not_waiting(self._session)
         self.cluster = cluster_utils.Cluster(True, head_node_args=head, shutdown_at_exit=end_together)
         self.address = f"ray://127.0.0.1:{head['ray_client_server_port']}"

@@ -44,6 +44,7 @@ QUICK_STEPS = 4
 SILENCE_S = 5.0
 MEMORY_GB = 4.5
 NODES_WITHIN_S = 240.0
+LAST_IN_LINE = ("nice", "-n", "19")
 UNPACED = (
     "engine.pacing={prefill_tokens_per_s=1e9, decode_step_s={1=1e-6}}",
     "trainer.pacing={train_tokens_per_s=1e9}",
@@ -92,15 +93,13 @@ def on_ray(directory: Path, jobs: Jobs, rounds: int, nodes: RayNodes, adding: Fu
         return Lived(submitted, time.monotonic() - began_s, replaced_s, residual_nano_usd(pool))
 
 
-def each_alone(directory: Path, jobs: Jobs) -> dict[str, Path]:
-    """The runs of the jobs, one after the other, each on its trainer's device alone, at full speed."""
-    runs: dict[str, Path] = {}
-    for name in jobs.names:
-        place = directory / name
-        own = [f"run.directory={place}", *COLOCATED[1], *jobs.settings(name), *UNPACED]
-        elastic("run", str(JOBS / f"{name}.toml"), "--providers", COLOCATED[0], "--json", *sets(own))
-        (runs[name],) = (path for path in place.iterdir() if path.is_dir())
-    return runs
+def alone(directory: Path, jobs: Jobs, name: str) -> Path:
+    """The run of a job on its trainer's device alone, at full speed, as far as nothing else needs the machine."""
+    place = directory / name
+    own = [f"run.directory={place}", *COLOCATED[1], *jobs.settings(name), *UNPACED]
+    elastic("run", str(JOBS / f"{name}.toml"), "--providers", COLOCATED[0], "--json", *sets(own), within=LAST_IN_LINE)
+    (run,) = (path for path in place.iterdir() if path.is_dir())
+    return run
 
 
 def await_nodes(pool: LivePool, before: frozenset[int]) -> frozenset[int]:
@@ -120,16 +119,16 @@ def main(arguments: Arguments) -> Figures:
     quick, directory = arguments.quick, arguments.scratch
     for name in () if quick else QUICK_NAMES:
         elastic("prepare", str(JOBS / f"{name}.toml"))
-    with ThreadPoolExecutor(3) as beside:
+    with ThreadPoolExecutor(len(QUICK_NAMES) + 2) as beside:
         policy = beside.submit(write_policy, directory / "policy") if quick else None
         jobs = Jobs(QUICK_NAMES, QUICK_STEPS if quick else FULL_STEPS, SEED, policy)
+        apart = {name: beside.submit(alone, directory / "apart", jobs, name) for name in jobs.names}
         with ray_nodes(0, directory / "gcs") as nodes:
             adding = beside.submit(nodes.add, NODES)
-            apart = beside.submit(each_alone, directory / "apart", jobs)
             lived = on_ray(directory / "ray", jobs, QUICK_ROUNDS if quick else FULL_ROUNDS, nodes, adding)
             actors = nodes.actors_left()
-        alone = apart.result()
-    expected, found = episodes(alone), episodes(lived.runs)
+        runs_alone = {name: run.result() for name, run in apart.items()}
+    expected, found = episodes(runs_alone), episodes(lived.runs)
     checks = [check_run(RunDirectory(run)) for run in lived.runs.values()]
     return {
         "measured": "live, on this machine; engines and training paced to modelled devices",
@@ -143,7 +142,7 @@ def main(arguments: Arguments) -> Figures:
         "imbalance_ns": sum(check.ledger_imbalance_ns for check in checks),
         "bill_residual_nano_usd": lived.residual_nano_usd,
         "identical_share": mean(same_episode(row, found.get(key)) for key, row in expected.items()),
-        "weights_identical_share": mean(same_weights(run, lived.runs[name]) for name, run in alone.items()),
+        "weights_identical_share": mean(same_weights(run, lived.runs[name]) for name, run in runs_alone.items()),
         "left_at_ray": len(actors),
         "processes_left": left_over(directory / "ray"),
     }
