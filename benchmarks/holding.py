@@ -12,6 +12,7 @@
 
 import time
 import tomllib
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,10 +30,12 @@ from elastic.core.types import NS_PER_S, Account, Capabilities, Chunk, Chunks, E
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
 from elastic.simulation import run as simulation
+from elastic.system.cores import cores
 from elastic.testing.faults.core.incarnation import policies
 from elastic.testing.faults.core.settings import SMALL_LIMITS, WorldSettings
 
 PLANNER = ROOT / "examples" / "planner.toml"
+ARMS = ("run", "rollouts", "late")
 UPDATES_S = (5.0, 60.0, 180.0, 600.0)
 STEPS = 8
 QUICK_STEPS = 5
@@ -68,8 +71,17 @@ def arm(name: str, update_s: float, steps: int) -> dict[str, float]:
     }
 
 
-def pause(update_s: float, steps: int) -> Figures:
-    arms = {name: arm(name, update_s, steps) for name in ("run", "rollouts", "late")}
+def pauses(steps: int) -> Figures:
+    """By the pause; arms are shared by all cores."""
+    with ProcessPoolExecutor(cores()) as processes:
+        begun = {
+            f"{update_s:g}": {name: processes.submit(arm, name, update_s, steps) for name in ARMS}
+            for update_s in UPDATES_S
+        }
+        return {key: compared({name: one.result() for name, one in arms.items()}) for key, arms in begun.items()}
+
+
+def compared(arms: dict[str, dict[str, float]]) -> Figures:
     held = arms["run"]
     return {
         "arms": arms,
@@ -166,7 +178,7 @@ def figures(arguments: Arguments) -> Figures:
     steps = QUICK_STEPS if arguments.quick else STEPS
     return {
         "steps": steps,
-        "pause": {f"{update_s:g}": pause(update_s, steps) for update_s in UPDATES_S},
+        "pause": pauses(steps),
         "slices": slices(SLICES),
     }
 
