@@ -221,7 +221,8 @@ async def test_what_a_script_puts_out_and_the_end_of_its_log_come_back(tmp_path:
         both.node.over("one")
         await until(lambda: (tmp_path / "run/logs" / SCRIPT_LOG).is_file())
         assert (tmp_path / "run/logs" / SCRIPT_LOG).read_text() == "it ended here"
-        assert {path.name: path.read_text() for path in came.rglob("*") if path.is_file()} == {"1": "of 1 again"}
+        await until(lambda: [path.name for path in came.rglob("*") if path.is_file()] == ["1"])
+        assert (came / "saved/1").read_text() == "of 1 again"
         with pytest.raises(ValueError, match="gives back its outputs, and no 'train'"):
             both.programs.lacking(both.entry, 1, [w.JobFile("train", "0" * 64, 1)])
 
