@@ -3,6 +3,7 @@ and what comes back of it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +52,10 @@ class FileShell(Protocol):
     def entry_of(self, job: JobId, placement: int) -> JobEntry | None: ...
 
     def phase_of(self, node: NodeId) -> PhaseKind | None: ...
+
+    def returns(self, job: JobId, *, goes_on: bool) -> None:
+        """Note whether a checkpoint of the job's trainer is on its way."""
+        ...
 
     def job_unfit(self, job: JobId, placement: int, cause: str) -> None: ...
 
@@ -121,9 +126,15 @@ class _Desk:
                     return
                 if job in self._taking:
                     self._taking[job].cancel()
-                self._taking[job] = self._spawn(self._take(message))
+                self._taking[job] = task = self._spawn(self._take(message))
+                task.add_done_callback(partial(self._taken, job))
             case _:
                 raise WireError(f"a node does not say {type(message).__name__}")
+
+    def _taken(self, job: JobId, task: "asyncio.Task[None]") -> None:
+        if self._taking.get(job) is task:
+            del self._taking[job]
+            self._files.shell.returns(job, goes_on=False)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         if len(self._tasks) > AT_WORK_MAX:
@@ -162,7 +173,10 @@ class _Desk:
                 try:
                     if entry is None or phase is not PhaseKind.TRAIN:
                         return
-                    for file, place in await asyncio.to_thread(programs.lacking, entry, there.placement, there.files):
+                    lacking = await asyncio.to_thread(programs.lacking, entry, there.placement, there.files)
+                    if lacking and not entry.script:
+                        self._files.shell.returns(there.job, goes_on=True)
+                    for file, place in lacking:
                         await self._fetcher.fetch(file, place)
                     await asyncio.to_thread(programs.keep, entry, there.placement, there.files)
                     self.say(w.FilesKept(there.job, there.placement, kept))

@@ -79,6 +79,7 @@ class PoolShell(PoolRoom):
             "instance": self._node_agents.instance_taken,
             "up": lambda key: self._residents.overdue(*key.split("/", 1)),
             "warm": self._slices.overdue,
+            "returned": self._slices.overdue,
             "script": self._scripts.overdue,
         }
 
@@ -377,6 +378,11 @@ class PoolShell(PoolRoom):
 
     def phase_of(self, node: NodeId) -> PhaseKind | None:
         return self._nodes[node].phase if node in self._nodes else None
+
+    def returns(self, job: JobId, *, goes_on: bool) -> None:
+        """Note whether a checkpoint of the job's trainer is on its way: in its turn the trainer waits for it."""
+        self._slices.returns(job, goes_on=goes_on)
+        self._drain()
 
     def job_unfit(self, job: JobId, placement: int, cause: str) -> None:
         """Note that a start of a job can come to nothing, wherever."""

@@ -36,6 +36,8 @@ class JobPermits(msgspec.Struct, kw_only=True):
     - `wants`: the phases that it has asked for and was not granted since; for each, whether with both pools' nodes.
     - `known`: permits that the job was told of and has not yielded. `told`: the permit and nodes last told to it.
     - `overdue`: it has waited too long for a resident to come up, and takes its next time slice without one.
+    - `returning`: a checkpoint of its trainer's is on its way to the pool, and its training is not asked for before it
+      has come.
     - `progress`: of a rollout's permit, the responses that are done, as the cluster was told last.
     """
 
@@ -45,6 +47,7 @@ class JobPermits(msgspec.Struct, kw_only=True):
     yielding: Yielding | None = None
     leaving: Yielding | None = None
     overdue: bool = False
+    returning: bool = False
     progress: tuple[int, int] = (0, 0)
 
     def yields(self, permit: int) -> bool:
@@ -278,22 +281,35 @@ class PoolSlices(PoolRoom):
             or record.permit is not None
             or not job_permits.wants
         ):
-            self._timers.clear("warm", job)
+            self._clear(job)
             return
         phase = _TRAIN if _TRAIN in job_permits.wants else _ROLLOUT
         both = job_permits.wants[phase]
         if record.asked is phase and record.asked_both == both:
             return
-        if self._warm(job, phase) or job_permits.overdue:
-            self._timers.clear("warm", job)
+        waits = "returned" if phase is _TRAIN and job_permits.returning else ""
+        waits = waits if self._warm(job, phase) else "warm"
+        if not waits or job_permits.overdue:
+            self._clear(job)
             self._pool.feed(e.PhaseAsked(job=job, phase=phase, placement=record.placement, both=both))
-        elif not self._timers.waiting("warm", job):
+        elif not self._timers.waiting(waits, job):
+            self._clear(job)
             within_ns = self._times.silence_ns if self._workers.trainer_died(job) else record.request.limit_ns
-            self._pool.wait("warm", job, within_ns)
+            self._pool.wait(waits, job, within_ns)
+
+    def _clear(self, job: JobId) -> None:
+        for waits in ("warm", "returned"):
+            self._timers.clear(waits, job)
 
     def overdue(self, job: JobId) -> None:
-        """Have a job whose resident does not come up start it within a time slice of its own."""
+        """Have a job that has waited too long go on as it is: one whose resident does not come up starts it within a
+        time slice of its own."""
         self._jobs[job].overdue = True
+
+    def returns(self, job: JobId, *, goes_on: bool) -> None:
+        """Note whether a checkpoint of the job's trainer is on its way to the pool."""
+        if job in self._cluster.jobs:
+            self._jobs[job].returning = goes_on
 
     def _warm(self, job: JobId, phase: PhaseKind) -> bool:
         """Return whether a resident of the job is up for this phase: a process that starts needs no device yet."""

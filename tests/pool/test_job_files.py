@@ -137,7 +137,7 @@ class Exchange:
         self.entry = JobEntry(job="one", directory=str(directory / "run"))
         self.pool = PoolFiles(self.programs, self, IsolatedLoop("pool", LoopFaults()), 5.0)
         self.node = NodeFiles(directory / "node", bytes_max)
-        self.told = list[w.OfFiles]()
+        self.told, self.returning = list[w.OfFiles](), list[bool]()
         self.connect()
 
     def connect(self, garbled: Callable[[w.OfFiles], w.OfFiles] = lambda message: message) -> None:
@@ -157,6 +157,9 @@ class Exchange:
 
     def phase_of(self, node: str) -> PhaseKind | None:
         return self.phase
+
+    def returns(self, job: str, *, goes_on: bool) -> None:
+        self.returning.append(goes_on)
 
     def job_unfit(self, job: str, placement: int, cause: str) -> None:
         self.unfit.append((job, cause))
@@ -200,6 +203,7 @@ async def test_files_come_whole_and_once_and_what_is_kept_goes_back(tmp_path: Pa
             there = tmp_path / "run/checkpoints" / kept
             assert (there / "0" if there.is_dir() else there).read_text() == f"of {version}"
             assert path.exists()
+            await until(lambda version=version: both.returning == [True, False] * version)
         (place / "00000001.safetensors").unlink()
         await until(lambda: not (tmp_path / "run/checkpoints/00000001.safetensors").exists())
 

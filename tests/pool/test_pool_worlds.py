@@ -4,6 +4,8 @@ from collections import Counter
 
 import pytest
 
+from elastic.core.cluster import events as e
+from elastic.core.cluster.types import PhaseKind
 from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.pool.pool_worlds import STRIKES, PoolFaults, PoolWorld, draw_pool
 
@@ -66,3 +68,25 @@ def test_jobs_finish_though_every_node_was_gone_at_once():
 @pytest.mark.timeout(3600)
 def test_many_worlds():
     lived(range(2000, 8000))
+
+
+def test_a_job_whose_checkpoint_is_on_its_way_does_not_ask_to_train() -> None:
+    asked: list[int] = []
+
+    def watch(event: e.ClusterEvent) -> None:
+        if isinstance(event, e.PhaseAsked) and event.phase is PhaseKind.TRAIN:
+            asked.append(world.loop.now_ns)
+
+    world = PoolWorld(draw_pool(3, CALM), watch)
+
+    def returns(*, goes_on: bool) -> None:
+        for job, record in world.records().items():
+            assert record.request.limit_ns > until_ns - since_ns
+            world.to_shell(lambda shell, job=job: shell.returns(job, goes_on=goes_on))
+
+    since_ns, until_ns = 1650 * 10**9, 1900 * 10**9
+    world.loop.at(since_ns, lambda: returns(goes_on=True))
+    world.loop.at(until_ns, lambda: returns(goes_on=False))
+    world.run()
+    within = [at_ns for at_ns in asked if since_ns < at_ns < until_ns]
+    assert (within, until_ns in asked) == ([], True)
