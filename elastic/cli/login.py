@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -34,7 +35,7 @@ def login(
     """Log in, and keep a key for this user alone.
 
     Where people sign in with an identity provider: prints a page to open, in a browser on whatever machine. Else a key
-    is asked for, or taken from ELASTIC_API_KEY.
+    is asked for, or taken from a pipe or ELASTIC_API_KEY.
 
     Example: elastic api login http://127.0.0.1:7430
     """
@@ -42,7 +43,7 @@ def login(
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:
         key = "" if with_key else _signed_in_key(url)
-    key = key or typer.prompt("key", hide_input=True, err=True)
+    key = key or _asked_key()
     with _answering(url), Client(url, key.strip(), patience_s=LOGIN_PATIENCE_S) as client:
         me = client.me()
         path = save_account(Login(client.url, key.strip()))
@@ -73,6 +74,15 @@ def info(as_json: AsJson = False) -> None:
     console().print(f"key {me.name!r}, {me.role} of {me.project or 'all projects'}: {', '.join(me.actions)}")
 
 
+def _asked_key() -> str:
+    """The key that somebody types, or the first line of a pipe: a prompt would ask the terminal even then."""
+    if sys.stdin.isatty():
+        return typer.prompt("key", hide_input=True, err=True)
+    return sys.stdin.readline().strip() or bad_input(
+        f"standard input: found no key; allowed: a line, or {KEY_VARIABLE}"
+    )
+
+
 def _signed_in_key(url: str) -> str:
     """A key of the person who signs in on the server's page; empty where nobody can.
 
@@ -83,7 +93,7 @@ def _signed_in_key(url: str) -> str:
     digest = hashlib.sha256(key.encode()).hexdigest()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", socket.gethostname())[:40].strip("-._") or "terminal"
     with _answering(url):
-        with Client(url, "") as client:
+        with Client(url, "", patience_s=LOGIN_PATIENCE_S) as client:
             if client.info().sign_in is None:
                 return ""
         say(f"open {url.rstrip('/')}/#/login/{digest}/{name}")

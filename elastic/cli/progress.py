@@ -13,10 +13,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic.cli.output import console, program
+from elastic.cli.output import console, program, say
 from elastic.core.types import NS_PER_S
 from elastic.runtime.status import PROVIDER_STOPPED, RunStatus, ServingStatus, tokens_per_s, total_tokens
+from elastic.system.host import here
 
+LINES_APART_S = 5.0
 _NAME_WIDTH = 18
 """Columns of a name that there is room for beside how far a run is."""
 TRAINER = {
@@ -30,7 +32,11 @@ TRAINER = {
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """On standard error; what it yields is told what is done, of how much, and what is next."""
+    """On standard error, on a terminal as a bar, else as lines some seconds apart; what it yields is told what is done,
+    of how much, and what is next."""
+    if not console(stderr=True).is_terminal:
+        yield _lines(title)
+        return
     columns = (
         TextColumn(title),
         BarColumn(),
@@ -45,6 +51,18 @@ def bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
             progress.update(task, completed=done, total=total, description=what)
 
         yield show
+
+
+def _lines(title: str) -> Callable[[int, int, str], None]:
+    said_s = here().monotonic()
+
+    def show(done: int, total: int, what: str) -> None:
+        nonlocal said_s
+        if here().monotonic() - said_s >= LINES_APART_S:
+            said_s = here().monotonic()
+            say(f"{title}: {done}/{total} {what}".rstrip())
+
+    return show
 
 
 class ProgressDisplay:

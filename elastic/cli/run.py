@@ -422,6 +422,12 @@ def prepare(
     Example: elastic prepare examples/frozenlake.toml
     """
     plan = resolve(load_config(config, overrides or []), [], str(config))
+    checkpoint = plan.config.model.checkpoint
     with bar("base policy") as show:
-        prepared = prepare_policy(plan, lambda done, total, _: show(done, total, ""), force=force)
-    say(f"{plan.config.model.checkpoint}: {PREPARED[prepared]}")
+        prepared = prepare_policy(
+            plan,
+            lambda done, total, _: show(done, total, ""),
+            begins=lambda takes: say(f"{checkpoint}: is being made, which takes {takes}"),
+            force=force,
+        )
+    say(f"{checkpoint}: {PREPARED[prepared]}")

@@ -19,6 +19,7 @@ WARMED_UP = "frozenlake"
 """The environment whose demonstrations a base policy can be made from."""
 CHAT_RECIPE = "a small chat model with random weights, 1"
 """What is made for agents: it has a tokenizer and a chat template, and has learned nothing."""
+_TAKES = "one to three minutes on two idle cores"
 
 
 class Prepared(Enum):
@@ -29,9 +30,15 @@ class Prepared(Enum):
     OF_OTHER_SETTINGS = "of other settings"
 
 
-def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force: bool = False) -> Prepared:
+def prepare(
+    plan: RunPlan,
+    progress: Callable[[int, int, float], None],
+    *,
+    begins: Callable[[str], None] = lambda takes: None,
+    force: bool = False,
+) -> Prepared:
     """Make the base policy of the examples, unless it is there: by a short supervised warm-up, or for agents a small
-    chat model that has learned nothing.
+    chat model that has learned nothing. `begins` is told before a warm-up how long it takes.
 
     Raises `ConfigError` where it cannot be made or written, or the directory holds something else.
     """
@@ -50,7 +57,8 @@ def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force
 
     from elastic.engine.model.checkpoint import CheckpointError
 
-    key, make = _chat_model(_demonstrations(plan), progress) if driven else _warmed_up(plan, progress)
+    shown = _demonstrations(plan)
+    key, make = _chat_model(shown, progress) if driven else _warmed_up(plan, progress)
     recipe = checkpoint / RECIPE_FILE
     try:
         if keep:
@@ -59,6 +67,8 @@ def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force
                 _write_words(checkpoint)
             return Prepared.THERE if same else Prepared.OF_OTHER_SETTINGS
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        if shown is not None or not driven:
+            begins(_TAKES)
         make(checkpoint)
         recipe.write_text(key)
     except CheckpointError as error:

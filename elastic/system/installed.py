@@ -54,7 +54,8 @@ def load_point(point: importlib.metadata.EntryPoint) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        problem = f"found {point.name!r}, whose {point.value} cannot be loaded by {sys.executable}"
+        brought = "" if is_ours(point) else f" of the package {package_of(point)}"
+        problem = f"found {point.name!r}{brought}, whose {point.value} cannot be loaded by {sys.executable}"
         raise CodeUnusable(f"{problem}: {told(error)}{where(error, __file__)}") from error
 
 

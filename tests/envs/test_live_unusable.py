@@ -58,7 +58,8 @@ THEIRS = '[environment]\nname = "theirs"\nkind = "raising"\n'
         ),
         (
             THEIRS,
-            "environment.kind: found 'raising', whose raising_package:Saying cannot be loaded by {python}: Value",
+            "environment.kind: found 'raising' of the package raising-package 1.0, whose raising_package:Saying "
+            "cannot be loaded by {python}: Value",
         ),
     ],
     ids=["a name", "a module", "a column", "an interrupt", "an exit", "an endless import", "a class"],
