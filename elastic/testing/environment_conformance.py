@@ -106,10 +106,11 @@ async def test_what_never_returns_is_no_reward_and_holds_up_nobody_unnoticed(pla
         async with asyncio.timeout(WITHIN_S):
             await hanging.asked.wait()
         await asyncio.sleep(1.0)  # For its answer to come, and to be heard.
-        other, loop = run.play("good"), asyncio.get_running_loop()
+        loop, other = asyncio.get_running_loop(), asyncio.ensure_future(run.play("good").over.wait())
         async with asyncio.timeout(WITHIN_S):
-            while not other.over.is_set() and loop.time() - run.heard_s < QUIET_S:
-                await asyncio.sleep(QUIET_S / 50)
+            while not other.done() and loop.time() - run.heard_s < QUIET_S:
+                await asyncio.wait({other}, timeout=QUIET_S / 50)
+        other.cancel()
         assert (hanging.rewards, hanging.ended) == ([], None)
 
 
