@@ -99,7 +99,7 @@ def test_whatever_is_killed_goes_on(served: Served, checkpoint: Path, elastic: C
     """The server, its runner and a live run are killed in turn: the only test of all three as processes."""
     served.start()
     login = [sys.executable, "-m", "elastic.cli", "api", "login", served.url]
-    logged = subprocess.run(login, input=f"{served.secret}\n", capture_output=True, text=True, timeout=60, check=False)
+    logged = subprocess.run(login, input=f"{served.secret}\n", capture_output=True, text=True, timeout=120, check=False)
     assert "logged in" in logged.stderr
     config = served.home / "small.toml"
     config.write_text(CONFIG.replace('"policy"', f'"{checkpoint.name}"').replace("steps = 2", "steps = 100000"))
