@@ -38,8 +38,9 @@ T = TypeVar("T")
 
 POLL_S = 0.1
 TICKET_VARIABLE = "ELASTIC_TICKET"
-SETTLED_S = 15.0
-"""A pool's process that has lived so long did not die of how it began. All jobs wait for the next one."""
+SETTLED_S = 5.0
+"""A pool's process that has lived so long did not die of how it began: the next one gets ready, and begins at once.
+All jobs wait for it."""
 SUPERVISOR = "supervisor.lock"
 """The file that the supervisor of a pool's process holds."""
 JOURNAL = "journal.sqlite"
