@@ -14,6 +14,9 @@ BURST_S = 0.01
 SLICE_S, SLICE_BYTES_MIN = 0.05, 64 << 10
 """A `get` takes no more than this at once, in seconds of the slowest link's rate, lest only its mean be capped."""
 
+CHUNK_BYTES_MIN = 16 << 10
+"""A record of TLS: the most that a connection of a slow port has others wait for."""
+
 
 class Link:
     """Lets `bytes_per_s` through, all users together, first come first served."""
@@ -89,7 +92,7 @@ class LinkedPort:
     def __init__(self, port: int, bytes_per_s: float) -> None:
         self._target = port
         self._up, self._down = Link(bytes_per_s), Link(bytes_per_s)
-        self._chunk_bytes = max(int(bytes_per_s * SLICE_S / 8), SLICE_BYTES_MIN)
+        self._chunk_bytes = max(int(bytes_per_s * SLICE_S / 8), CHUNK_BYTES_MIN)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()

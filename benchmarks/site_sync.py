@@ -1,11 +1,12 @@
 """A version of weights to a site behind a slow link: each worker by itself, or one copy to the site (Weave Fig. 13).
 
-Live: a process a worker, each with the client that engines have; relays as a pool's nodes have them (`elastic
-pool-site`), the far one behind a shaped link. `direct_s`: until the last worker has the version where each pulls it
-over the link. `two_stage_s`: where the workers of the site share the relay of one of its nodes, in its memory: workers
-of that node read it as a directory, those of another by HTTPS over a link between the nodes. Rates have the papers'
-ratio, 20 to 400, in both arms. `ratio`: direct over two-stage; it can be as large as there are workers
-(`ratio_of_most`). `bytes_over_link`: what crossed the slow link by what the version has on its relay.
+Live: a process a worker, each with the client that engines have and with the version before; relays as a pool's nodes
+have them (`elastic pool-site`), the far one behind a shaped link. `direct_s`: until the last worker has the version
+where each pulls it over the link. `two_stage_s`: where the workers of the site share the relay of one of its nodes, in
+its memory: workers of that node read it as a directory, those of another by HTTPS over a link between the nodes. Rates
+have the papers' ratio, 20 to 400, in both arms. `ratio`: direct over two-stage; it can be as large as there are workers
+(`ratio_of_most`). `bytes_over_link`: what crossed the slow link by what the version has on its relay. `cpu_share`: what
+all processes computed of what this machine's cores had to give; near 1 the time is the machine's.
 
 `computed`: the papers' nodes bucket by bucket, wire times alone. All of a node's workers share its links. The near
 relay is host memory, so a worker's last stretch is its own PCIe; NVLink, which is faster and which the papers use, is
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import torch
 
 from benchmarks._common import PRINTED, Arguments, Figures, benchmark
@@ -36,6 +38,7 @@ from elastic.weights.client import WeightsClient
 from elastic.weights.codecs import warm_up
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.publisher import Publisher, PublishSettings
+from elastic.weights.records import version_prefix
 from elastic.weights.signing import SigningKey
 from elastic.weights.source import RelaySource
 
@@ -54,10 +57,12 @@ DELTA_SHARE = 0.0136
 """A delta's bytes by those of the weights of which 1.3 % changed: `weights_link.py` measures it."""
 
 BUCKETS = 64
-ELEMENTS = BUCKETS << 15
-ALONE_S, ALONE_QUICK_S = 5.0, 2.0
+ELEMENTS = BUCKETS << 14
+VERSION_BEFORE, VERSION = 0, 1
+"""The first one is small."""
+ALONE_S, ALONE_QUICK_S = 5.0, 2.5
 """How long a copy of the version takes over the slow link."""
-WORKERS_QUICK = 4
+WORKERS_QUICK = 3
 TIMEOUT_S = 300.0
 KEY = SigningKey()
 TRUST = KEY.trust("run")
@@ -84,16 +89,20 @@ def main(arguments: Arguments) -> Figures:
 
 
 def _pull(pipe: Connection) -> None:
+    client: WeightsClient | None = None
     while True:
         try:
             source: RelaySource = pipe.recv()
         except EOFError:
             return
-        client = WeightsClient()
+        if source.version == VERSION_BEFORE:
+            if client is not None:
+                client.close()
+            client = WeightsClient()
+        assert client is not None
         client.stage(source, TIMEOUT_S)
         client.apply(source)
         pipe.send(client.received_bytes)
-        client.close()
 
 
 @contextmanager
@@ -109,7 +118,7 @@ def _relay(directory: Path) -> Iterator[SiteServed]:
 
 
 def _publish(far: SiteServed) -> int:
-    """Put a keyframe of random weights there; returns its bytes on the relay."""
+    """Put keyframes of random weights there; returns the bytes on the relay of the one that counts."""
     assert far.near is not None
     relay = DirectoryRelay(Path(far.near.place))
     settings = PublishSettings(keyframe_in_buckets=True, bucket_elements=ELEMENTS // BUCKETS, tile_elements=1 << 13)
@@ -117,9 +126,11 @@ def _publish(far: SiteServed) -> int:
         np.uint16
     )
     publisher = Publisher(relay, TRUST.run, {}, settings, key=KEY)
-    publisher.publish(0, {"weights": torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)})
+    weights = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    publisher.publish(VERSION_BEFORE, {"weights": weights[: 1 << 13]})
+    publisher.publish(VERSION, {"weights": weights})
     publisher.close()
-    keys = relay.list_keys("versions/")
+    keys = relay.list_keys(version_prefix(VERSION))
     assert sum("manifest" not in key for key in keys) >= BUCKETS, keys
     return sum(len(relay.get(key)) for key in keys)
 
@@ -129,20 +140,21 @@ def _measured(
 ) -> Figures:
     within = across * WITHIN_GBPS / ACROSS_GBPS
     assert far.far is not None
-    direct_s, direct_bytes = _all_pull(pullers, far.far, across, [None] * len(pullers))
+    direct_s, direct_bytes, direct_share = _all_pull(pullers, far.far, across, [None] * len(pullers))
     with _relay(place) as near:
         assert near.near is not None
         assert near.far is not None
         between = LinkedPort(_port(near.far), within)
         beyond = _at(near.far, between)
         seen = [near.near if number < workers else beyond for number in range(len(pullers))]
-        two_stage_s, two_stage_bytes = _all_pull(pullers, far.far, across, seen)
+        two_stage_s, two_stage_bytes, two_stage_share = _all_pull(pullers, far.far, across, seen)
         between.close()
     return {
         "direct_s": direct_s,
         "two_stage_s": two_stage_s,
         "ratio": direct_s / two_stage_s,
         "ratio_of_most": direct_s / two_stage_s / len(pullers),
+        "cpu_share": {"direct": direct_share, "two_stage": two_stage_share},
         "bytes_over_link": {"direct": direct_bytes / size_bytes, "two_stage": two_stage_bytes / size_bytes},
         "bytes_between_nodes": between.carried_bytes / size_bytes,
         "rates": {"across_bytes_per_s": across, "within_bytes_per_s": within, "across_to_within": within / across},
@@ -152,31 +164,43 @@ def _measured(
 
 def _all_pull(
     pullers: list[Child], far: SiteRelay, across: float, near: Sequence[SiteRelay | None]
-) -> tuple[float, int]:
-    """Have all pull at once over one link; returns the seconds until the last has it, and the bytes over the link."""
+) -> tuple[float, int, float]:
+    """Have all pull at once over one link. Returns the seconds until the last has it, the bytes over the link, and the
+    share of the cores' time that was computed."""
     link = LinkedPort(_port(far), across)
     its = _at(far, link)
-    begun_s = time.monotonic()
-    for puller, relay in zip(pullers, near, strict=True):
-        cache = relay or SiteRelay("")
-        puller.pipe.send(
-            RelaySource(
-                run=TRUST.run,
-                version=0,
-                relay=its.place,
-                relay_token=its.token,
-                relay_anchor=its.anchor,
-                publisher=TRUST.public,
-                cache=cache.place,
-                cache_token=cache.token,
-                cache_anchor=cache.anchor,
+
+    def pulled(version: int) -> None:
+        for puller, relay in zip(pullers, near, strict=True):
+            cache = relay or SiteRelay("")
+            puller.pipe.send(
+                RelaySource(
+                    run=TRUST.run,
+                    version=version,
+                    relay=its.place,
+                    relay_token=its.token,
+                    relay_anchor=its.anchor,
+                    publisher=TRUST.public,
+                    cache=cache.place,
+                    cache_token=cache.token,
+                    cache_anchor=cache.anchor,
+                )
             )
-        )
-    for puller in pullers:
-        puller.hear(TIMEOUT_S)
-    took_s = time.monotonic() - begun_s
+        for puller in pullers:
+            puller.hear(TIMEOUT_S)
+
+    pulled(VERSION_BEFORE)
+    carried_before, computed_s, begun_s = link.carried_bytes, _computed_s(), time.monotonic()
+    pulled(VERSION)
+    took_s, computed_s = time.monotonic() - begun_s, _computed_s() - computed_s
     link.close()
-    return took_s, link.carried_bytes
+    return took_s, link.carried_bytes - carried_before, computed_s / took_s / len(os.sched_getaffinity(0))
+
+
+def _computed_s() -> float:
+    """What this process and all that it has started have computed."""
+    me = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (me, *me.children(recursive=True)))
 
 
 def _port(relay: SiteRelay) -> int:

@@ -18,6 +18,9 @@ SILENCE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
 """Longest time for an answer's body, however steadily it trickles."""
 
+WAIT_S_MAX = 5.0
+"""Longest time that a relay is asked to wait for a blob: less than the silence that counts as its end."""
+
 CHUNK_BYTES = 1 << 20
 """Bytes of a request's body that are copied at a time."""
 
@@ -68,6 +71,10 @@ class HttpRelay:
         end = "" if length is None else start + max(length, 1) - 1
         status, content = self._send("GET", self._blob(key), headers={"range": f"bytes={start}-{end}"})
         return b"" if status == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE else content[:length]
+
+    def get_within(self, key: str, wait_s: float) -> bytes:
+        wait_s = min(max(wait_s, 0.0), WAIT_S_MAX)
+        return self._send("GET", self._blob(key), params={"wait_s": f"{wait_s:.3f}"})[1]
 
     def list_keys(self, prefix: str = "") -> list[str]:
         url = f"{self._url}/blobs"

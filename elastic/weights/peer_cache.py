@@ -4,8 +4,10 @@
   The other workers find it there, a newcomer its keyframe as well.
 - A waiting worker takes over a claim when the piece takes several times as long as its own pieces take. The claim's
   worker may have died, or have a slow link.
+- A worker fetches one piece at a time, so that pieces are there soon, one after the other; the link is full of the
+  pieces of all workers.
 - The slower worker notices that between two parts of its piece. It takes the other's copy, and lets others claim first
-  from then on. A worker whose speed is unknown claims one piece at a time.
+  from then on.
 - So workers join and leave without anybody's consent.
 
 Source: the two-stage transfer of RollMux §5.2 (Weave §5.2), without a fixed group.
@@ -30,7 +32,7 @@ from elastic.weights.blobs import Buffer
 from elastic.weights.digest import digest_of
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError
 from elastic.weights.records import version_of
-from elastic.weights.relay import Relay
+from elastic.weights.relay import Relay, WaitingRelay
 from elastic.weights.signing import Trust
 from elastic.weights.waiting import pause_after_s
 
@@ -53,6 +55,9 @@ CLAIMS = 6
 
 CLAIM_LOOKS = 4
 """Looks for a piece that is waited for to one at its claim, which may have been withdrawn."""
+
+WAIT_S = 1.0
+"""How long a near relay that lets its readers wait is asked to, at most, until one looks at a claim."""
 
 REST = 4
 """Times as long as looking for a piece took until one looks again: a relay that is asked by many has work to do."""
@@ -89,6 +94,7 @@ class PeerCacheRelay:
     ) -> None:
         self._far = far
         self._near = near
+        self._waits = isinstance(near, WaitingRelay)
         self._worker = worker
         self._run_place = f"site/{digest_of(trust.run.encode())[:_NAME]}/"
         self._place = f"{self._run_place}{trust.public[:_NAME]}/"
@@ -102,10 +108,9 @@ class PeerCacheRelay:
         self._took_s: dict[int, float] = {}
         """How long a piece lately took this worker, by the power of two that is above the length it asked for."""
         self._lock = threading.Lock()
-        self._fetching = 0
-        self._proven = self._overtaken = False
-        """Whether the last piece came from the far relay by this worker's own request, and whether another worker was
-        faster."""
+        self._fetching = False
+        self._overtaken = False
+        """Whether another worker was faster with the last piece that this one fetched."""
         self._without_until_s = 0.0
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
@@ -145,16 +150,16 @@ class PeerCacheRelay:
 
     def _awaited(self, piece: str, length: int | None) -> tuple[bytes | None, str | None]:
         """The piece, or none and the claim on it under which this worker is to fetch it."""
-        number, holder, looks, patience_s = 0, None, 0, self._patience_s(length)
+        number, holder, looks, patience_s, pause_s = 0, None, 0, self._patience_s(length), 0.0
         begun_s = since_s = self._clock()
         while True:
             looked_s = self._clock()
-            if (content := self._found(piece)) is not None:
+            if (content := self._found(piece, pause_s)) is not None:
                 return content, None
-            waited_s, took_s = self._clock() - begun_s, self._clock() - looked_s
+            waited_s, took_s = self._clock() - begun_s, self._clock() - looked_s - pause_s
             looks += 1
             overdue = self._clock() - since_s >= patience_s * 2**number
-            looks_at_claim = holder is None or overdue or looks % CLAIM_LOOKS == 0
+            looks_at_claim = self._waits or holder is None or overdue or looks % CLAIM_LOOKS == 0
             if looks_at_claim and (not self._overtaken or waited_s >= self._patience_least_s):
                 if number == CLAIMS:
                     return None, None
@@ -165,22 +170,32 @@ class PeerCacheRelay:
                 if found != holder:
                     holder, since_s = found, self._clock()
                 elif found is not None and self._clock() - since_s >= patience_s * 2**number:
-                    number, holder = number + 1, None
+                    number, holder, pause_s = number + 1, None, 0.0
                     continue
-            self._sleep(max(pause_after_s(waited_s), REST * took_s))
+            pause_s = max(pause_after_s(waited_s), REST * took_s)
+            if self._waits and holder is not None:
+                pause_s = min(max(pause_s, since_s + patience_s * 2**number - self._clock()), WAIT_S)
 
-    def _found(self, key: str) -> bytes | None:
-        try:
+    def _found(self, key: str, within_s: float = 0.0) -> bytes | None:
+        """What is there, now or after a wait, which ends early where the relay lets its readers wait."""
+        until_s = self._clock() + within_s
+        with suppress(BlobNotFound):
+            if isinstance(self._near, WaitingRelay):
+                return self._near.get_within(key, within_s)
+            if within_s:
+                self._sleep(within_s)
             return self._near.get(key)
-        except BlobNotFound:
-            return None
+        # A relay of an older version does not wait.
+        if (left_s := until_s - self._clock()) > 0:
+            self._sleep(left_s)
+        return None
 
     def _claim(self, claim: str) -> bool:
-        """Claim a piece, and return whether this worker has it now. A worker of unknown speed fetches one at a time."""
+        """Claim a piece, and return whether this worker has it now. It fetches one at a time."""
         with self._lock:
-            if self._fetching and not self._proven:
+            if self._fetching:
                 return False
-            self._fetching += 1
+            self._fetching = True
         try:
             self._near.put(claim, f"{self._worker} {next(self._numbers)}".encode())
         except RelayError as error:
@@ -192,7 +207,7 @@ class PeerCacheRelay:
 
     def _end_fetching(self) -> None:
         with self._lock:
-            self._fetching -= 1
+            self._fetching = False
 
     def _patience_s(self, length: int | None) -> float:
         """By the pieces lately fetched: a piece takes no longer than a larger one did; of a smaller one one infers."""
@@ -219,7 +234,7 @@ class PeerCacheRelay:
                 fast = self._clock() - part_s < PART_S
                 self._part_bytes = max(self._part_bytes * 2 if fast else self._part_bytes // 2, self._part_bytes_min)
                 if len(content) != length and (faster := self._faster(piece)) is not None:
-                    self._proven, self._overtaken = False, True
+                    self._overtaken = True
                     return faster
         except BaseException:
             self._give_up(claim)
@@ -229,7 +244,7 @@ class PeerCacheRelay:
                 self._end_fetching()
         power, took_s = _power(length), self._clock() - begun_s
         self._took_s[power] = max(took_s, MEMORY * self._took_s.get(power, 0.0))
-        self._proven, self._overtaken = self._proven or length is not None, False
+        self._overtaken = False
         try:
             self._near.put(piece, content)
             if key.endswith(".json"):

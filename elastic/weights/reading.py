@@ -21,8 +21,9 @@ CHUNK_BYTES = 8 << 20
 SHARE_BYTES, SHARES = 1 << 20, 32
 """A smaller blob is fetched in so many chunks, none smaller than this, so that the workers of a site share it."""
 
-TRANSFERS = 3
-"""Transfers under way, or blobs under way or waiting to be used; more of them only take memory."""
+TRANSFERS = 6
+"""Transfers under way, or blobs under way or waiting to be used. With fewer a worker of a site waits for pieces that
+others fetch while further ones are there; more only take memory."""
 
 T = TypeVar("T")
 
@@ -41,6 +42,8 @@ class RelayReading:
         """Seconds spent waiting for the relay."""
         self.encode_s = 0.0
         """Seconds spent waiting for objects that the trainer had not put yet."""
+        self.listed: frozenset[str] = frozenset()
+        """What `list_keys` returned last."""
         self._relay = relay
         self._deadline_s = self.begun_s + timeout_s
         self._transfers = transfers
@@ -49,7 +52,9 @@ class RelayReading:
 
     def list_keys(self, prefix: str) -> list[str]:
         with self._on_the_wire():
-            return patiently(self._deadline_s, f"list {prefix}", lambda: self._relay.list_keys(prefix))
+            keys = patiently(self._deadline_s, f"list {prefix}", lambda: self._relay.list_keys(prefix))
+        self.listed = frozenset(keys)
+        return keys
 
     def look_again(self, since_s: float) -> bool:
         """Waits a little for what has been absent since `since_s` (monotonic). Returns whether there is time for it."""

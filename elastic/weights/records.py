@@ -12,7 +12,7 @@ where there is a manifest, all that it names is on the relay.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 import msgspec
@@ -204,12 +204,13 @@ class DeltaPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_update(
-    get: Callable[[str], bytes], version: int, base: int | None, trust: Trust
+    get: Callable[[str], bytes], version: int, base: int | None, trust: Trust, listed: Container[str] = ()
 ) -> Manifest | DeltaManifest | DeltaBegun:
     """Returns the record that says how to make `version` from `base` (None: from nothing).
 
     `get` reads a blob by its key and raises `BlobNotFound`. A complete update opens as its manifest, one that is still
-    being published as its announcement. Raises `BlobNotFound` where there is neither, `WeightsForged` unless the
+    being published as its announcement. Keys that were `listed` are read first, since a site's workers ask for what is
+    not there one after the other. Raises `BlobNotFound` where there is neither, `WeightsForged` unless the
     trainer signed the record for this update, and `WeightsCorrupted` for a record that contradicts itself.
     """
     base_version = NOTHING if base is None else base
@@ -219,11 +220,12 @@ def open_update(
     ]
     if base is None:
         places.insert(0, (manifest_key(version), Manifest))
-    for key, kind in places:
+    places.sort(key=lambda place: place[0] not in listed)
+    for number, (key, kind) in enumerate(places, 1):
         try:
             content = get(key)
         except BlobNotFound:
-            if kind is DeltaBegun:
+            if number == len(places):
                 raise
             continue
         record = trust.open(content, kind, SCHEMA_VERSION)

@@ -4,7 +4,7 @@ Source: docs/design.md, `Relay`.
 """
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import structlog
@@ -45,6 +45,15 @@ class Relay(Protocol):
 
     def close(self) -> None:
         """Give connections back. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class WaitingRelay(Protocol):
+    """A relay that lets its readers wait, since it is far cheaper than being asked again and again."""
+
+    def get_within(self, key: str, wait_s: float) -> bytes:
+        """A whole blob, which may come within `wait_s`, some seconds at most. Raises `BlobNotFound` after that."""
         ...
 
 

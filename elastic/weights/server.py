@@ -1,8 +1,10 @@
 """Serves any relay over HTTP: `GET /blobs?prefix=`, and GET (with ranges), PUT and DELETE of `/blobs/{key}`.
 
-Every request bears a token. Who has which right is said in `elastic.weights.rights`.
+With `?wait_s=` (below ten) a GET waits for a blob that is not there yet. Every request bears a token. Who has which
+right is said in `elastic.weights.rights`.
 """
 
+import asyncio
 import mmap
 import re
 import tempfile
@@ -27,6 +29,9 @@ PIECE_BYTES = 8 << 20
 BLOB_BYTES_MAX = 64 * 2**30
 
 _RANGE = re.compile(r"bytes=(\d{1,100})-(\d{0,100})")
+_WAIT = re.compile(r"\d(\.\d{1,9})?")
+LOOK_S = 0.02
+"""How often one looks for a blob for which a GET waits."""
 POSITION_MAX = 2**62
 """What lies behind it is in no file."""
 _BYTES = "application/octet-stream"
@@ -53,8 +58,18 @@ def relay_app(
         length = int(wanted[2]) - start + 1 if wanted and wanted[2] else None
         if start > POSITION_MAX:
             return PlainTextResponse(f"{key}: nothing at byte {start}", 416)
-        pieces = _counted(rights, bearer, _pieces(relay, key, start, length, piece_bytes))
-        first = await run_in_threadpool(next, pieces, b"")
+        wait = _WAIT.fullmatch(request.query_params.get("wait_s", ""))
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + (float(wait[0]) if wait else 0.0)
+        while True:
+            pieces = _counted(rights, bearer, _pieces(relay, key, start, length, piece_bytes))
+            try:
+                first = await run_in_threadpool(next, pieces, b"")
+                break
+            except BlobNotFound:
+                if clock() >= until_s:
+                    raise
+            await asyncio.sleep(LOOK_S)
         if wanted and not first:
             return PlainTextResponse(f"{key}: nothing at byte {start}", 416)
         status = 206 if wanted else 200

@@ -131,7 +131,7 @@ class Staging:
         Raises `RelayError`, and `WeightsCorrupted` for what does not verify: `staged` is of no use then. Raises
         `BaseMismatch` where the update is for other weights than those staged.
         """
-        record = open_update(self._reading.get, update.version, update.base, self._trust)
+        record = open_update(self._reading.get, *update, self._trust, self._reading.listed)
         if isinstance(record, Manifest):
             return self._take_keyframe(record)
         if update.base is None:

@@ -1,6 +1,8 @@
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -12,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elastic.weights.directory import DirectoryRelay
-from elastic.weights.errors import RelayError, RelayUnavailable
+from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable
 from elastic.weights.http import HttpRelay
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.records import keyframe_key
@@ -98,6 +100,32 @@ def test_a_blob_passes_in_pieces(tmp_path, server: Callable, token: str, size: i
         assert (plain.status_code, plain.content) == (200, content[:size])
         relay.close()
     assert all(length is not None and length <= 64 for length in asked)
+
+
+def test_a_get_may_wait_for_a_blob_that_is_not_there_yet(tmp_path, server: Callable, token: str):
+    looked = threading.Event()
+
+    class Looked(DirectoryRelay):
+        def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            try:
+                return super().get(key, start, length)
+            finally:
+                looked.set()
+
+    directory = Looked(tmp_path)
+    with server(relay_app(directory, RelayRights(token))) as url, ThreadPoolExecutor(1) as executor:
+        relay = HttpRelay(url, token)
+        with pytest.raises(BlobNotFound):
+            relay.get_within("k", 0.0)
+        looked.clear()
+        asked = executor.submit(relay.get_within, "k", 5.0)
+        assert looked.wait(30)
+        directory.put("k", b"content")
+        assert asked.result(30) == b"content"
+        headers = {"authorization": f"Bearer {token}"}
+        for wait in ("-1", "10", "nan", "1e9"):
+            assert httpx.get(f"{url}/blobs/none?wait_s={wait}", headers=headers).status_code == 404
+        relay.close()
 
 
 def test_a_full_disk_under_the_server_is_not_asked_again(tmp_path, server: Callable, token: str):
