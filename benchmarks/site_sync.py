@@ -59,7 +59,7 @@ DELTA_SHARE = 0.0136
 BUCKETS = 64
 ELEMENTS = BUCKETS << 14
 VERSION_BEFORE, VERSION = 0, 1
-"""The first one is small."""
+"""The first one is small; workers have it, and their connections."""
 ALONE_S, ALONE_QUICK_S = 5.0, 2.5
 """How long a copy of the version takes over the slow link."""
 WORKERS_QUICK = 3
@@ -89,19 +89,19 @@ def main(arguments: Arguments) -> Figures:
 
 
 def _pull(pipe: Connection) -> None:
-    client: WeightsClient | None = None
+    """Pull each version that is named; begin anew with None."""
+    client = WeightsClient()
     while True:
         try:
-            source: RelaySource = pipe.recv()
+            source: RelaySource | None = pipe.recv()
         except EOFError:
             return
-        if source.version == VERSION_BEFORE:
-            if client is not None:
-                client.close()
+        if source is None:
+            client.close()
             client = WeightsClient()
-        assert client is not None
-        client.stage(source, TIMEOUT_S)
-        client.apply(source)
+        else:
+            client.stage(source, TIMEOUT_S)
+            client.apply(source)
         pipe.send(client.received_bytes)
 
 
@@ -193,6 +193,9 @@ def _all_pull(
     carried_before, computed_s, begun_s = link.carried_bytes, _computed_s(), time.monotonic()
     pulled(VERSION)
     took_s, computed_s = time.monotonic() - begun_s, _computed_s() - computed_s
+    for puller in pullers:
+        puller.pipe.send(None)
+        puller.hear(TIMEOUT_S)
     link.close()
     return took_s, link.carried_bytes - carried_before, computed_s / took_s / len(os.sched_getaffinity(0))
 
