@@ -416,7 +416,7 @@ def test_where_all_is_there_every_worker_begins_somewhere_else(tmp_path: Path):
 
 
 def test_workers_that_die_amid_a_piece_leave_the_others_what_they_claimed(tmp_path: Path, near: DirectoryRelay):
-    soon = {"claim_s": 0.2, "patience_s": 0.2}
+    soon: dict[str, Any] = {"claim_s": 0.2, "patience_s": 0.2}
     relay = published(tmp_path / "far", [1.0, 2.0])
 
     class Lost(Watched):
