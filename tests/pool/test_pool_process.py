@@ -149,14 +149,14 @@ async def running(
     kind: str = "local",
     ray: Mapping[str, Any] | None = None,
     devices: str = "cpu",
+    up_within_s: float = 40.0,
     **limits: float,
 ) -> AsyncIterator[Pool]:
     pool = Pool(tmp_path, host, spot, kind, ray, devices, **limits)
     pool.start()
     try:
-        await pool.until(
-            lambda status: all(node["node_agent"]["up"] for node in status["nodes"]), "node agents are not up"
-        )
+        all_up: Callable[[dict[str, Any]], bool] = lambda now: all(node["node_agent"]["up"] for node in now["nodes"])  # noqa: E731
+        await pool.until(all_up, "node agents are not up", up_within_s)
         yield pool
         assert "VIOLATION" not in pool.history()
         marks = live_report(pool.directory)[0].marks

@@ -41,6 +41,7 @@ class OnRay:
             "providers.ray.num_gpus=0",
             "providers.ray.resources={place=1}",
             "providers.ray.poll_s=0.5",
+            f"providers.ray.answer_timeout_s={PATIENCE_S / 2}",
             *own,
         ]
         self.arguments = [str(config), "--providers", "ray", *_runs.sets(settings)]
@@ -103,8 +104,7 @@ class OnRay:
 def test_nodes_and_the_orchestrator_are_lost_under_load(tmp_path: Path, checkpoint: Path, nodes: RayNodes) -> None:
     relay = f"weights.relay={nodes.address}"
     patient = f"run.orchestrator_timeout_s={PATIENCE_S}"
-    answers = f"providers.ray.answer_timeout_s={PATIENCE_S}"
-    live = OnRay(tmp_path, checkpoint, nodes, "providers.ray.max_workers=2", relay, patient, answers)
+    live = OnRay(tmp_path, checkpoint, nodes, "providers.ray.max_workers=2", relay, patient)
     with contextlib.ExitStack() as undo:
         undo.callback(live.run.discard)
         live.more_tokens()

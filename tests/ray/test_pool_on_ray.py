@@ -58,7 +58,7 @@ async def test_nodes_come_from_the_cluster_and_go_back_to_it(tmp_path: Path, nod
     (tmp_path / "shipped" / "__init__.py").touch()
     asked = asked_of(nodes, tmp_path / "nodes")
     asked["ray"]["runtime_env"] = {"py_modules": [str(tmp_path / "shipped")]}
-    async with running(tmp_path, silence_s=30.0, **asked) as pool:
+    async with running(tmp_path, up_within_s=PATIENCE_S, silence_s=30.0, **asked) as pool:
         await until_up(pool, *NODES)
         assert shipped(tmp_path) == len(NODES)
         (first,) = [node for node in (await pool.status())["nodes"] if node["name"] == "rollout-1"]
@@ -95,7 +95,7 @@ async def test_nodes_come_from_the_cluster_and_go_back_to_it(tmp_path: Path, nod
 async def test_what_a_cluster_has_not_is_said(tmp_path: Path, nodes: RayNodes) -> None:
     asked = asked_of(nodes, tmp_path / "nodes")
     asked["ray"]["resources"]["unobtainium"] = 3.0
-    async with running(tmp_path / "lacking", **asked) as pool:
+    async with running(tmp_path / "lacking", up_within_s=PATIENCE_S, **asked) as pool:
         await pool.until(lambda status: len(waits(status)) == 2, "they do not wait", PATIENCE_S)
         assert "unobtainium 3, and none of its nodes has as much: they have" in waits(await pool.status())[0]
 
