@@ -27,6 +27,7 @@ from elastic.system.host import here
 from elastic.system.processes import OF_SITE
 from elastic.system.signals import TERMINATION, act_on
 from elastic.system.supervision import RecordedProcesses, end_left_over
+from elastic.worker.notices import watch_instance
 
 log = structlog.get_logger(__name__)
 
@@ -138,7 +139,12 @@ async def _stay(known: NodeAgentTicket, session: NodeSession, files_bytes: int) 
             ticket = msgspec.structs.replace(known, token=session.token() or known.token)
             its = SiteMembership(known.directory / "site", known.records, known.pool, known.node)
             files = NodeFiles(known.directory, files_bytes)
-            end = await NodeAgent(ticket, let_in=session.keep, site=its, files=files).run()
+            node_agent = NodeAgent(ticket, let_in=session.keep, site=its, files=files)
+            watching = asyncio.create_task(watch_instance(node_agent.notice), name="notices of the machine's end")
+            try:
+                end = await node_agent.run()
+            finally:
+                watching.cancel()
             if end.how in ("refused", "dismissed") or not session.token():
                 log.info("node ends", node=known.node, cause=end.reason)
                 return 0 if end.how == "dismissed" else 1

@@ -165,6 +165,11 @@ class PoolGateway:
         say = link.send
 
         def heard(name: NodeId, message: w.FromNodeAgent) -> None:
+            if isinstance(message, w.NodeNotice):
+                if terms is None:
+                    return
+                # Its ticket is void from now on: it does not come back, and its name is free once it is gone.
+                self._journal.change_terms(name, msgspec.structs.replace(terms, drained=True))
             if not isinstance(message, w.OfFiles):
                 shell.node_agent_heard(name, message)
             elif self._files is not None and terms is not None:

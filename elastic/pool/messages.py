@@ -572,6 +572,16 @@ FromJob: TypeAlias = (
     | StillHere
 )
 ToJob: TypeAlias = JobWelcome | RefusedFrame | Granted | PermitOver | WorkerEnded | StillHere
+
+
+class NodeNotice(_PoolMessage):
+    """The node's machine is taken in `left_s`, as whoever lends it says. It is said again to each process of the
+    pool."""
+
+    left_s: Seconds
+    reason: Text
+
+
 FromNodeAgent: TypeAlias = (
     NodeAgentHello
     | ResidentUp
@@ -579,6 +589,7 @@ FromNodeAgent: TypeAlias = (
     | DeviceFreed
     | WorkerLeft
     | HostMemory
+    | NodeNotice
     | SiteServed
     | AskFiles
     | FilesThere

@@ -166,6 +166,19 @@ class NodeAgent:
         self._wakeup: asyncio.TimerHandle | None = None
         self._link: PoolLink[w.ToNodeAgent] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._notice: tuple[float, str] | None = None
+        """When the machine is taken, and why."""
+
+    def notice(self, left_s: float | None, reason: str) -> None:
+        """Tell the pool that the machine is taken in `left_s`; what has no time changes nothing."""
+        if left_s is not None:
+            self._notice = here().monotonic() + left_s, reason
+            self._say_notice()
+
+    def _say_notice(self) -> None:
+        if self._notice is not None:
+            at_s, reason = self._notice
+            self._say(w.NodeNotice(max(0.0, at_s - here().monotonic()), reason))
 
     async def run(self) -> NodeAgentEnd:
         """Work until the end, residents included; returns why it has ended."""
@@ -200,6 +213,7 @@ class NodeAgent:
             self._link, self._token, within_s = link, welcome.session, welcome.orphan_s
             self._limits = SilenceLimits(welcome.stall_s, welcome.still_s)
             link.watch(welcome.silence_s)
+            self._say_notice()
             if self._files is not None:
                 self._files.joined(link.send, welcome.orphan_s)
             measuring = asyncio.create_task(self._measure(welcome.measure_s), name="memory")

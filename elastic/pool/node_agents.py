@@ -242,6 +242,13 @@ class NodeAgents(PoolRoom):
         """Whether nodes of this kind come by themselves, on other machines."""
         return kind in self._joins
 
+    def noticed(self, name: NodeId, reason: str) -> None:
+        """Drain a node whose machine is about to be taken. Once that is gone, the node is lost for its silence."""
+        node = self._cluster.state.nodes.get(name)
+        if node is not None and not node.draining:
+            self._ports.died(name, "", f"{reason}; its jobs go on elsewhere from their step's end")
+            self._pool.feed(e.NodeDrained(node=name))
+
     def released(self, name: NodeId) -> None:
         """Let a node go that the cluster has not got any more, and nobody uses."""
         if self._nodes.pop(name, None) is not None:

@@ -309,6 +309,8 @@ class PoolShell(PoolRoom):
                 self._workers.left(name, message)
             case w.HostMemory(job=job, host_bytes=host_bytes):
                 self._residents.measured(name, job, host_bytes)
+            case w.NodeNotice(reason=reason):
+                self._node_agents.noticed(name, reason)
             case w.SiteServed():
                 self._node_agents.site_served(name, message)
             case _:

@@ -18,6 +18,7 @@ from elastic.pool.journal import pool_secret
 from elastic.pool.machines import NodeTicket
 from elastic.protocol.run_control import CommandRefused
 from tests.pool.test_pool_process import Pool, finished, leftovers, running
+from tests.worker.test_notices import metadata
 
 pytestmark = pytest.mark.slow
 
@@ -198,3 +199,18 @@ async def test_what_a_pool_of_other_machines_cannot_take_is_refused(tmp_path: Pa
     async with running(tmp_path / "local") as local:
         with pytest.raises(CommandRefused, match=r"pool.rollout.kind: found 'local'"):
             await local.control.ticket("", 60)
+
+
+@pytest.mark.nightly
+async def test_a_machine_that_is_taken_back_is_drained_at_its_notice_and_does_not_come_again(
+    tmp_path: Path, elsewhere: OtherMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with metadata(monkeypatch) as service, running(tmp_path, kind="joined", silence_s=3.0) as pool:
+        ticket = await pool.control.ticket("", 600)
+        node_agent = elsewhere.join(ticket)
+        await pool.until(up(ticket.node), "the machine does not join", 120.0)
+        service.interrupt(100.0)
+        await pool.until(up(), "the node does not go")
+        assert await elsewhere.ended(node_agent) == 1
+        assert "was drained" in elsewhere.said(ticket)
+        assert (await pool.control.ticket("", 600)).node == ticket.node, "its name is free"

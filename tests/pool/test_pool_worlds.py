@@ -6,6 +6,7 @@ import pytest
 
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import PhaseKind
+from elastic.pool import messages as w
 from elastic.testing.faults.kinds import FaultKind
 from elastic.testing.faults.pool.pool_worlds import STRIKES, PoolFaults, PoolWorld, draw_pool
 
@@ -90,3 +91,20 @@ def test_a_job_whose_checkpoint_is_on_its_way_does_not_ask_to_train() -> None:
     world.run()
     within = [at_ns for at_ns in asked if since_ns < at_ns < until_ns]
     assert (within, until_ns in asked) == ([], True)
+
+
+def test_a_node_whose_machine_is_taken_back_is_drained() -> None:
+    world = PoolWorld(draw_pool(6, CALM))
+    drained: list[bool] = []
+
+    def take() -> None:
+        name = next(name for name, node in world.node_agents.items() if node.alive)
+        for _ in range(2):
+            world.to_shell(lambda shell: shell.node_agent_heard(name, w.NodeNotice(100.0, "it is taken back")))
+        assert world.shell is not None
+        node = world.shell.cluster.state.nodes.get(name)
+        drained.append(node is None or node.draining)
+
+    world.loop.at(1700 * 10**9, take)
+    world.run()
+    assert drained == [True]

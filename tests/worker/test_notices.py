@@ -58,8 +58,9 @@ class Service:
         self.says["/latest/meta-data/events/recommendations/rebalance"] = '{"noticeTime": "2026-11-23T05:00:00Z"}'
 
 
-@pytest.fixture
-async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+@contextlib.asynccontextmanager
+async def metadata(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+    """The service of this machine, as if it were an instance."""
     made = Service()
     server = await asyncio.start_server(made.accept, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
@@ -71,6 +72,12 @@ async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
     await server.wait_closed()
     await asyncio.gather(*made.answering)
     await asyncio.sleep(0)  # Transports that were closed end in the loop's next turn.
+
+
+@pytest.fixture
+async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+    async with metadata(monkeypatch) as made:
+        yield made
 
 
 async def test_each_notice_is_told_once_and_a_silent_service_is_asked_again(service: Service) -> None:
