@@ -29,7 +29,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(request, FrontError(error.status_code, error.detail))
+    response = error_response(request, FrontError(error.status_code, error.detail))
+    response.headers.update(error.headers or {})  # A 405 says what is allowed.
+    return response
 
 
 async def _broken(request: Request, _: Exception) -> Response:

@@ -92,16 +92,19 @@ async def test_no_key_is_told_before_the_body_is_read(served):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
+    ("method", "path", "status", "code", "allowed"),
     [
-        ("POST", "/v1/nothing", 404, "not_found"),
-        ("POST", "/chat/completions", 404, "not_found"),
-        ("GET", CHAT, 405, "method_not_allowed"),
-        ("DELETE", "/trajectories", 405, "method_not_allowed"),
+        ("POST", "/v1/nothing", 404, "not_found", {""}),
+        ("POST", "/chat/completions", 404, "not_found", {""}),
+        ("GET", CHAT, 405, "method_not_allowed", {"POST"}),
+        ("DELETE", "/trajectories", 405, "method_not_allowed", {"POST"}),
+        ("TRACE", "/health", 405, "method_not_allowed", {"GET", "HEAD"}),
     ],
 )
-async def test_what_is_no_route(served, method, path, status, code):
-    assert_error(await served.client.request(method, path), status, code)
+async def test_what_is_no_route(served, method, path, status, code, allowed):
+    answer = await served.client.request(method, path)
+    assert_error(answer, status, code)
+    assert set(answer.headers.get("allow", "").split(", ")) == allowed
 
 
 @pytest.mark.parametrize(
