@@ -79,7 +79,7 @@ def _asked_key() -> str:
     if sys.stdin.isatty():
         return typer.prompt("key", hide_input=True, err=True)
     return sys.stdin.readline().strip() or bad_input(
-        f"standard input: found no key; allowed: a line, or {KEY_VARIABLE}"
+        f"standard input: found no key; allowed: one in a line, or in {KEY_VARIABLE}"
     )
 
 

@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from elastic.cli.output import console, say
-from elastic.cli.progress import ProgressDisplay, line, render
+from elastic.cli.progress import LINES_APART_S, ProgressDisplay, bar, line, render
 from elastic.core.types import RunWarning
 from elastic.runtime.status import ProviderStatus, RunStatus, ServingStatus
+from elastic.system.host import Host, on
 
 
 def status(**fields: Any) -> RunStatus:
@@ -112,6 +113,17 @@ def test_a_line_a_step_where_there_is_no_terminal() -> None:
     assert "workers serving:2 spot:1 trainer:1" in lines[1]
     assert "preemptions 3  deaths spot:2 (1 replaced)" in lines[1]
     assert "12% of paced iterations took longer" in line(status(**BUSY), 0.0)
+
+
+def test_lines_some_seconds_apart_in_place_of_a_bar_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now_s = [0.0]
+    with on(Host(monotonic=lambda: now_s[0])), bar("base policy") as show:
+        for step in range(5):
+            now_s[0] = step * LINES_APART_S / 2
+            show(step, 5, "")
+    assert capsys.readouterr().err.splitlines() == ["base policy: 2/5", "base policy: 4/5"]
 
 
 def test_a_run_that_others_train_says_what_it_serves() -> None:
