@@ -44,7 +44,7 @@ All jobs wait for it."""
 SUPERVISOR = "supervisor.lock"
 """The file that the supervisor of a pool's process holds."""
 JOURNAL = "journal.sqlite"
-BAD_INPUT = ("invalid", "unknown_job", "conflict", "rejected", "version")
+BAD_INPUT = ("invalid", "unknown_job", "unknown_node", "conflict", "rejected", "version")
 """What a pool refuses because of how it was asked."""
 
 

@@ -162,7 +162,7 @@ class PoolCommandManager:
         try:
             self._tickets.void(node)
         except ValueError as error:
-            return PoolRefusal(kind="invalid", message=str(error))
+            return PoolRefusal(kind="conflict" if node in self._shell.nodes else "unknown_node", message=str(error))
         self._journal.keep(command)
         return self._done(command.id, self._shell.drain(node))
 

@@ -170,7 +170,8 @@ class TicketMinted(_PoolReply, frozen=True, tag="minted"):
 
 
 class PoolRefusal(_PoolReply, frozen=True, tag="refused"):
-    """Nothing was done. `kind` is one of `invalid`, `unknown_job`, `conflict`, `rejected`, `version` and `ending`."""
+    """Nothing was done. `kind` is one of `invalid`, `unknown_job`, `unknown_node`, `conflict`, `rejected`,
+    `version` and `ending`."""
 
     kind: str
     message: str

@@ -26,6 +26,7 @@ from elastic.core.cluster.types import (
     PhaseKind,
     price_of,
 )
+from elastic.core.timers import Wait
 from elastic.system.devices import DeviceName
 
 NS_PER_S = 1_000_000_000
@@ -106,6 +107,8 @@ class TurnStatus(msgspec.Struct, frozen=True):
 
 
 class WaitStatus(msgspec.Struct, kw_only=True):
+    """Who (`key`, a job or the pool) waits for what, in words."""
+
     what: str
     key: str
     since_s: float
@@ -251,15 +254,29 @@ def pool_status(
             job_status(cluster, record, billed[record.request.id], places.get(record.request.id)) for record in shown
         ],
         permits=[_permit(permit, now_ns) for permit in cluster.permits.values()],
-        waits=[
-            WaitStatus(
-                what=wait.what,
-                key=wait.key,
-                since_s=wait.since_ns / NS_PER_S,
-                left_s=max(0, wait.until_ns - now_ns) / NS_PER_S,
-            )
-            for wait in cluster.waits
-        ],
+        waits=[_wait(cluster, wait, now_ns) for wait in cluster.waits],
+    )
+
+
+_WAITS_FOR = {
+    "profile": "its profile",
+    "queue": "a place",
+    "start": "its processes to start",
+    "stop": "its processes to end",
+    "regroup": "its next look at the groups",
+    "permit": "the end of its permit",
+    "yield": "the end of its permit, which was recalled",
+}
+
+
+def _wait(cluster: Cluster, wait: Wait, now_ns: Nanoseconds) -> WaitStatus:
+    """Who waits is a job, also of a permit by its number, or the pool itself."""
+    permit = cluster.permits.get(int(wait.key)) if wait.what in ("permit", "yield") else None
+    return WaitStatus(
+        what=_WAITS_FOR.get(wait.what, f"its {wait.what}"),
+        key=(wait.key or "the pool") if permit is None else permit.job,
+        since_s=wait.since_ns / NS_PER_S,
+        left_s=max(0, wait.until_ns - now_ns) / NS_PER_S,
     )
 
 

@@ -72,7 +72,9 @@ TYPES: Mapping[str, ProblemType] = {
     "job-rejected": ProblemType(
         409, "No pool like this can take the job", "`detail` has what it needs, and what is allowed."
     ),
-    "job-conflict": ProblemType(409, "The job is not in that state", "Read it again: `state` and `reason` say more."),
+    "job-conflict": ProblemType(
+        409, "The job or node is not in that state", "Read it again: `state` and `reason`, or `joined`, say more."
+    ),
     "events-gone": ProblemType(410, "These events are gone", "Begin the stream again, without Last-Event-ID."),
     "precondition-failed": ProblemType(412, "It has changed meanwhile", "Read it again, and use its new ETag."),
     "too-large": ProblemType(413, "The body is too large", "Send less."),

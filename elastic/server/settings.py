@@ -72,6 +72,8 @@ class ServerSettings:
     ping_s: float = 15.0
     """How often an idle stream sends a ping, so that no proxy cuts it."""
     body_bytes_max: int = 4 * 2**20
+    database_timeout_s: float = 20.0
+    """Longest that a request waits for the database's answer: a connection and one statement, each to its own limit."""
     check_timeout_s: float = 10.0
     """Longest that the check of a submission takes; then it is refused."""
     prices: Mapping[str, float] = field(default_factory=dict[str, float])

@@ -160,7 +160,7 @@ class StandIn:
                 return TicketMinted(id=request.id, ticket=TICKET)
             case DrainNode(node=node):
                 if node not in self.cluster.state.nodes:
-                    return PoolRefusal(kind="invalid", message=f"node {node!r} is no node of another machine")
+                    return PoolRefusal(kind="unknown_node", message=f"node {node!r} is no node of another machine")
                 self.tell(e.NodeDrained(node=node))
             case StopPool():
                 pass

@@ -186,8 +186,10 @@ async def test_a_machine_that_was_cut_off_comes_back_without_what_it_had_and_wro
         assert await elsewhere.ended(elsewhere.join(msgspec.structs.replace(late, token=token))) == 1
         assert "unknown node or wrong token: is it of this pool?" in elsewhere.said(late)
         assert await elsewhere.ended(elsewhere.join(late, at="nowhere")) == 2
-        with pytest.raises(CommandRefused, match=r"no node of another machine; those are: rollout-1, rollout-2"):
-            await pool.control.drain("train-1")
+        for node, kind in (("train-1", "conflict"), ("train-9", "unknown_node")):
+            with pytest.raises(CommandRefused, match=r"no node of another machine; those are: rollout-1") as refused:
+                await pool.control.drain(node)
+            assert refused.value.kind == kind
         await finished(pool, "one")
 
 

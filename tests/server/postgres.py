@@ -5,6 +5,7 @@ import itertools
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -42,6 +43,20 @@ class PostgresCluster:
     def stop(self) -> None:
         """At once: every client that is connected is cut off."""
         self._run("pg_ctl", "stop", "-m", "immediate", "-w")
+
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """None of its processes answers, and none has ended."""
+        main = int((self._directory / "data/postmaster.pid").read_text().split()[0])
+        children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
+        those = [main, *map(int, children)]
+        for one in those:
+            os.kill(one, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for one in those:
+                os.kill(one, signal.SIGCONT)
 
     def new_database(self) -> str:
         """An empty database's URL."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from elastic.server.api.app import create_app
 from elastic.server.runner import RunnerBusy, RunnerLoop, loop
 from elastic.server.store import Store, StoreError, StoreUnavailable, migrate
 from elastic.server.store.migrations import versions
@@ -97,6 +98,24 @@ async def test_what_was_acknowledged_outlives_a_crash_of_the_database(
             await looked(runner)
             assert (await asyncio.to_thread(client.get, f"/v1/runs/{run}")).json()["phase"] == "stopped"
             assert (await asyncio.to_thread(client.get, "/readyz")).status_code == 200
+
+
+@pytest.mark.postgres
+async def test_a_database_that_hangs_holds_no_request(tmp_path: Path, fragile: PostgresCluster) -> None:
+    made = make_site(tmp_path, fragile.new_database())
+    settings = dataclasses.replace(made.settings, database_timeout_s=1.0)
+    site = dataclasses.replace(made, app=create_app(made.store, settings))
+    with contextlib.closing(site.store), site.client() as client:
+        assert (await asyncio.to_thread(client.get, "/v1/runs")).status_code == 200
+        with fragile.hanging():
+            asked = [asyncio.to_thread(client.get, "/v1/me") for _ in range(6)]
+            for answer in await asyncio.wait_for(asyncio.gather(*asked), 60):
+                assert (answer.status_code, answer.json()["type"]) == (503, "/problems/unavailable")
+                assert (answer.json()["detail"], answer.headers["retry-after"]) == (
+                    "the database: no answer within 1 s",
+                    "2",
+                )
+        assert (await asyncio.to_thread(client.get, "/v1/runs")).status_code == 200
 
 
 @pytest.mark.postgres

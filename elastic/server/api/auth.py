@@ -168,6 +168,8 @@ def requires(action: Action) -> Callable[..., Awaitable[None]]:
                 status=403,
                 request_id=request.state.request_id,
             )
-        raise ApiProblem("forbidden", f"{action} is not allowed to {caller.name!r}, a {caller.role}", action=action)
+        raise ApiProblem(
+            "forbidden", f"{action} is not allowed to {caller.name!r}, whose role is {caller.role}", action=action
+        )
 
     return check

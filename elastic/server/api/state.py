@@ -56,7 +56,7 @@ class ServerState:
 
     @cached_property
     def reads(self) -> GatheredReads:
-        return GatheredReads(self.store)
+        return GatheredReads(self.store, self.settings.database_timeout_s)
 
     @cached_property
     def shown_config(self) -> Callable[[str, str], ShownConfig]:

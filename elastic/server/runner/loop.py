@@ -53,8 +53,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 FORGET_ANSWERS_S = 24 * 3600
 READ_TIMEOUT_S = 5.0
 UNREAD_S = 60.0
-"""How long it is tried to read how a run's process ended, before the process counts as dead: its user may make that
-last for ever, and a run that has finished is not to begin again because the server was busy."""
+"""How long it is tried to read what a run's process has left, before it counts as nothing: its user may make that last
+for ever, and a run that has finished is not to begin again because the server was busy."""
 LOOK_S = 2.0
 """How long a look waits for the runs that it attends to; a run that takes longer goes on beside the next looks."""
 READERS = 64
@@ -89,8 +89,8 @@ class RunnerLoop:
         self._held: dict[str, HeldProcess] = {}
         self._readers = ThreadPoolExecutor(READERS, "files of runs")
         self._reading: dict[str, Future[Any]] = {}
-        self._unread_s: dict[str, float] = {}
-        """Since when the ends of runs' processes cannot be read."""
+        self._unread_s: dict[tuple[str, Callable[..., Any]], float] = {}
+        """Since when each read of a run's files has been late."""
         self.wake = self._isolated.wake
         """Have it look at the runs now, because a request has changed. Any thread may call this."""
         self._observed_s: dict[str, float] = {}
@@ -153,7 +153,7 @@ class RunnerLoop:
         for gone in self._held.keys() - known:
             self._held.pop(gone).watched.close()
         self._reading = {id_: one for id_, one in self._reading.items() if id_ in known}
-        self._unread_s = {id_: since_s for id_, since_s in self._unread_s.items() if id_ in known}
+        self._unread_s = {what: since_s for what, since_s in self._unread_s.items() if what[0] in known}
         if self._housekeeping is None or self._housekeeping.done():
             self._housekeeping = asyncio.create_task(self._housekeep(), name=HOUSEKEEPING)
         self.ticked_s = time.monotonic()
@@ -211,6 +211,9 @@ class RunnerLoop:
                 await self._start(run)
         elif decision.step is NextStep.BECOME:
             await self._become(run, decision)
+            if seen.ending is not None:
+                self._held.pop(run.id, None)  # Until then its status is asked for again.
+                log.info("a run's process has ended", run=run.id, how=seen.ending.how, cause=seen.ending.cause)
         elif decision.step is NextStep.SETTLE:
             await asyncio.to_thread(self._settle, run)
         elif decision.step is NextStep.REMOVE:
@@ -221,7 +224,7 @@ class RunnerLoop:
     async def _look(self, run: HostedRunRow) -> ProcessSeen:
         """Return the run's process. Adopts it if another server started it.
 
-        Raises `TimeoutError` for `UNREAD_S` while its end cannot be read.
+        Raises `TimeoutError` while what it left cannot be read yet.
         """
         held = self._held.get(run.id)
         began = run.phase in ALIVE
@@ -238,21 +241,9 @@ class RunnerLoop:
         if not began:
             self._held.pop(run.id, None)
             return ProcessSeen(alive=False, leaves=leaves)
-        ending = await self._read_ending(run, status)
-        self._held.pop(run.id, None)
-        log.info("a run's process has ended", run=run.id, how=ending.how, cause=ending.cause)
+        unread = Ending(how=decisions.DIED, cause="its process ended, and its files cannot be read")
+        ending = await self._read_or(unread, run, self._ending_of, self._settings, run, status)
         return ProcessSeen(alive=False, signalled=signalled, ending=ending, leaves=leaves)
-
-    async def _read_ending(self, run: HostedRunRow, status: int | None) -> Ending:
-        try:
-            ending = await self._read(run, self._ending_of, self._settings, run, status)
-        except OSError as error:
-            since_s = self._unread_s.setdefault(run.id, time.monotonic())
-            if isinstance(error, TimeoutError) and time.monotonic() - since_s < UNREAD_S:
-                raise
-            ending = Ending(how=decisions.DIED, cause="its process ended, and its files cannot be read")
-        self._unread_s.pop(run.id, None)
-        return ending
 
     def _adopted(self, run: HostedRunRow, held: HeldProcess, found: Identity) -> None:
         if run.identity == found:
@@ -372,10 +363,18 @@ class RunnerLoop:
             return await asyncio.wrap_future(reading)
 
     async def _read_or(self, otherwise: T, run: HostedRunRow, read: Callable[..., T], *arguments: Any) -> T:
+        """As `_read`. What is late is asked for again, for `UNREAD_S`: until then this raises `TimeoutError`. Then, and
+        of files that cannot be read at all, `otherwise` is returned."""
+        what = (run.id, read)
         try:
-            return await self._read(run, read, *arguments)
-        except OSError:
+            found = await self._read(run, read, *arguments)
+        except OSError as error:
+            since_s = self._unread_s.setdefault(what, time.monotonic())
+            if isinstance(error, TimeoutError) and time.monotonic() - since_s < UNREAD_S:
+                raise
             return otherwise
+        self._unread_s.pop(what, None)
+        return found
 
     async def _become(self, run: HostedRunRow, decision: Decision) -> None:
         """Put the run into another phase, and record it in the store."""

@@ -13,32 +13,41 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from elastic.server.store.database import Store
+from elastic.server.store.database import Store, StoreUnavailable
 
 T = TypeVar("T")
 
 THREADS = 4
 AT_ONCE = 16
 """Reads that one thread carries out over one connection."""
+WAITING = 4_096
+"""Reads that wait for a thread; beyond these, requests are refused at once."""
 
 _Find = Callable[[sa.Connection], Any]
 
 
 class GatheredReads:
     """Reads of a store, for requests of any event loops. Each raises its own exceptions; a database that fails fails
-    all reads of its connection."""
+    all reads of its connection. One that hangs is waited for no longer than `timeout_s`."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, timeout_s: float) -> None:
         self._store = store
+        self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(THREADS, "reads")
         self._waiting: deque[tuple[_Find, Future[Any]]] = deque()
 
     async def read(self, find: Callable[[sa.Connection], T]) -> T:
         """Return what `find` finds, which is called in a thread. Raises what it raises, and `StoreUnavailable`."""
+        if len(self._waiting) >= WAITING:  # Of a database that hangs, also those that nobody waits for any more.
+            raise StoreUnavailable("too many requests wait for its answers")
         found: Future[T] = Future()
         self._waiting.append((find, found))
         self._threads.submit(self._work)
-        return await asyncio.wrap_future(found)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.wrap_future(found)
+        except TimeoutError:
+            raise StoreUnavailable(f"no answer within {self._timeout_s:g} s") from None
 
     def _work(self) -> None:
         """Carry out what waits; nothing, where other threads have taken it all."""

@@ -2,7 +2,7 @@
 import { Refused, get } from "./data.js";
 import { button, el, fill, soft } from "./dom.js";
 import { endOf, partsOf } from "./trajectories.js";
-import { count, reward } from "./units.js";
+import { count, many, reward } from "./units.js";
 
 const LIKELY = [-0.1, -0.7, -2.3, -4.6];
 const TOKENS_SHOWN = 4000;
@@ -29,7 +29,7 @@ function aboutOf(context, message) {
   const range = [message.start, message.start + message.tokens];
   const distinct = [...new Set(context.versions.slice(...range))];
   const mean = context.logprobs.slice(...range).reduce((sum, one) => sum + one, 0) / message.tokens;
-  return `${count(message.tokens)} tokens of version${distinct.length > 1 ? "s" : ""} ${distinct.slice(0, 8).join(", ")}, mean log-probability ${mean.toFixed(2).replace("-", "−")}`;
+  return `${many(message.tokens, "token")} of version${distinct.length > 1 ? "s" : ""} ${distinct.slice(0, 8).join(", ")}, mean log-probability ${mean.toFixed(2).replace("-", "−")}`;
 }
 
 function messageOf(context, message) {
@@ -55,9 +55,9 @@ function contextOf(context) {
   const all = context.messages ?? [{ role: "tokens", content: "", reasoning: "", tool_calls: [], by_policy: true, start: 0, tokens: context.token_ids.length }];
   const own = all.filter((one) => one.start + one.tokens > shared);
   const left = [];
-  if (own.length < all.length) left.push(`${all.length - own.length} messages are as in a context above.`);
-  if (context.left_out_messages) left.push(`${count(context.left_out_messages)} messages at the end are left out.`);
-  if (context.left_out_tokens) left.push(`${count(context.left_out_tokens)} tokens at the end are left out.`);
+  if (own.length < all.length) left.push(`Not repeated: ${many(all.length - own.length, "message")} of a context above.`);
+  if (context.left_out_messages) left.push(`Left out at the end: ${many(context.left_out_messages, "message")}.`);
+  if (context.left_out_tokens) left.push(`Left out at the end: ${many(context.left_out_tokens, "token")}.`);
   const messages = el("div", {}, own.slice(0, MESSAGES_SHOWN).map((one) => messageOf(context, one)));
   const rest = own.slice(MESSAGES_SHOWN);
   const more = button(`Show ${rest.length} more messages`, () => {
@@ -78,7 +78,7 @@ function detailOf(found) {
   if (Object.keys(found.metrics).length) listed.push(`Metrics: ${partsOf(found.metrics)}`);
   if (endOf(found)) listed.push(`End: ${endOf(found)}`);
   if (found.no_text) listed.push(`There is no text: ${found.no_text}`);
-  if (found.left_out_branches) listed.push(`${found.left_out_branches} branches are left out.`);
+  if (found.left_out_branches) listed.push(`Branches left out: ${found.left_out_branches}`);
   return [
     el("div", { className: "tiles" }, Object.entries(about).map(([label, value]) => el("div", { className: "tile" }, el("div", { className: "label", textContent: label }), el("div", { className: "value", textContent: value })))),
     listed.map((text) => soft(text)),

@@ -94,7 +94,7 @@ def key_of(connection: sa.Connection, caller: Caller, key: str) -> sa.RowMapping
 def refuse_more(caller: Caller, role: AccessRole, scopes: list[str], *, server_wide: bool) -> None:
     """Raise `ApiProblem` if the caller would hand on more than they have."""
     if not may_grant(caller.role, role):
-        raise ApiProblem("forbidden", f"a {caller.role} cannot make a key for a {role}")
+        raise ApiProblem("forbidden", f"the role {caller.role} cannot make a key of the role {role}")
     allowed = actions_of(role, [], server_wide=server_wide)
     unknown = [scope for scope in scopes if scope not in allowed]
     if unknown:

@@ -112,4 +112,4 @@ def _refuse_last(tx: sa.Connection, member: sa.RowMapping) -> None:
 
 def _refuse_more(caller: Caller, role: AccessRole) -> None:
     if not may_grant(caller.role, role):
-        raise ApiProblem("forbidden", f"a {caller.role} cannot make somebody {role}")
+        raise ApiProblem("forbidden", f"the role {caller.role} cannot give somebody the role {role}")
