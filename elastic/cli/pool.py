@@ -561,5 +561,5 @@ def doing(job: JobStatus) -> str:
     if job.asked is not None:
         return f"waits for {job.asked}"
     if job.queue_place is not None:
-        return f"{job.queue_place}. in the queue: {job.reason}"
+        return f"number {job.queue_place} in the queue: {job.reason}"
     return "between phases" if job.state is JobState.RUNNING else job.reason

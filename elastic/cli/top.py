@@ -215,7 +215,7 @@ def _pool_lines(pool: HostedPool, jobs: Sequence[HostedJob]) -> RenderableType:
             one.group or "-",
             f"{one.steps_done}/{one.steps}",
             f"${one.usd:.4f}",
-            one.reason if one.queue_place is None else f"{one.queue_place}. in the queue: {one.reason}",
+            one.reason if one.queue_place is None else f"number {one.queue_place} in the queue: {one.reason}",
         )
         for one in jobs
         if one.state in _LIVING

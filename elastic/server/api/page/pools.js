@@ -63,7 +63,7 @@ function jobsOf(pool, named, { signal, wrong }) {
   const columns = [
     { title: "Job", of: (one) => named(one.id) },
     { title: "State", of: (one) => one.state },
-    { title: "Why", wide: true, of: (one) => (one.queue_place === null ? one.reason : `${one.queue_place}. in the queue: ${one.reason}`) },
+    { title: "Why", wide: true, of: (one) => (one.queue_place === null ? one.reason : `number ${one.queue_place} in the queue: ${one.reason}`) },
     { title: "Step", number: true, of: (one) => `${one.steps_done}/${one.steps}` },
     { title: "Slowdown", number: true, of: (one) => `${one.planned_slowdown === null ? NONE : one.planned_slowdown.toFixed(2)} of ${one.slo.toFixed(2)}` },
     { title: "Group", of: (one) => one.group ?? NONE },

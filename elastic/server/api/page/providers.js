@@ -5,14 +5,14 @@ import { button, el, fill, labelled, section, soft } from "./dom.js";
 import { listen } from "./live.js";
 import { offersOver } from "./offers.js";
 import { reading, table } from "./tables.js";
-import { ENDED, count, usd } from "./units.js";
+import { ENDED, count, many, usd } from "./units.js";
 
 const REFRESH_MS = 5000;
 
 function settingsOf(kind) {
   const said = Object.entries(kind.settings.properties ?? {});
   if (!said.length) return soft("What it needs is not installed here.");
-  return el("details", {}, el("summary", { textContent: `${said.length} settings` }), el("dl", {}, said.map(([name, one]) => [el("dt", {}, el("code", { textContent: name })), el("dd", { textContent: [one.description, one.default === undefined ? "" : `default ${JSON.stringify(one.default)}`].filter(Boolean).join("; ") || one.type || "–" })])));
+  return el("details", {}, el("summary", { textContent: many(said.length, "setting") }), el("dl", {}, said.map(([name, one]) => [el("dt", {}, el("code", { textContent: name })), el("dd", { textContent: [one.description, one.default === undefined ? "" : `default ${JSON.stringify(one.default)}`].filter(Boolean).join("; ") || one.type || "–" })])));
 }
 
 async function capacity(kind, refresh) {

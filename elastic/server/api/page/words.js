@@ -1,5 +1,5 @@
 // Events of runs in words, and what a run waits for.
-import { count, duration, usd } from "./units.js";
+import { count, duration, many, usd } from "./units.js";
 
 const NS = 1e9;
 const seconds = (ns) => duration(ns / NS);
@@ -22,8 +22,8 @@ const WORDS = {
   "worker.awoke": ({ data }) => `Worker ${data.worker} is awake`,
   "weights.applied": ({ data }) => `Worker ${data.worker} serves version ${data.version}`,
   "weights.failed": ({ data }) => `Worker ${data.worker} cannot load version ${data.version}${because(data.reason)}`,
-  "weights.published": ({ data }) => `The trainer publishes version ${data.version}${data.unusable?.length ? `; no gradient came from ${data.unusable.length} groups${because(data.reason)}` : ""}`,
-  "trajectory.finished": ({ data }) => `Trajectory ${data.trajectory} ends with reward ${count(data.reward)} after ${count(data.tokens)} tokens`,
+  "weights.published": ({ data }) => `The trainer publishes version ${data.version}${data.unusable?.length ? `; no gradient came from ${many(data.unusable.length, "group")}${because(data.reason)}` : ""}`,
+  "trajectory.finished": ({ data }) => `Trajectory ${data.trajectory} ends with reward ${count(data.reward)} after ${many(data.tokens, "token")}`,
   "trajectory.failed": ({ data }) => `Trajectory ${data.trajectory} failed${because(data.cause)}`,
   "reward.failed": ({ data }) => `Attempt ${data.attempt} to score trajectory ${data.trajectory} failed${because(data.cause)}${data.retry_helps ? "; it is tried again" : ""}`,
   "group.trained": ({ data }) => `Group ${data.group} is trained on`,
@@ -79,7 +79,7 @@ export function waitsOf(run) {
   if (TRAINER[figures.trainer]) found.push({ name: "Trainer", text: TRAINER[figures.trainer] });
   const booting = Object.entries(figures.providers).filter(([, one]) => one.booting);
   if (booting.length) found.push({ name: "WorkersBoot", text: `On their way: ${booting.map(([name, one]) => `${one.booting} of ${name}`).join(", ")}.` });
-  if (figures.queued_turns) found.push({ name: "TurnsQueued", text: `${count(figures.queued_turns)} turns wait for a worker with room for them.` });
-  if (figures.trajectories_running) found.push({ name: "TrajectoriesRun", text: `${count(figures.trajectories_running)} trajectories are under way.` });
+  if (figures.queued_turns) found.push({ name: "TurnsQueued", text: `Turns that wait for a worker with room for them: ${count(figures.queued_turns)}.` });
+  if (figures.trajectories_running) found.push({ name: "TrajectoriesRun", text: `Trajectories under way: ${count(figures.trajectories_running)}.` });
   return found;
 }
