@@ -159,7 +159,9 @@ def _unfailing(stream: TextIO) -> Iterator[None]:
 
 
 def duration(seconds: float) -> str:
-    """Such as 3 d 4 h, or 12 min."""
+    """Such as 3 d 4 h, 12 min or 40 s."""
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     days, hours = divmod(minutes // 60, 24)
     if days:

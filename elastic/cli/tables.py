@@ -20,6 +20,8 @@ COPIED = frozenset(
 
 _PADDING = 2
 """Columns of the terminal between two of a list."""
+_FOLDED = 28
+"""Columns of the terminal in which a long text, folded, can still be read."""
 
 
 def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = ()) -> Table:
@@ -65,7 +67,8 @@ class FittedListing:
         yield listing([self._columns[number] for number in kept], rows, right=self._right)
 
     def _width(self, number: int) -> int:
-        return _PADDING + max(cell_len(row[number]) for row in (self._columns, *self._rows))
+        whole = max(cell_len(row[number]) for row in (self._columns, *self._rows))
+        return _PADDING + (whole if self._columns[number] in COPIED else min(whole, _FOLDED))
 
 
 def show_listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = ()) -> None:

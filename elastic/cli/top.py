@@ -226,5 +226,5 @@ def _pool_lines(pool: HostedPool, jobs: Sequence[HostedJob]) -> RenderableType:
         FittedListing(("node", "phase", "group", "job", "does"), nodes, spare=("phase", "group")),
         *waits,
         Text(),
-        FittedListing(columns, rows, spare=("group", "why")) if rows else Text("no job goes on"),
+        FittedListing(columns, rows, spare=("group", "state", "why")) if rows else Text("no job goes on"),
     )

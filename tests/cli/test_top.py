@@ -33,7 +33,7 @@ def test_a_pool_of_this_machine_is_watched(elastic, tmp_path: Path, monkeypatch:
     with StandIn(file):
         code, out, err = elastic("top", "--pool", "lab", "--pools", tmp_path / "pools")
     assert (code, err) == (0, "")
-    assert f"pool lab in {tmp_path}/pools/lab, up 0 min" in out
+    assert f"pool lab in {tmp_path}/pools/lab, up 0 s" in out
     assert "no job goes on" in out
     code, out, err = elastic("top", "--pool", "nosuch", "--pools", tmp_path / "pools")
     assert (code, out) == (2, "")

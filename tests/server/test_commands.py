@@ -194,7 +194,7 @@ def test_top_shows_what_goes_on_on_a_server(
         state = site.app.state.server
         state.settings = replace(state.settings, pools=(pool.directory,))
         shown = elastic("top", "--remote", "--pool", "lab")
-        assert "pool lab, up 0 min: $0.0000 so far" in shown
+        assert "pool lab, up 0 s: $0.0000 so far" in shown
         assert "no job" in shown.splitlines()[-1]
         assert [line.split()[:2] for line in shown.splitlines()[-5:-2]] == [
             ["rollout-1", "rollout"],
