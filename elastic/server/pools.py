@@ -41,10 +41,13 @@ LOOK_S = 1.0
 """How often the server checks that a pool's supervisor lives."""
 SETTLING, SETTLE_S = "jobs", 60.0
 """How often the server asks what became of jobs. A request that needs to know asks at once."""
-_KINDS = dict.fromkeys(("conflict", "ending"), "job-conflict") | dict.fromkeys(
-    ("unknown_job", "unknown_node"), "not-found"
-)
-_KINDS |= {"rejected": "job-rejected"}
+_KINDS = {
+    "rejected": "job-rejected",
+    "conflict": "job-conflict",
+    "ending": "job-conflict",
+    "unknown_job": "not-found",
+    "unknown_node": "not-found",
+}
 
 
 def pool_dir(settings: ServerSettings, name: str) -> Path:
