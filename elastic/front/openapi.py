@@ -154,5 +154,7 @@ def _described(path: str, operation: _Operation, by_body: Mapping[Any, Any]) -> 
     if names:
         told["parameters"] = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
     if operation.body is not None:
-        told["requestBody"] = {"required": True, "content": {JSON_TYPE: {"schema": by_body[operation.body]}}}
+        # A driver's body whose fields may all be left out may be left out itself.
+        required = operation.tag == AGENTS or any(field.required for field in msgspec.structs.fields(operation.body))
+        told["requestBody"] = {"required": required, "content": {JSON_TYPE: {"schema": by_body[operation.body]}}}
     return told

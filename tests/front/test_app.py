@@ -224,6 +224,11 @@ async def test_a_driver_opens_a_trajectory_rewards_and_ends_it(served):
     assert bound.json()["id"] == "2-5-0"
     assert served.run.of(BindSession)[0].session == "c"
     assert (await served.client.post("/trajectories/2-5-0/end")).json()["state"] == "finished"
+    described = (await served.client.get("/openapi.json")).json()["paths"]
+    needs_body = {
+        path: described[f"/trajectories/{{id}}/{path}"]["post"]["requestBody"]["required"] for path in ("end", "reward")
+    }
+    assert needs_body == {"end": False, "reward": True}
     assert served.run.of(EndTrajectory)[0].caller.named == "2-5-0"
 
 
