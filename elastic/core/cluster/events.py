@@ -116,7 +116,7 @@ class ResubmitRequested(_ClusterEvent):
     quota: BeyondQuota | None = None
 
     @classmethod
-    def of_forgotten(cls, record: JobRecord, quota: BeyondQuota | None) -> "ResubmitRequested":
+    def of_forgotten(cls, record: JobRecord, quota: BeyondQuota | None = None) -> "ResubmitRequested":
         forgotten, billed = msgspec.structs.replace(record, billed=0), str(record.billed)
         return cls(job=record.request.id, forgotten=forgotten, billed=billed, quota=quota)
 
