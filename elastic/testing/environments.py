@@ -165,8 +165,13 @@ class StandInRun:
         while True:
             end, _ = await asyncio.get_running_loop().sock_accept(door)
             end.setblocking(False)
-            await asyncio.get_running_loop().sock_recv(end, 1)
-            self._spawn(self._talk(await over_socket(end, m.RUN_SIDE, "an env worker")))
+            try:
+                await asyncio.get_running_loop().sock_recv(end, 1)
+                connection = await over_socket(end, m.RUN_SIDE, "an env worker")
+            except BaseException:
+                end.close()
+                raise
+            self._spawn(self._talk(connection))
 
     async def _talk(self, connection: PeerConnection) -> None:
         self.connections += 1

@@ -122,9 +122,10 @@ class ModelledRun:
         """As if its process were killed."""
         self._accepting.cancel()
         self._listener.close()
+        await asyncio.gather(self._accepting, return_exceptions=True)  # Whom it has taken is served then.
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(self._accepting, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for wire in list(self._wires):
             wire.abort()
         self._wires.clear()
@@ -182,11 +183,15 @@ class ModelledRun:
 
     async def _serve(self, end: socket.socket) -> None:
         end.setblocking(True)
-        _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, end, 1, 4)
-        self.fds += len(fds)
-        for fd in fds:
-            socket.close(fd)
-        wire = await over_socket(end, RUN_SIDE, "a front")
+        try:
+            _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, end, 1, 4)
+            self.fds += len(fds)
+            for fd in fds:
+                socket.close(fd)
+            wire = await over_socket(end, RUN_SIDE, "a front")
+        except BaseException:
+            end.close()
+            raise
         hello = await wire.receive()
         assert isinstance(hello, FrontHello)
         if self.refusal:

@@ -107,15 +107,19 @@ class FrontHub:
         self._doorkeeper = doorkeeper
         self._tasks: set[asyncio.Task[None]] = set()
         self._door: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Raises `OSError`. A socket that a former process has left is replaced."""
         door = self._door = private_socket(self._run_dir, m.SOCKET)
         door.listen(FRONTS_MAX)
         door.setblocking(False)
-        self._spawn(self._accept(door), "fronts")
+        self._accepting = self._spawn(self._accept(door), "fronts")
 
     async def aclose(self) -> None:
+        if self._accepting is not None:  # Whom it has taken has begun to be welcomed once it is over.
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -135,19 +139,23 @@ class FrontHub:
             self._spawn(self._welcome(end), "front")
 
     async def _welcome(self, end: socket.socket) -> None:
-        try:
-            async with asyncio.timeout(HAND_OVER_S):
-                self._take_listening(await _descriptor(end))
-                connection = await over_socket(end, m.RUN_SIDE, "a front")
-        except OSError as error:
-            log.warning("a front has handed nothing over", error=str(error))
-            end.close()
-            return
-        try:
-            await self._doorkeeper.welcome(connection)
-        except (TimeoutError, ConnectionLost) as error:
-            log.warning("a front did not say hello", error=str(error))
-            connection.abort()
+        with contextlib.ExitStack() as unless_welcome:
+            unless_welcome.callback(end.close)
+            try:
+                async with asyncio.timeout(HAND_OVER_S):
+                    self._take_listening(await _descriptor(end))
+                    connection = await over_socket(end, m.RUN_SIDE, "a front")
+            except OSError as error:
+                log.warning("a front has handed nothing over", error=str(error))
+                return
+            unless_welcome.pop_all()
+            unless_welcome.callback(connection.abort)
+            try:
+                await self._doorkeeper.welcome(connection)
+            except (TimeoutError, ConnectionLost) as error:
+                log.warning("a front did not say hello", error=str(error))
+                return
+            unless_welcome.pop_all()
 
     def _take_listening(self, descriptor: int | None) -> None:
         if descriptor is None:
@@ -158,10 +166,11 @@ class FrontHub:
         else:
             os.close(descriptor)
 
-    def _spawn(self, work: "asyncio._CoroutineLike[None]", name: str) -> None:
+    def _spawn(self, work: "asyncio._CoroutineLike[None]", name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def _descriptor(end: socket.socket) -> int | None:

@@ -1,9 +1,11 @@
 """What a front hears of its clients' turns, over a real socket."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +14,11 @@ from elastic.core.types import SamplingParameters
 from elastic.protocol import front_messages as m
 from elastic.protocol.connection import Connection, over_socket
 from elastic.protocol.frames import RefusedFrame
+from elastic.protocol.run_control import socket_address
 from elastic.protocol.run_secrets import RunSecrets
 from elastic.protocol.sampled import pack_ids
 from elastic.runtime.agents import AgentLimits, AgentRollouts
-from elastic.runtime.agents.hub import Doorkeeper
+from elastic.runtime.agents.hub import Doorkeeper, FrontHub
 from elastic.runtime.agents.streams import FrontStreams
 
 LIMITS = AgentLimits(
@@ -93,3 +96,19 @@ async def test_of_a_run_that_is_being_stopped_no_trajectory_is_over() -> None:
         said = await heard(far)
     assert isinstance(said, RefusedFrame)
     assert said.retry
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_whoever_says_nothing_is_let_go_as_the_run_ends(turns: int, tmp_path: Path) -> None:
+    """However far it has come: it is in the queue, taken, or being welcomed."""
+    hub = FrontHub(tmp_path, Doorkeeper("run", RunSecrets(b"x" * 32), lambda: False))
+    await hub.start()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.settimeout(5)
+        with socket_address(tmp_path, m.SOCKET) as address:
+            silent.connect(address)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await hub.aclose()
+        with contextlib.suppress(ConnectionResetError):
+            assert silent.recv(1) == b""
