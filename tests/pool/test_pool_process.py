@@ -215,7 +215,7 @@ async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_
         token = PoolTokens(pool_secret(pool.directory)).job("one", 1)
         wrong = hashlib.sha256(b"another certificate").hexdigest()
         nothing = "closed the connection|did not answer|broke|was silent"
-        for fingerprint, refused, wait_s in ((wrong, "not to be believed", 10.0), ("", nothing, 1.0)):
+        for fingerprint, refused, wait_s in ((wrong, "not to be believed", 60.0), ("", nothing, 1.0)):
             endpoint = Endpoint(address, fingerprint=fingerprint)
             member = PoolMembership(endpoint=endpoint, job="one", placement=1, token=token)
             with pytest.raises(PoolUnavailable, match=refused):
