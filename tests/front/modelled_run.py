@@ -200,8 +200,13 @@ class ModelledRun:
         wire.send(FrontWelcome(FRONT_VERSION, "run"))
         self._wires.add(wire)
         self.stirred.set()
+
+        def hear(messages: list[FromFront]) -> None:
+            for message in messages:
+                self._hear(wire, message)
+
         with contextlib.suppress(ConnectionLost):
-            await wire.listen(lambda messages: [self._hear(wire, message) for message in messages])
+            await wire.listen(hear)
         self._wires.discard(wire)
         self.stirred.set()
 
