@@ -32,6 +32,9 @@ _RANGE = re.compile(r"bytes=(\d{1,100})-(\d{0,100})")
 _WAIT = re.compile(r"\d(\.\d{1,9})?")
 LOOK_S = 0.02
 """How often one looks for a blob for which a GET waits."""
+WAITING_MAX = 64
+"""GETs that wait at a time. Further ones are answered at once: all workers of a site are one caller, whose requests are
+bounded."""
 POSITION_MAX = 2**62
 """What lies behind it is in no file."""
 _BYTES = "application/octet-stream"
@@ -47,6 +50,8 @@ def relay_app(
 
     Answers 401 to unknown tokens, and 403 to requests that a token does not allow.
     """
+
+    waiting: set[Request] = set()
 
     async def list_keys(request: Request, bearer: Bearer) -> Response:
         return JSONResponse(await run_in_threadpool(relay.list_keys, request.query_params.get("prefix", "")))
@@ -67,9 +72,13 @@ def relay_app(
                 first = await run_in_threadpool(next, pieces, b"")
                 break
             except BlobNotFound:
-                if clock() >= until_s:
+                if clock() >= until_s or len(waiting) >= WAITING_MAX:
                     raise
-            await asyncio.sleep(LOOK_S)
+            waiting.add(request)
+            try:
+                await asyncio.sleep(LOOK_S)
+            finally:
+                waiting.discard(request)
         if wanted and not first:
             return PlainTextResponse(f"{key}: nothing at byte {start}", 416)
         status = 206 if wanted else 200
