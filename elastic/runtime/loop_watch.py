@@ -122,8 +122,9 @@ class LoopWatch:
     def _interrupt(self, _: int, frame: FrameType | None) -> None:
         if self._told_to_end_s is not None and (asked_plug_in(frame) or holder_of(frame)):
             raise Interrupted("the process was told to end while this held the event loop")
-        if asked_plug_in(frame):
-            raise Interrupted(f"this held the event loop for more than {self._limit_s:g} s")
+        if frame is not None and asked_plug_in(frame):
+            at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            raise Interrupted(f"this held the event loop for more than {self._limit_s:g} s, at {at}")
 
 
 def asked_plug_in(innermost: FrameType | None) -> str:

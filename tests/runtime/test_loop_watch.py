@@ -169,7 +169,7 @@ async def test_a_plug_in_that_holds_the_loop_beyond_its_limit_is_named_and_inter
     assert asked_plug_in(sys._getframe()) == ""
     with LoopWatch(said.append, limit_s=HELD_S, held_s=HELD_S / 2).watching(), pytest.raises(PolicyFault) as fault:
         theirs.ask("free", free)
-    assert "free raised Interrupted: this held the event loop for more than 0.4 s" in str(fault.value)
+    assert f"free raised Interrupted: this held the event loop for more than 0.4 s, at {__file__}:" in str(fault.value)
     assert said[0].startswith(f"warning: lab of theirs: free ({__file__}:")
 
 
