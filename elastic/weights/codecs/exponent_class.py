@@ -169,7 +169,7 @@ def _extract(old, new, tile_ends, tops, counts, sizes, gaps, changes, sum_change
     olds, news = np.empty((2, largest), np.uint16)
     masks = np.empty(CLASSES, np.uint64)
     total = 0
-    begin = 0
+    begin = np.int64(0)  # Of a plain 0 a type of its own would be made, and what is called compiled for it as well.
     for tile in range(tile_ends.size):
         end = tile_ends[tile]
         tops[tile] = _top_exponent(old, begin, end)
@@ -188,7 +188,8 @@ def _extract(old, new, tile_ends, tops, counts, sizes, gaps, changes, sum_change
         )
         for number in range(CLASSES):
             count = counts[tile, number]
-            gaps[total : total + count] = class_gaps[number, :count]
+            for i in range(count):
+                gaps[total + i] = class_gaps[number, i]
             for i in range(count):
                 olds[i], news[i] = class_moves[number, i] >> 16, class_moves[number, i] & 0xFFFF
             for i in range(count):
@@ -225,8 +226,8 @@ def _extract_tile(old, new, begin, end, top, masks, gaps, places, moves, counts,
         _extract_lanes(old, new, start, start, top, masks, after, gaps, places, moves, counts, sizes)
     if whole < end:
         last_old, last_new = np.zeros(LANES, np.uint16), np.zeros(LANES, np.uint16)
-        last_old[: end - whole] = old[whole:end]
-        last_new[: end - whole] = new[whole:end]
+        for i in range(end - whole):
+            last_old[i], last_new[i] = old[whole + i], new[whole + i]
         _extract_lanes(last_old, last_new, 0, whole, top, masks, after, gaps, places, moves, counts, sizes)
 
 
@@ -483,7 +484,8 @@ def _resolve(old, begin, end, top, counts, gaps, changes, moves, before, places)
         )
     if whole < end:
         padded = np.zeros(LANES, np.uint16)
-        padded[: end - whole] = old[whole:end]
+        for i in range(end - whole):
+            padded[i] = old[whole + i]
         found = _resolve_lanes(
             padded, 0, whole, top, masks, here, wait, place, last, gaps, changes, moves, before, places, found
         )

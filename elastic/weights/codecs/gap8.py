@@ -83,9 +83,10 @@ def _encode(old, new, tile_ends, payload, payload_ends, changed_counts, sum_chan
             if start < whole:
                 differs = changed_mask(old, new, start)
             else:
-                padded_old[: end - whole] = old[whole:end]
-                padded_new[: end - whole] = new[whole:end]
-                padded_new[end - whole :] = padded_old[end - whole :]
+                for i in range(end - whole):
+                    padded_old[i], padded_new[i] = old[whole + i], new[whole + i]
+                for i in range(end - whole, LANES):
+                    padded_new[i] = padded_old[i]
                 differs = changed_mask(padded_old, padded_new, 0)
             while differs:
                 position = start + lowest_bit(differs)
@@ -109,9 +110,11 @@ def _encode(old, new, tile_ends, payload, payload_ends, changed_counts, sum_chan
         at = put_varint(payload, at, count)
         at = put_varint(payload, at, gap_count)
         at = put_varint(payload, at, wide_count)
-        payload[at : at + gap_count] = gaps[:gap_count]
+        for i in range(gap_count):
+            payload[at + i] = gaps[i]
         at += gap_count
-        payload[at : at + count] = changes[:count]
+        for i in range(count):
+            payload[at + i] = changes[i]
         at += count
         for i in range(wide_count):
             payload[at] = wide[i] & 0xFF
