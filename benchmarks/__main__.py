@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +28,8 @@ NAMES = sorted(path.stem for path in HERE.glob("[a-z]*.py"))
 FIGURES_SHOWN = 3
 QUICK_LIMIT_S = 300
 """For a benchmark in short, on a machine that is busy with other things."""
+BEGINS = '{"name": "'
+"""How each line begins that is kept."""
 
 
 class Played(NamedTuple):
@@ -48,7 +51,9 @@ def play(name: str, quick: bool) -> Played:
         try:
             said, _ = process.communicate(timeout=QUICK_LIMIT_S if quick else None)
             failed = f"exited with {process.returncode}" if process.returncode else "" if said else "printed nothing"
-            figures = {} if failed else json.loads(said.splitlines()[-1])
+            figures = {} if failed else _object(said.splitlines()[-1])
+        except ValueError as error:
+            failed = f"printed no figures: {error}"
         except subprocess.TimeoutExpired:
             failed = f"not within {QUICK_LIMIT_S} s"
     return Played(name, time.monotonic() - began_s, _children_s() - used_s, figures, failed)
@@ -59,12 +64,36 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def _object(line: str) -> dict[str, Any]:
+    """A line of JSON that is an object. Raises `ValueError`."""
+    if not isinstance(found := json.loads(line), dict):
+        raise ValueError(f"found {line[:40]!r}; allowed: a JSON object")
+    return found
+
+
 def read_kept(file: Path | None) -> dict[str, Played]:
-    """By name, the last of each that ended well."""
-    if file is None or not file.exists():
-        return {}
-    kept = [Played(**json.loads(line)) for line in file.read_text().splitlines()]
-    return {one.name: one for one in kept if not one.failed}
+    """By name, the last of each that ended well. What was cut as it was written is left out. Raises `ValueError` for a
+    file that is none of ours, and `OSError`."""
+    kept: dict[str, Played] = {}
+    lines = file.read_text().splitlines(keepends=True) if file is not None and file.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            one = msgspec.convert(Played(**_object(line)), Played)
+        except (TypeError, ValueError) as error:
+            if not line.endswith("\n") and line.startswith(BEGINS[: len(line)]):
+                break
+            raise ValueError(f"line {number} is no benchmark's that ended ({error})") from error
+        if not one.failed:
+            kept[one.name] = one
+    return kept
+
+
+def keep(file: Path, one: Played) -> None:
+    """Add a line, in place of one that was cut as it was written."""
+    with file.open("a+b") as kept:
+        kept.seek(0)
+        kept.truncate(kept.read().rfind(b"\n") + 1)
+        kept.write(json.dumps(one._asdict()).encode() + b"\n")
 
 
 def table(played: Sequence[Played]) -> Table:
@@ -92,7 +121,12 @@ def main() -> None:
     if unknown := [name for name in given.names if name not in NAMES]:
         options.error(f"found {', '.join(unknown)}; allowed: {', '.join(NAMES)}")
     names = given.names or NAMES
-    played = {name: one for name, one in read_kept(given.kept).items() if name in names}
+    try:
+        played = {name: one for name, one in read_kept(given.kept).items() if name in names}
+        if given.kept:
+            given.kept.open("a").close()
+    except (OSError, ValueError) as error:
+        options.error(f"--kept {given.kept}: {error}; allowed: a file that --kept has made, or a new one")
     try:
         with handled(TERMINATION, lambda number, _: sys.exit(128 + number)):
             for name in names:
@@ -100,8 +134,7 @@ def main() -> None:
                     print(name, file=sys.stderr)
                     played[name] = play(name, given.quick)
                     if given.kept:
-                        with given.kept.open("a") as kept:
-                            kept.write(json.dumps(played[name]._asdict()) + "\n")
+                        keep(given.kept, played[name])
     finally:
         if given.json:
             print(json.dumps({name: one._asdict() for name, one in played.items()}))

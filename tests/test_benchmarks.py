@@ -1,6 +1,5 @@
 """The benchmarks are run in one way, and their tables have what they name."""
 
-import json
 import os
 import re
 import select
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import HERE, ROOT, _configurations
-from benchmarks.__main__ import Played, read_kept
+from benchmarks.__main__ import Played, keep, read_kept
 from benchmarks._common import flattened
 from benchmarks._configurations import KINDS, configuration
 from benchmarks._shapes import SHAPES
@@ -49,15 +48,36 @@ def test_figures_within_figures_have_dots() -> None:
     assert flattened({"a": 1, "b": {"c": {"d": 2}, "e": []}}) == [("a", 1), ("b.c.d", 2), ("b.e", [])]
 
 
+GOOD, BAD = Played("good", 1.0, 1.0, {"a": 1}), Played("bad", 1.0, 1.0, {}, "exited with 1")
+
+
 def test_those_that_have_failed_are_run_again(tmp_path: Path) -> None:
-    good, bad = Played("good", 1.0, 1.0, {"a": 1}), Played("bad", 1.0, 1.0, {}, "exited with 1")
-    mended = bad._replace(failed="")
+    mended = BAD._replace(failed="")
     file = tmp_path / "kept"
-    file.write_text("".join(json.dumps(one._asdict()) + "\n" for one in (good, bad)))
-    assert read_kept(file) == {"good": good}
-    with file.open("a") as kept:
-        kept.write(json.dumps(mended._asdict()) + "\n")
-    assert read_kept(file) == {"good": good, "bad": mended}
+    for one in (GOOD, BAD):
+        keep(file, one)
+    assert read_kept(file) == {"good": GOOD}
+    keep(file, mended)
+    assert read_kept(file) == {"good": GOOD, "bad": mended}
+
+
+def test_what_was_cut_as_it_was_kept_is_run_again(tmp_path: Path) -> None:
+    file = tmp_path / "kept"
+    keep(file, GOOD)
+    whole = file.read_bytes()
+    for cut in range(len(whole)):
+        file.write_bytes(whole + whole[:cut])
+        assert read_kept(file) == {"good": GOOD}
+        keep(file, BAD)
+        assert file.read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize("kept", ["# Elastic\n", "Elastic", '{"a": 1}\n', "[1]\n", '{"name": 1}\n', b"\xff\xfe\n"])
+def test_a_file_of_something_else_is_not_taken_for_one_that_is_kept(tmp_path: Path, kept: str | bytes) -> None:
+    file = tmp_path / "kept"
+    file.write_bytes(kept if isinstance(kept, bytes) else kept.encode())
+    with pytest.raises(ValueError, match=r"line 1 is no benchmark's|can't decode byte"):
+        read_kept(file)
 
 
 BENCHMARK = """

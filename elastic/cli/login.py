@@ -8,7 +8,8 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from io import BytesIO
+from typing import Annotated, BinaryIO
 
 import typer
 
@@ -23,6 +24,7 @@ SECRET_PREFIX = "elastic_"
 LOGIN_POLL_S, LOGIN_TIMEOUT_S = 2.0, 600.0
 LOGIN_PATIENCE_S = 3.0
 """A URL that was mistyped is to be said soon."""
+KEY_BYTES_MAX = 4096
 
 api = group("api", "Log in to a server.\n\nExample: elastic api login http://127.0.0.1:7430")
 
@@ -75,12 +77,19 @@ def info(as_json: AsJson = False) -> None:
 
 
 def _asked_key() -> str:
-    """The key that somebody types, or the first line of a pipe: a prompt would ask the terminal even then."""
-    if sys.stdin.isatty():
+    """The key that somebody types, or that of a pipe: a prompt would ask the terminal even then."""
+    if sys.stdin and sys.stdin.isatty():
         return typer.prompt("key", hide_input=True, err=True)
-    return sys.stdin.readline().strip() or bad_input(
-        f"standard input: found no key; allowed: one in a line, or in {KEY_VARIABLE}"
-    )
+    return piped_key(sys.stdin.buffer if sys.stdin else BytesIO())
+
+
+def piped_key(pipe: BinaryIO) -> str:
+    """Return the first line, of which no more is read than a key may have. Whether it is a key, the server says."""
+    line = pipe.readline(KEY_BYTES_MAX + 1)
+    if len(line) > KEY_BYTES_MAX or not line.strip():
+        found = f"more than {KEY_BYTES_MAX} bytes" if line.strip() else "no key"
+        bad_input(f"standard input: found {found}; allowed: a key in its first line, or in {KEY_VARIABLE}")
+    return line.decode(errors="replace").strip()
 
 
 def _signed_in_key(url: str) -> str:
