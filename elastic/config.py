@@ -24,7 +24,7 @@ from pydantic import (
 from elastic.protocol.endpoint import Address, bare_host, is_loopback, is_wildcard
 from elastic.protocol.proxies import without_password
 from elastic.system.given import expanded, read_text
-from elastic.system.installed import installed, load_point, package_of
+from elastic.system.installed import found_point, installed, load_point
 from elastic.system.named_code import ALLOWED, MAY_NAME_CODE, CodeUnusable, parsed, placed
 from elastic.system.plain_values import shown
 
@@ -1528,15 +1528,14 @@ def resolve_kind(
         except CodeUnusable as error:
             key = (*section, "kind" if name == config.kind else name)
             raise ConfigError(ConfigProblem(str(error), key, where)) from error
-        named = f"found {name!r}, whose {known[name].value}"
+        named = found_point(known[name])
         lacking = [one for one in vars(contract) if not one.startswith("_") and not hasattr(kinds[name], one)]
         problem = ""
         if not is_class_of_settings(kinds[name]):
             problem = f"{named} is {shown(kinds[name])}; allowed: a class with Settings, a model of pydantic"
         elif lacking:
             allowed = f"a subclass of {contract.__module__}.{contract.__name__}"
-            lacks = f"of the package {package_of(known[name])} has no {', '.join(lacking)}"
-            problem = f"{named} {lacks}; allowed: {allowed}"
+            problem = f"{named} has no {', '.join(lacking)}; allowed: {allowed}"
         if problem:
             raise ConfigError(ConfigProblem(problem, (*section, "kind" if name == config.kind else name), where))
     settings = {

@@ -14,7 +14,7 @@ import msgspec
 from elastic.compose.checked_policies import CheckedPolicy
 from elastic.config import ConfigError, ConfigProblem
 from elastic.core.decisions import DECISIONS
-from elastic.system.installed import installed, is_ours, load_point, package_of
+from elastic.system.installed import found_point, installed, is_ours, load_point, package_of
 from elastic.system.named_code import CodeUnusable
 from elastic.system.plain_values import shown, told
 
@@ -106,7 +106,7 @@ def policy_kind(decision: str, name: str, where: str, key: tuple[str, ...], othe
     if not _cannot_change(kind) or any(not hasattr(kind, one) for one in asked_of(decision)):
         wanted = " and ".join(asked_of(decision))
         problem = (
-            f"found {full!r}, whose {points[full].value} is {shown(kind)}; allowed: a frozen msgspec.Struct or "
+            f"{found_point(points[full])} is {shown(kind)}; allowed: a frozen msgspec.Struct or "
             f"dataclass with {wanted} ({DECISIONS[decision].__module__}.{DECISIONS[decision].__name__})"
         )
         raise ConfigError(ConfigProblem(problem, key, where))

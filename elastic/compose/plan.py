@@ -33,7 +33,7 @@ from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
 from elastic.protocol.endpoint import is_loopback
 from elastic.system.cores import cores
 from elastic.system.given import read_json
-from elastic.system.installed import installed, is_ours, load_point
+from elastic.system.installed import found_point, installed, is_ours, load_point
 from elastic.system.named_code import CodeUnusable, missing
 from elastic.system.plain_values import shown
 from elastic.worker.trainer import generates, resolve_trainer, seeding_engines, trainer_device
@@ -226,7 +226,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         found = types.setdefault(name, _picked("provider", kind, *source))
         if not (is_class_of_settings(found) and hasattr(found, "trainer_of_turns")):
             allowed = "a subclass of providers.base.Provider, with Settings"
-            message = f"found {kind!r}, which is {shown(found)}; allowed: {allowed}"
+            message = f"{found_point(installed('elastic.providers')[kind])} is {shown(found)}; allowed: {allowed}"
             raise ConfigError(ConfigProblem(message, source[1:], source[0]))
         section = config.providers.get(name, {}) | {"kind": kind}
         checked = validate(found.Settings, section, where, "providers", name)

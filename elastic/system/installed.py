@@ -47,6 +47,13 @@ def is_ours(point: importlib.metadata.EntryPoint) -> bool:
     return point.module.partition(".")[0] in OWN_PACKAGES
 
 
+def found_point(point: importlib.metadata.EntryPoint) -> str:
+    """Return how a message begins that is about an entry point: its name, another package that brings it, what it
+    names."""
+    brought = "" if is_ours(point) else f" of the package {package_of(point)}"
+    return f"found {point.name!r}{brought}, whose {point.value}"
+
+
 def load_point(point: importlib.metadata.EntryPoint) -> Any:
     """Import what an entry point names. Raises `CodeUnusable`."""
     try:
@@ -54,8 +61,7 @@ def load_point(point: importlib.metadata.EntryPoint) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        brought = "" if is_ours(point) else f" of the package {package_of(point)}"
-        problem = f"found {point.name!r}{brought}, whose {point.value} cannot be loaded by {sys.executable}"
+        problem = f"{found_point(point)} cannot be loaded by {sys.executable}"
         raise CodeUnusable(f"{problem}: {told(error)}{where(error, __file__)}") from error
 
 

@@ -161,18 +161,24 @@ def test_what_is_installed_and_cannot_be_loaded(
             "No module named 'nosuch'",
         ),
         "raising": ("IndexError: list index out of range", "raising.py, line 2"),
-        "number": ("whose number:order is 3 (int)", "allowed: a frozen msgspec.Struct or dataclass with order"),
+        "number": (
+            "of the package broken 1, whose number:order is 3 (int)",
+            "allowed: a frozen msgspec.Struct or dataclass with order",
+        ),
     }.items():
         ended = elastic("run", config, "--set", f"{chat}'{name}'}}}}")
         refused(ended, f"environment.data.order: found 'curriculum.{name}'", *words)
     refused(elastic("run", config, "--set", "engine.kind=warp"), "engine.kind: found 'warp'", "raising.py, line 2")
     refused(
-        elastic("run", config, "--set", "engine.kind=three"), "found 'three', whose number:order is 3 (int); allowed"
+        elastic("run", config, "--set", "engine.kind=three"),
+        "found 'three' of the package broken 1, whose number:order is 3 (int)",
     )
     refused(elastic("run", config, "--set", "trainer.kind=odd"), "trainer.kind: found 'odd'", "SystemExit: not today")
     for key, lacking, contract in ("engine", "unfit", "EngineKind"), ("trainer", "seeding_engines", "TrainerKind"):
         ended = elastic("run", config, "--dry-run", "--set", f"{key}.kind=bare")
-        refused(ended, f"{key}.kind: found 'bare'", "bare:Bare of the package broken 1 has no", lacking, contract)
+        refused(
+            ended, f"{key}.kind: found 'bare'", "of the package broken 1, whose bare:Bare has no", lacking, contract
+        )
     assert not (config.parent / "runs").exists()
 
 
