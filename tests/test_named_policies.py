@@ -142,7 +142,11 @@ def test_a_third_partys_is_named_as_ours_with_settings_of_its_own() -> None:
             "Remembering'> (type); allowed: a frozen msgspec.Struct or",
         ),
         (["routing.policy=aimless"], "with route (elastic.core.policy.RoutingPolicy)"),
-        (["routing.policy=gone"], "routing.policy: found 'routing.gone', whose nosuch.module:Policy cannot be loaded"),
+        (
+            ["routing.policy=gone"],
+            "routing.policy: found 'routing.gone' of the package theirs-of-policies 1, whose nosuch.module:Policy "
+            "cannot be loaded",
+        ),
         (["routing.policy=unread"], "types that cannot be read: NameError: name 'Nowhere' is not defined"),
         (["routing.policy=leaving"], "routing.settings: Leaving cannot be made: SystemExit"),
         (["routing.policy=last", "routing.settings.wieght=2"], "routing.settings.wieght: unknown key; allowed: weight"),

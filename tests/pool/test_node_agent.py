@@ -155,7 +155,8 @@ async def test_a_script_begins_with_its_files_and_one_that_is_to_end_waits_for_n
                 assert await node.link.receive() == w.ResidentUp("one", 1)
             else:
                 node.link.send(w.EndResident("one", "nobody wants it any more"))
-            gone = await node.link.receive()
+            while isinstance(gone := await node.link.receive(), w.FilesThere):
+                """What there is to go back is told whenever that changes."""
             assert isinstance(gone, w.ResidentGone)
             assert (gone.cause.partition(";")[0], gone.code) == (
                 ("it exited with status 0", 0) if begins else ("nobody wants it any more", None)

@@ -54,7 +54,7 @@ async def test_a_trace_that_cannot_be_used_is_named_before_anything_starts(
 async def test_a_removal_kills_at_once_and_ends_the_lease_when_the_process_is_gone(
     market: Callable[..., SpotProvider], context: ProviderContext, recorder: ProviderRecorder
 ) -> None:
-    provider = market("0,add,a", "1000,remove,a", "600000,add,b")
+    provider = market("0,add,a", "3000,remove,a", "600000,add,b")
     alive_at_end: list[int] = []
 
     def emit(event: object) -> None:
