@@ -22,7 +22,7 @@ from elastic.core.cluster.types import PhaseKind
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.protocol.api_client import ApiError, Client
 from elastic.server.api.app import create_app
-from elastic.server.api.job_limits import BEHIND, admit_waiting
+from elastic.server.api.job_limits import BEHIND, admit_waiting, waiting_projects
 from elastic.server.pools import settle_jobs
 from elastic.server.retention import records as retention
 from elastic.server.store import people, runs, tables, uploads
@@ -160,6 +160,12 @@ def test_a_job_that_its_project_s_quota_never_allows_is_refused(
     assert not pool.commands
 
 
+def admit(site: Site) -> None:
+    """Let jobs of all projects begin, as far as their quotas allow."""
+    for project in waiting_projects(site.store, site.settings):
+        admit_waiting(site.store, site.settings, project)
+
+
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
@@ -174,7 +180,7 @@ def test_jobs_beyond_their_project_s_quota_wait_and_begin_in_their_order(
     ours, theirs = (pooled.member(AccessRole.RUNNER, name) for name in ("ours", "theirs"))
 
     def now(name: str) -> tuple[str, str, int | None]:
-        admit_waiting(pooled.store, pooled.settings)
+        admit(pooled)
         found = ours.get(f"{JOBS}/{name}").json()
         return found["state"], found["reason"], found["queue_place"]
 
@@ -393,7 +399,7 @@ def test_who_resubmits_needs_as_many_gpus_as_before(
     limit(pooled, runs=None, gpus={"trainer": 2})
     assert ours.post(JOBS, json=job).json()["reason"] == BEHIND
     assert ours.post(f"{JOBS}/{other}/cancel").status_code == 200
-    admit_waiting(pooled.store, pooled.settings)
+    admit(pooled)
     assert ours.get(f"{JOBS}/{name}").json()["state"] == "running"
 
 

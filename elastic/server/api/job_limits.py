@@ -52,26 +52,32 @@ def beyond_quota(
     return _beyond(connection, row, use, trainer_gpus) or (BeyondQuota(project, BEHIND) if use.waiting else None)
 
 
-def admit_waiting(store: Store, settings: ServerSettings) -> None:
-    """Let jobs begin that waited for their projects' quotas, as far as these allow it now. Raises `ApiProblem` where a
-    pool does not answer."""
-    pools = [path.name for path in settings.pools]
+def waiting_projects(store: Store, settings: ServerSettings) -> list[str]:
+    """Return the projects of which jobs wait for their quotas."""
     with store.reading() as connection:
-        projects = {row["project"] for row in jobs.waiting(connection, pools)}
-    for project in sorted(projects):
-        settle_jobs(store, settings, project)
+        return sorted({row["project"] for row in jobs.waiting(connection, _pools(settings))})
+
+
+def admit_waiting(store: Store, settings: ServerSettings, project: str) -> None:
+    """Let jobs begin that waited for their project's quota, as far as it allows them now. Raises `ApiProblem` where a
+    pool does not answer: what was submitted after that pool's job waits, too."""
+    settle_jobs(store, settings, project)
+    with store.reading() as connection:
+        rows = jobs.waiting(connection, _pools(settings), project)
+    for row in rows:
         with store.reading() as connection:
-            rows = jobs.waiting(connection, pools, project)
-        for row in rows:
-            with store.reading() as connection:
-                quota, use = quotas.quota(connection, project), jobs.use(connection, project)
-                found = _beyond(connection, quota, use, row["train_gpus"])
-            if found is None or found.reason != row["waits"]:
-                asked(control_of(settings, row["pool"]).set_quota(row["id"], found))
-                with store.writing() as tx:
-                    jobs.note_wait(tx, row["id"], None if found is None else found.reason)
-            if found is not None:
-                break
+            quota, use = quotas.quota(connection, project), jobs.use(connection, project)
+            found = _beyond(connection, quota, use, row["train_gpus"])
+        if found is None or found.reason != row["waits"]:
+            asked(control_of(settings, row["pool"]).set_quota(row["id"], found))
+            with store.writing() as tx:
+                jobs.note_wait(tx, row["id"], None if found is None else found.reason)
+        if found is not None:
+            break
+
+
+def _pools(settings: ServerSettings) -> list[str]:
+    return [path.name for path in settings.pools]
 
 
 class WaitingJobs:
@@ -85,12 +91,14 @@ class WaitingJobs:
         await self._isolated.repeat(self._look, ADMIT_S)
 
     async def _look(self) -> None:
-        try:
-            await asyncio.to_thread(admit_waiting, self._store, self._settings)
-        except ApiProblem as problem:
-            # A pool that is away is asked again, and may not have heard yet of a job that is being submitted.
-            if problem.kind not in ("pool-away", "not-found"):
-                raise
+        for project in await asyncio.to_thread(waiting_projects, self._store, self._settings):
+            try:
+                await asyncio.to_thread(admit_waiting, self._store, self._settings, project)
+            except ApiProblem as problem:
+                # A pool that is away is asked again, and may not have heard yet of a job that is being submitted.
+                # Meanwhile other projects' jobs begin.
+                if problem.kind not in ("pool-away", "not-found"):
+                    raise
 
 
 def _beyond(connection: sa.Connection, row: QuotaRow, use: JobsUse, trainer_gpus: int) -> BeyondQuota | None:
