@@ -112,7 +112,13 @@ class Surroundings:
     def cut_job(self, job: JobId) -> None: ...
 
     def resident(
-        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+        self,
+        entry: JobEntry,
+        placement: int,
+        node: NodeId,
+        phase: PhaseKind,
+        ticket: w.WorkerTicketFrame | None,
+        ranks: w.RankPlaces | None = None,
     ) -> w.StartResidentFrame:
         raise AssertionError("no node agent is connected")
 

@@ -1185,7 +1185,7 @@ class JobNeeds(_Section):
     rollout_memory_gb: float = Field(1.0, ge=0, description="host memory that its state takes on a rollout node …")
     train_memory_gb: float = Field(1.0, ge=0, description="… and on a training node; what holds more is ended")
     train_efficiency: float = Field(
-        1.0, ge=0, le=1, description="share of each further training node that makes training faster"
+        1.0, ge=0, le=1, description="in simulations: share of each further training node that makes training faster"
     )
     restart_s: float = Field(0.0, ge=0, le=PHASE_S_MAX, description="what it takes to move it elsewhere")
     max_resubmissions: int = Field(0, ge=0, description="how often it is submitted again once it has failed")

@@ -165,11 +165,11 @@ class PlacementRules:
         """Yield placements in the group that keep the rules: direct packing, else with the fewest new nodes."""
         if not group.members or (self.keeps_slos and group.cycle_ns > newcomer.limit_ns):
             return
-        member, alone_ns = newcomer.planned(len(group.train))
+        train = pool.kind(group.train[0])
+        member, alone_ns = newcomer.planned(len(group.train), train)
         bound_ns = _bound_ns(group, newcomer, pool)
         if self.keeps_slos and (group.train_ns + member.train_ns > bound_ns or alone_ns > bound_ns):
             return
-        train = pool.kind(group.train[0])
         if group.train_bytes + member.train_bytes > train.memory_bytes or not newcomer.request.fits(
             train, PhaseKind.TRAIN
         ):
@@ -233,7 +233,8 @@ class PlacementRules:
 
     def _refusal(self, request: JobRequest, group: JobGroup, pool: PoolView) -> PlacementRefusal:
         """Return the first obstacle."""
-        member, train = planned(request, len(group.train), ()), pool.kind(group.train[0])
+        train = pool.kind(group.train[0])
+        member = planned(request, len(group.train), train)
         trains_ns, bound_ns = group.train_ns + member.train_ns, min(group.limit_ns, request.limit_ns)
         started_ns = bound_ns - _bound_ns(group, Newcomer(request), pool)
         emptiest = max(group.rollout, key=lambda node: pool.kind(node).memory_bytes - group.rollout_bytes[node])
@@ -245,7 +246,6 @@ class PlacementRules:
                 train.memory_bytes,
                 True,
             ),
-            ("GPUs of a training node, for its trainer's ranks", request.train_gpus, train.gpus, True),
             (
                 "its cycle is longer than the job bears, s",
                 group.cycle_ns / NS_PER_S,

@@ -39,7 +39,7 @@ class GrowingView(Protocol):
 
 
 class Newcomer:
-    """A job on its way into a group. Its plan there depends only on the group's number of training nodes."""
+    """A job on its way into a group. Its plan there depends only on the group's training nodes: how many, and which."""
 
     __slots__ = ("_planned", "limit_ns", "request", "rollout_nodes")
 
@@ -47,14 +47,14 @@ class Newcomer:
         self.request = request
         self.limit_ns = request.cycle_limit_ns if limit_ns is None else limit_ns
         self.rollout_nodes = request.rollout_nodes
-        self._planned: dict[int, tuple[PlannedMember, Nanoseconds]] = {}
+        self._planned: dict[tuple[int, KindName], tuple[PlannedMember, Nanoseconds]] = {}
 
-    def planned(self, train_nodes: int) -> tuple[PlannedMember, Nanoseconds]:
+    def planned(self, train_nodes: int, train: NodeKind) -> tuple[PlannedMember, Nanoseconds]:
         """Return the member without its nodes, and the length of its own step with switching."""
-        found = self._planned.get(train_nodes)
+        found = self._planned.get(key := (train_nodes, train.name))
         if found is None:
-            member = planned(self.request, train_nodes, (), self.limit_ns)
-            found = self._planned[train_nodes] = member, member.alone_ns
+            member = planned(self.request, train_nodes, train, (), self.limit_ns)
+            found = self._planned[key] = member, member.alone_ns
         return found
 
 
@@ -181,13 +181,14 @@ class GroupsAfter:
         assert choice.group is not None
         group, lives_ns = self._groups[choice.group]
         new: tuple[NodeId, ...] = tuple(f"{newcomer.request.id}-new-{i}" for i in range(choice.new_rollout))
-        member, _ = newcomer.planned(len(group.train))
+        trains = len(group.train), self.kind(group.train[0])
+        member, _ = newcomer.planned(*trains)
         grown = JobGroup(
             name=group.name,
             train=group.train,
             rollout=(*group.rollout, *new),
             members=group.members
-            | {member.job: planned(newcomer.request, len(group.train), (*choice.rollout, *new), newcomer.limit_ns)},
+            | {member.job: planned(newcomer.request, *trains, (*choice.rollout, *new), newcomer.limit_ns)},
         )
         grown.follow(cycle)
         self._new.update(zip(new, choice.new, strict=True))

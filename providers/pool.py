@@ -58,10 +58,11 @@ def at_pool_prices(offer: Offer, welcome: w.JobWelcome | None) -> Offer:
     if welcome is None:
         return offer
     trains = offer.role is WorkerRole.TRAINER
+    gpus = welcome.gpus_per_train_node * len(welcome.train_nodes) if trains else welcome.gpus_per_rollout_node
     return msgspec.structs.replace(
         offer,
         usd_per_gpu_hour=welcome.train_usd_per_gpu_hour if trains else welcome.rollout_usd_per_gpu_hour,
-        gpus_per_worker=max(1, welcome.gpus_per_train_node if trains else welcome.gpus_per_rollout_node),
+        gpus_per_worker=max(1, gpus),
         grant_within_s=welcome.grant_within_s,
         by_permit=trains,
     )
@@ -83,7 +84,7 @@ class PoolMarket(Market[PoolSettings]):
 
 
 class PoolTrainerMarket(TrainerMarket):
-    """The job's training node."""
+    """The job's training nodes, which are one worker's."""
 
     welcome: w.JobWelcome | None = None
 

@@ -25,7 +25,7 @@ from elastic.cli.ticket import hand_out
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, pool_devices, save_pool
 from elastic.compose.runs import CLAIM, claimant, claimed, is_claimed, private
 from elastic.config import ConfigError, given_path
-from elastic.core.cluster.types import DeviceAccount, JobState
+from elastic.core.cluster.types import DeviceAccount, JobState, PhaseKind
 from elastic.pool.control_messages import OtherPoolVersion, PoolControl, PoolStatusReply
 from elastic.pool.machines import read_node_ticket
 from elastic.pool.status import JobStatus, NodeStatus
@@ -115,6 +115,16 @@ def start_pool(
     )
     for name, ray in wanted.clusters.items():
         say(f"its nodes {name} are asked of the Ray cluster at {ray.address}; {program()} pool status")
+    for kind in wanted.pool.train:
+        if kind.trains_across:
+            name = kind.node_kind(PhaseKind.TRAIN).name
+            reached = (
+                f"network interface {kind.interface}" if kind.interface else "network by which they reach the pool"
+            )
+            say(
+                f"warning: a trainer's ranks on several of the nodes {name} open ports to each other (gloo, NCCL) that "
+                f"let in whoever reaches them: the {reached} must be private"
+            )
     if by_ticket := [name for name in joins if name not in wanted.clusters]:
         say(f"{program()} pool ticket lets other machines join as its nodes: {', '.join(by_ticket)}")
     return 0

@@ -128,13 +128,21 @@ class PoolPrograms:
         return JobEnding(how, ending.cause)
 
     def resident(
-        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+        self,
+        entry: JobEntry,
+        placement: int,
+        node: NodeId,
+        phase: PhaseKind,
+        ticket: w.WorkerTicketFrame | None,
+        ranks: w.RankPlaces | None = None,
     ) -> w.StartResidentFrame:
         environment = {**entry.environment, JOB_VARIABLE: entry.job}
         elsewhere = kind_of_node(node) in self._config.joins
         if entry.script:
             environment |= self.job_environment(entry, placement, elsewhere=elsewhere)
             environment |= {PHASES_VARIABLE: entry.phases} if entry.phases else {}
+        elif ticket is not None and ranks is not None and ranks.place:
+            environment |= {"ELASTIC_RUN": ticket.run, "ELASTIC_WORKER": ticket.worker}
         elif ticket is not None:
             environment |= {
                 "ELASTIC_JOIN": ticket.join,
@@ -144,8 +152,11 @@ class PoolPrograms:
                 "ELASTIC_WORKER": ticket.worker,
                 "ELASTIC_ORCHESTRATOR_TIMEOUT_S": str(ticket.orchestrator_timeout_s),
             }
+        if ticket is not None and ranks is not None:
+            token = self._tokens.ranks(entry.job, ticket.worker)
+            ranks = msgspec.structs.replace(ranks, token=token, interface=self._config.pool.interface_of(node))
         if elsewhere:
-            return self._resident_elsewhere(entry, placement, node, phase, environment)
+            return self._resident_elsewhere(entry, placement, node, phase, environment, ranks)
         return w.StartResidentFrame(
             job=entry.job,
             placement=placement,
@@ -155,10 +166,17 @@ class PoolPrograms:
             directory=entry.directory if entry.script else os.getcwd(),
             log=str(self.logs(entry) / ("script.log" if entry.script else f"resident-{node}.log")),
             script=bool(entry.script),
+            ranks=ranks,
         )
 
     def _resident_elsewhere(
-        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, environment: Mapping[str, str]
+        self,
+        entry: JobEntry,
+        placement: int,
+        node: NodeId,
+        phase: PhaseKind,
+        environment: Mapping[str, str],
+        ranks: w.RankPlaces | None,
     ) -> w.StartResidentFrame:
         """A resident that reads none of the pool's files. What it needs it gets by its run's own connections, or as
         files, into a directory of its job and this start; a script finds there what it has left before in this pool."""
@@ -171,6 +189,7 @@ class PoolPrograms:
             _, *words = self.resident_command(at_home if phase is PhaseKind.TRAIN else entry, phase)
             command, directory = (w.OWN_PYTHON, *words), f"{JOBS}/{entry.job}/{placement}/{run}"
         trains = phase is PhaseKind.TRAIN
+        first = ranks is None or not ranks.place
         needs = trains or any(one.file.path.startswith(f"{BASE}/") for one in entry.files)
         return w.StartResidentFrame(
             job=entry.job,
@@ -182,7 +201,8 @@ class PoolPrograms:
             log=f"logs/{'script' if entry.script else 'resident'}-{entry.job}.log",
             script=bool(entry.script),
             files_token=self.files_token(entry.job, placement, node) if needs else "",
-            returned=entry.outputs if entry.script else (CHECKPOINTS,) if trains else (),
+            returned=entry.outputs if entry.script else (CHECKPOINTS,) if trains and first else (),
+            ranks=ranks,
         )
 
     def files_token(self, job: JobId, placement: int, node: NodeId) -> str:

@@ -23,6 +23,7 @@ from elastic.core.cluster.types import (
     ClusterError,
     JobRequest,
     KindName,
+    NodeId,
     NodeKind,
     PhaseKind,
     PhasePlan,
@@ -30,7 +31,7 @@ from elastic.core.cluster.types import (
     WaitLimits,
 )
 from elastic.core.decisions import OF_POOLS
-from elastic.pool.machines import SITE, JoinRules
+from elastic.pool.machines import SITE, JoinRules, kind_of_node
 from elastic.protocol.endpoint import Address, is_wildcard
 from elastic.system.devices import DeviceName, devices_here, machine_gpus
 from elastic.system.files import write_whole
@@ -187,6 +188,18 @@ class PoolRolloutConfig(PoolNodesConfig):
 class PoolTrainConfig(PoolNodesConfig):
     """Nodes for training."""
 
+    interface: str = Field(
+        "",
+        pattern=r"^[^\s/:]{0,15}$",
+        description="the network interface by which a trainer's ranks on several nodes reach each other, of a private "
+        "network; else that by which a node reaches the pool",
+    )
+
+    @property
+    def trains_across(self) -> bool:
+        """Whether a trainer's ranks may be on several machines."""
+        return self.kind != "local" and self.nodes > 1
+
 
 RolloutKinds = Annotated[tuple[PoolRolloutConfig, ...], one_or_several(PoolRolloutConfig), Field(min_length=1)]
 TrainKinds = Annotated[tuple[PoolTrainConfig, ...], one_or_several(PoolTrainConfig), Field(min_length=1)]
@@ -224,6 +237,11 @@ class PoolSection(_PoolPart):
     )
     rollout: RolloutKinds = Field(description="one section, or several ([[pool.rollout]]) of kinds that differ")
     train: TrainKinds = Field(description="one section, or several ([[pool.train]]); a job trains on one kind")
+
+    def interface_of(self, node: NodeId) -> str:
+        """Return the network interface of a training node that its kind names, if any."""
+        kinds = {one.node_kind(PhaseKind.TRAIN).name: one for one in self.train}
+        return kinds[kind_of_node(node)].interface
 
     @model_validator(mode="after")
     def _of_one_name_each(self) -> "PoolSection":
@@ -406,9 +424,11 @@ def pool_devices(config: PoolConfig, gpus: Callable[[], Sequence[DeviceName]] = 
     return found
 
 
-def job_request(name: str, job: JobNeeds, steps: int, plan: JobPlanConfig | None, train_gpus: int = 1) -> JobRequest:
-    """Return the request of a job of this name, whose trainer has so many ranks; without a `plan` a few of its steps
-    are timed first. Raises `ConfigError`."""
+def job_request(
+    name: str, job: JobNeeds, steps: int, plan: JobPlanConfig | None, train_gpus: int | None = None
+) -> JobRequest:
+    """Return the request of a job of this name; without a `plan` a few of its steps are timed first. A live job's
+    trainer has so many ranks, and is no faster on more nodes. Raises `ConfigError`."""
     try:
         return JobRequest(
             id=name,
@@ -417,10 +437,10 @@ def job_request(name: str, job: JobNeeds, steps: int, plan: JobPlanConfig | None
             steps=steps,
             rollout_nodes=job.rollout_nodes,
             train_nodes=job.train_nodes,
-            train_gpus=train_gpus,
+            train_gpus=train_gpus or 1,
             rollout_bytes=round(job.rollout_memory_gb * GB),
             train_bytes=round(job.train_memory_gb * GB),
-            train_efficiency=job.train_efficiency,
+            train_efficiency=job.train_efficiency if train_gpus is None else 0.0,
             restart_ns=round(job.restart_s * NS_PER_S),
             max_resubmissions=job.max_resubmissions,
         )

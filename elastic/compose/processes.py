@@ -13,10 +13,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import msgspec
 import structlog
 
 from elastic.config import Config, ConfigError, EnvironmentConfig, validate
-from elastic.pool.messages import NODE_AGENT_VARIABLE, QUIET_VARIABLE, UNFIT_STATUS
+from elastic.pool.messages import NODE_AGENT_VARIABLE, QUIET_VARIABLE, RANKS_VARIABLE, UNFIT_STATUS, RankPlaces
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.tickets import TicketRefused, read_ticket
 from elastic.system.devices import mismatch, named_devices
@@ -53,7 +54,10 @@ def run_worker(
     """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends. A trainer with a
     node agent uses its device when the node agent says so (`elastic.pool.messages.NODE_AGENT_VARIABLE`).
 
-    A worker with a ticket logs to somebody's terminal: how its pace holds only with `pace`."""
+    Where the trainer's first rank is on another node, be its resident here. A worker with a ticket logs to somebody's
+    terminal: how its pace holds only with `pace`."""
+    if trainer_run_dir is not None and (places := _rank_places()) is not None and places.place:
+        _be_rank_node(places, trainer_run_dir)
     with importing():
         from elastic.worker.agent import leave_process, run_agent
 
@@ -65,17 +69,46 @@ def run_worker(
         leave_process(run_loop(run_agent(ticket)))
     _check_devices(counted=False)
     _load(lambda: import_module("elastic.worker.trainer_host"))
-    from elastic.compose.job_files import local_places, trainer_overrides
-    from elastic.compose.runs import load_run_config
     from elastic.worker.device_permit import DevicePermit, node_agent_socket
     from elastic.worker.trainer_host import run_trainer_host
 
     _check_devices(counted=True)
     run_dir, permit = trainer_run_dir.resolve(), DevicePermit(node_agent_socket())
+    config = _trainer_config(run_dir)
+    leave_process(run_loop(run_trainer_host(ticket, config, run_dir, resume, permit)))
+
+
+def _trainer_config(run_dir: Path) -> Config:
+    """Return a trainer's configuration, with the files that were sent to this machine."""
+    from elastic.compose.job_files import local_places, trainer_overrides
+    from elastic.compose.runs import load_run_config
+
     config = load_run_config(run_dir)
     if places := local_places():
         config = load_run_config(run_dir, trainer_overrides(config, places))
-    leave_process(run_loop(run_trainer_host(ticket, config, run_dir, resume, permit)))
+    return config
+
+
+def _rank_places() -> RankPlaces | None:
+    told_places = os.environ.get(RANKS_VARIABLE, "")
+    return msgspec.json.decode(told_places, type=RankPlaces) if told_places else None
+
+
+def _be_rank_node(places: RankPlaces, run_dir: Path) -> NoReturn:
+    """Be a trainer's resident on another node than its first rank's. Raises `ConfigError`."""
+    _check_devices(counted=False)
+    _load(lambda: import_module("torch"))
+    _check_devices(counted=True)
+    from elastic.worker.agent import leave_process
+    from elastic.worker.device_permit import node_agent_socket
+    from elastic.worker.trainer.transformers.rank_node import be_rank_node
+
+    node_agent = node_agent_socket()
+    if node_agent is None:
+        raise ConfigError(f"{NODE_AGENT_VARIABLE} not set, which a pool's node agent hands to residents")
+    end = run_loop(be_rank_node(places, _trainer_config(run_dir.resolve()), node_agent))
+    log.info("the ranks of this node end", reason=end.reason)
+    leave_process(end)
 
 
 def _log_pace() -> None:

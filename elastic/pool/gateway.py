@@ -53,6 +53,10 @@ class PoolTokens:
     def files(self, job: JobId, placement: int, node: NodeId) -> str:
         return self._derived("files", job, str(placement), node)
 
+    def ranks(self, job: JobId, worker: str) -> str:
+        """Return by what ranks of a trainer prove to its first one that they are its own."""
+        return self._derived("ranks", job, worker)
+
     def _derived(self, *what: str) -> str:
         return hmac.new(self._secret, "\0".join(what).encode(), hashlib.sha256).hexdigest()
 

@@ -1,7 +1,7 @@
 """What the pool's shell knows of residents and jobs' processes, besides the state of the cluster."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +25,8 @@ HOLDING = (JobState.PLACED, JobState.RUNNING)
 class Resident(msgspec.Struct, kw_only=True):
     """A job's process on a node, as the node agent was told to start it or reports it.
 
-    `worker` is the worker as which it computes, or for a trainer, was started.
+    `worker` is the worker as which it computes, or for a trainer, was started. `ranks_at`: where a trainer's first rank
+    listens for those on other nodes.
     """
 
     placement: int
@@ -33,6 +34,7 @@ class Resident(msgspec.Struct, kw_only=True):
     ending: bool = False
     permit: int = 0
     worker: str = ""
+    ranks_at: str = ""
 
 
 class PoolNode(msgspec.Struct, kw_only=True):
@@ -115,6 +117,16 @@ class PoolHoldings:
     def is_script(self, job: JobId) -> bool:
         entry = self.entries.get(job)
         return entry is not None and bool(entry.script)
+
+    def trainer_nodes(self, job: JobId) -> Mapping[NodeId, int]:
+        """Return the nodes of a job that has a place on which its trainer's ranks are, the first one's first, with how
+        many are on each. A script is on the first node of its group."""
+        record = self.cluster.jobs[job]
+        train = () if record.seat is None else self.cluster.groups[record.seat.group].train
+        if not train or self.is_script(job):
+            return dict.fromkeys(train[:1], 1)
+        counts = record.request.ranks_on(len(train), self.cluster.kind(train[0]))
+        return dict(zip(train, counts, strict=False))
 
     def is_connected(self, name: NodeId) -> bool:
         node = self.nodes.get(name)

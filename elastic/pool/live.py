@@ -49,7 +49,13 @@ class Programs(FilePrograms, Protocol):
         ...
 
     def resident(
-        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+        self,
+        entry: JobEntry,
+        placement: int,
+        node: NodeId,
+        phase: PhaseKind,
+        ticket: w.WorkerTicketFrame | None,
+        ranks: w.RankPlaces | None = None,
     ) -> w.StartResidentFrame: ...
 
     def profile(self, entry: JobEntry) -> ProcessLaunch:
@@ -199,9 +205,15 @@ class LivePorts:
         self._gateway.cut_job(job)
 
     def resident(
-        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+        self,
+        entry: JobEntry,
+        placement: int,
+        node: NodeId,
+        phase: PhaseKind,
+        ticket: w.WorkerTicketFrame | None,
+        ranks: w.RankPlaces | None = None,
     ) -> w.StartResidentFrame:
-        return self._programs.resident(entry, placement, node, phase, ticket)
+        return self._programs.resident(entry, placement, node, phase, ticket, ranks)
 
     def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:
         ending: JobEnding | None = None

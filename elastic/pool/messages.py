@@ -36,6 +36,8 @@ QUIET_VARIABLE = "ELASTIC_QUIET_START"
 """Environment variable of a resident that starts while other jobs may compute on its node."""
 FILES_VARIABLE = "ELASTIC_FILES"
 """Environment variable of a resident on another machine: the directory of its job's files there."""
+RANKS_VARIABLE = "ELASTIC_RANKS"
+"""Environment variable of a trainer's resident: its `RankPlaces`, as JSON."""
 NODES_MAX, RESIDENTS_MAX, FILES_MAX = 4096, 4096, 2000
 CHUNK_BYTES = 512 * 1024
 """Of a file in one message; its last chunk may have fewer."""
@@ -60,6 +62,32 @@ class WorkerTicketFrame(msgspec.Struct, frozen=True, array_like=True):
     join: Text
     fingerprint: Text = ""
     orchestrator_timeout_s: Seconds = 60.0
+
+
+class RankPlaces(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ranks of a job's trainer are: `counts` of them on each of its nodes, which this one is at `place`.
+
+    The first rank listens `at` an address, which its node agent has opened as `descriptor`, for ranks on other nodes.
+    They prove by `token` that they belong to it; never log it. All are reached by the network `interface`.
+    """
+
+    counts: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(min_length=1, max_length=NODES_MAX)]
+    place: Count = 0
+    token: Text = ""
+    interface: Text = ""
+    at: Text = ""
+    descriptor: int = -1
+
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks are on one node."""
+        return len(self.counts) == 1
+
+    @property
+    def here(self) -> range:
+        """The numbers of this node's ranks."""
+        before = sum(self.counts[: self.place])
+        return range(before, before + self.counts[self.place])
 
 
 class JobFile(msgspec.Struct, frozen=True, array_like=True):
@@ -255,6 +283,8 @@ class ResidentState(msgspec.Struct, frozen=True, array_like=True):
     worker: Text = ""
     permit: Count = 0
     up: bool = False
+    ranks_at: Text = ""
+    """Where a trainer's first rank listens for those on other nodes."""
 
 
 class ResidentUp(_PoolMessage):
@@ -262,6 +292,14 @@ class ResidentUp(_PoolMessage):
 
     job: Text
     placement: Count
+
+
+class RanksAwaited(_PoolMessage):
+    """The node's resident is a trainer's first rank, and is reached `at` this address by those on other nodes."""
+
+    job: Text
+    placement: Count
+    at: Text
 
 
 class ResidentGone(_PoolMessage):
@@ -435,7 +473,8 @@ class StartResidentFrame(_PoolMessage, tag="StartResident"):
     nothing but say `ResidentUp` again if the resident already runs under this placement and is up. `directory` and
     `log` may be relative to the directory of a node agent on another machine, which has an interpreter of its own
     (`OWN_PYTHON`). With a `files_token` it first asks for the job's files, and puts them into `directory`; what is then
-    below the `returned` directories there goes back to the pool.
+    below the `returned` directories there goes back to the pool. `ranks`: of a trainer whose ranks are not just those
+    of its configuration, on this node.
     """
 
     job: Text
@@ -448,6 +487,7 @@ class StartResidentFrame(_PoolMessage, tag="StartResident"):
     script: bool = False
     files_token: str = ""
     returned: Names = ()
+    ranks: RankPlaces | None = None
 
 
 class GiveDevice(_PoolMessage):
@@ -585,6 +625,7 @@ class NodeNotice(_PoolMessage):
 FromNodeAgent: TypeAlias = (
     NodeAgentHello
     | ResidentUp
+    | RanksAwaited
     | ResidentGone
     | DeviceFreed
     | WorkerLeft

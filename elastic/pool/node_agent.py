@@ -8,6 +8,7 @@ device.
 
 import asyncio
 import contextlib
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
@@ -27,6 +28,7 @@ from elastic.pool.node_agent_state import (
     NodeAgentEvent,
     NodeAgentState,
     PermitRefused,
+    RanksListened,
     ResidentEnded,
     ResidentSaid,
     ScriptStarted,
@@ -39,9 +41,10 @@ from elastic.pool.node_agent_state import (
 from elastic.pool.node_files import NodeFiles
 from elastic.pool.stillness import Silence, Stillness
 from elastic.protocol.connection import ConnectionLost, Greeting, SessionRefused, dial, over_socket
-from elastic.protocol.endpoint import Endpoint
+from elastic.protocol.endpoint import Address, Endpoint
 from elastic.system.devices import DeviceName, faults, visible
 from elastic.system.host import here
+from elastic.system.interfaces import interface_address, interface_with
 from elastic.system.isolation import IsolatedLoop, LoopFaults
 from elastic.system.processes import OF_SITE, inherited, is_due, used_ticks
 from elastic.system.supervision import RecordedProcesses, how_ended
@@ -165,6 +168,8 @@ class NodeAgent:
         self._residents: dict[JobId, _OwnResident] = {}
         self._wakeup: asyncio.TimerHandle | None = None
         self._link: PoolLink[w.ToNodeAgent] | None = None
+        self._own_host = ""
+        """By which the pool's machine knows this one."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._notice: tuple[float, str] | None = None
         """When the machine is taken, and why."""
@@ -211,6 +216,7 @@ class NodeAgent:
             log.info("joined the pool", pool=self._ticket.pool, node=self._ticket.node)
             self._let_in(welcome.session)
             self._link, self._token, within_s = link, welcome.session, welcome.orphan_s
+            self._own_host = link.own_host
             self._limits = SilenceLimits(welcome.stall_s, welcome.still_s)
             link.watch(welcome.silence_s)
             self._say_notice()
@@ -329,14 +335,18 @@ class NodeAgent:
         if command[:1] == [w.OWN_PYTHON]:
             command[0] = sys.executable
         ours, theirs = here().socketpair()
+        listener: socket.socket | None = None
         try:
-            environment = self._of_node(order) | resident.recorded.marks | order.environment | of_files
+            of_ranks, listener = self._places(order)
+            at = "" if listener is None else str(Address(*listener.getsockname()))
+            environment = self._of_node(order) | resident.recorded.marks | order.environment | of_files | of_ranks
             environment |= visible(self._ticket.devices)
             if resident.limits.beat_s:
                 environment[w.BEAT_VARIABLE] = str(resident.limits.beat_s)
             if resident.quietly:
                 environment[w.QUIET_VARIABLE] = "1"
             resident.recorded.write()
+            inherited_too = () if order.script else (theirs, *([] if listener is None else [listener]))
             with _appended(own / order.log) as output:
                 process = await asyncio.create_subprocess_exec(
                     *command,
@@ -346,7 +356,7 @@ class NodeAgent:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    pass_fds=() if order.script else (theirs.fileno(),),
+                    pass_fds=[one.fileno() for one in inherited_too],
                 )
             resident.started(process)
             if not order.script:
@@ -356,9 +366,28 @@ class NodeAgent:
             raise
         finally:
             theirs.close()
+            if listener is not None:
+                listener.close()
+        if at:
+            self._heed(RanksListened(order.job, at))
         if order.script:
             ours.close()
             self._heed(ScriptStarted(order.job))
+
+    def _places(self, order: w.StartResidentFrame) -> tuple[dict[str, str], socket.socket | None]:
+        """Return what a trainer's resident has in its environment of where its ranks are, and the socket on which the
+        first one listens for those on other nodes, if there are any. Raises `OSError`."""
+        ranks = order.ranks
+        if ranks is None:
+            return {}, None
+        listener: socket.socket | None = None
+        if not ranks.alone:
+            host = interface_address(ranks.interface) if ranks.interface else self._own_host
+            ranks = msgspec.structs.replace(ranks, interface=ranks.interface or interface_with(host))
+            if not ranks.place:
+                listener = socket.create_server((host, 0))
+                ranks = msgspec.structs.replace(ranks, descriptor=listener.fileno())
+        return {w.RANKS_VARIABLE: msgspec.json.encode(ranks).decode()}, listener
 
     async def _bring_files(self, resident: _OwnResident) -> dict[str, str]:
         """Have the files of a resident here, unless it is to end before they are. Raises `FilesUnavailable`."""

@@ -26,6 +26,13 @@ class ScriptStarted(msgspec.Struct, frozen=True):
     job: JobId
 
 
+class RanksListened(msgspec.Struct, frozen=True):
+    """The job's resident is a trainer's first rank, which others reach `at` this address."""
+
+    job: JobId
+    at: str
+
+
 class ResidentEnded(msgspec.Struct, frozen=True):
     """All processes of the job's resident are gone. `code`: its exit status, if known. `fault`: what is wrong with the
     node's devices."""
@@ -81,7 +88,7 @@ class Untaken(msgspec.Struct, frozen=True):
     former: int
 
 
-NodeAgentEvent: TypeAlias = w.ToNodeAgent | ResidentSaid | ScriptStarted | ResidentEnded | WakeupDue
+NodeAgentEvent: TypeAlias = w.ToNodeAgent | ResidentSaid | ScriptStarted | RanksListened | ResidentEnded | WakeupDue
 NodeAgentCommand: TypeAlias = TellPool | TellResident | BeginResident | Signal | PermitRefused | Untaken
 
 
@@ -108,6 +115,8 @@ class _KeptResident:
     """Whether its worker was told to leave."""
     resume_s: float = 0.0
     """How long it took to resume under its permit."""
+    ranks_at: str = ""
+    """Where ranks on other nodes reach it."""
 
 
 @dataclass(slots=True)
@@ -150,6 +159,8 @@ class NodeAgentState:
                 self._said(job, self._kept[job], message)
             case ScriptStarted(job=job) if job in self._kept:
                 self._is_up(self._kept[job])
+            case RanksListened(job=job, at=at) if job in self._kept:
+                self._listens(self._kept[job], at)
             case ResidentEnded() if event.job in self._kept:
                 self._gone(event)
             case _:
@@ -176,7 +187,7 @@ class NodeAgentState:
         """Return what a node agent says as it dials: what there is on its node, and how scripts have ended, which
         nobody else knows."""
         residents = tuple(
-            w.ResidentState(job, kept.order.placement, kept.worker, kept.permit, kept.up)
+            w.ResidentState(job, kept.order.placement, kept.worker, kept.permit, kept.up, kept.ranks_at)
             for job, kept in self._kept.items()
         )
         version, over = w.POOL_PROTOCOL_VERSION, tuple(self._scripts_over.values())
@@ -215,6 +226,8 @@ class NodeAgentState:
         if kept is not None and kept.order.placement == order.placement and not kept.ending:
             if kept.up:
                 self._say(w.ResidentUp(order.job, order.placement))
+            if kept.ranks_at:
+                self._listens(kept, kept.ranks_at)
             return
         if kept is not None:
             kept.follower = order
@@ -339,6 +352,10 @@ class NodeAgentState:
         kept.up = True
         self._say(w.ResidentUp(kept.order.job, kept.order.placement))
         self._resume()
+
+    def _listens(self, kept: _KeptResident, at: str) -> None:
+        kept.ranks_at = at
+        self._say(w.RanksAwaited(kept.order.job, kept.order.placement, at))
 
     def _said(self, job: JobId, kept: _KeptResident, message: w.FromResident) -> None:
         match message:

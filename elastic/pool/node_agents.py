@@ -140,6 +140,7 @@ class NodeAgents(PoolRoom):
                 permit=state.permit,
                 worker=state.worker,
                 ending=known and former is not None and former.ending,
+                ranks_at=state.ranks_at,
             )
             self._workers.compare(name, node, state, hello.given if hello.given_to == state.job else state.permit)
         gone = {one.job: one for one in hello.gone}

@@ -147,9 +147,18 @@ class PoolPorts(Protocol):
         ...
 
     def resident(
-        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+        self,
+        entry: JobEntry,
+        placement: int,
+        node: NodeId,
+        phase: PhaseKind,
+        ticket: w.WorkerTicketFrame | None,
+        ranks: w.RankPlaces | None = None,
     ) -> w.StartResidentFrame:
-        """Returns how to start the job's resident: for rollouts, for the trainer of `ticket`, or the script itself."""
+        """Returns how to start the job's resident: for rollouts, for the trainer of `ticket`, or the script itself.
+
+        `ranks`: of a trainer whose ranks are on several nodes, or fewer than it asks for.
+        """
         ...
 
     def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:

@@ -69,11 +69,10 @@ class NodeResidents(PoolRoom):
             record, entry = self._cluster.jobs[job], self._entries.get(job)
             if record.state not in HOLDING or record.seat is None or entry is None:
                 continue
-            train = self._cluster.groups[record.seat.group].train
             if node.phase is _ROLLOUT:
                 if not entry.script and name in record.seat.rollout:
                     yield job, record, None
-            elif name in train[:1]:
+            elif name in self._pool.trainer_nodes(job):
                 trainer = self._workers.trainer(job)
                 if entry.script or trainer is not None:
                     yield job, record, trainer
@@ -104,18 +103,40 @@ class NodeResidents(PoolRoom):
         live, entry = self._pool.jobs[job], self._entries[job]
         if self._pool.stopping or self._timers.waiting("resident", f"{name}/{job}"):
             return
-        if entry.script:
-            if record.stopping or self._timers.waiting("restart", job) or live.process is not None:
-                return
+        if entry.script and (record.stopping or self._timers.waiting("restart", job) or live.process is not None):
+            return
+        ranks = self._ranks(name, job, record, ticket)
+        if ranks is not None and ranks.place:
+            if not ranks.at:
+                return  # The first rank is not there yet.
         elif ticket is not None and not ticket.token:
             return  # It went on under an earlier process, whose ticket is not known here; `gone` clears it.
-        frame = self._ports.resident(entry, record.placement, name, node.phase, ticket)
+        frame = self._ports.resident(entry, record.placement, name, node.phase, ticket, ranks)
         if entry.script:
             live.process = record.placement
         permit = node.given if record.permit == node.given else 0
         worker = ticket.worker if ticket else ""
         node.residents[job] = Resident(placement=record.placement, worker=worker, permit=permit)
         self._ports.send_to_node_agent(name, frame)
+
+    def _ranks(
+        self, name: NodeId, job: JobId, record: JobRecord, ticket: w.WorkerTicketFrame | None
+    ) -> w.RankPlaces | None:
+        """Return where the ranks of a trainer are that this node has a part of; None if they are all here, as many as
+        the job asks for."""
+        nodes = self._pool.trainer_nodes(job)
+        if ticket is None or name not in nodes or [*nodes.values()] == [record.request.train_gpus]:
+            return None
+        first = self._nodes.get(next(iter(nodes)))
+        its = None if first is None else first.residents.get(job)
+        at = its.ranks_at if its is not None and its.worker == ticket.worker and not its.ending else ""
+        return w.RankPlaces(counts=tuple(nodes.values()), place=[*nodes].index(name), at=at)
+
+    def awaits_ranks(self, name: NodeId, message: w.RanksAwaited) -> None:
+        """Note where a trainer's first rank is reached: those on other nodes are started now."""
+        resident = self._nodes[name].residents.get(message.job)
+        if resident is not None and resident.placement == message.placement:
+            resident.ranks_at = message.at
 
     def _bound(self, key: str, resident: Resident | None) -> None:
         """A resident has to come up within the time that a job has to start."""
@@ -189,7 +210,7 @@ class NodeResidents(PoolRoom):
         record, node = self._cluster.jobs.get(job), self._nodes[name]
         if record is None or job not in node.residents or node.residents[job].ending:
             return
-        declared = record.request.rollout_bytes if node.phase is _ROLLOUT else record.request.train_bytes
+        declared = self._cluster.declared_bytes(record, node.phase)
         known = self._jobs[job].host_bytes
         if host_bytes > declared or host_bytes > MEMORY_NEWS * known.get(name, 0):
             known[name] = host_bytes

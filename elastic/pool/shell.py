@@ -297,6 +297,8 @@ class PoolShell(PoolRoom):
         match message:
             case w.ResidentUp(job=job, placement=placement):
                 self._residents.came_up(name, job, placement)
+            case w.RanksAwaited():
+                self._residents.awaits_ranks(name, message)
             case w.ResidentGone(job=job, cause=cause):
                 resident = node.residents.get(job)
                 if resident is not None and resident.placement == message.placement:

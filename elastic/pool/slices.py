@@ -312,15 +312,20 @@ class PoolSlices(PoolRoom):
             self._jobs[job].returning = goes_on
 
     def _warm(self, job: JobId, phase: PhaseKind) -> bool:
-        """Return whether a resident of the job is up for this phase: a process that starts needs no device yet."""
+        """Return whether residents of the job are up for this phase, one for rollouts, for training all: a process that
+        starts needs no device yet."""
         record, entry = self._cluster.jobs[job], self._entries.get(job)
         if record.seat is None or entry is None or entry.script:
             return True
         if phase is _TRAIN and self._workers.trainer(job) is None:
             return not self._workers.trainer_died(job)
-        nodes = record.seat.rollout if phase is _ROLLOUT else self._cluster.groups[record.seat.group].train[:1]
-        found = [node.residents.get(job) for name in nodes if (node := self._nodes.get(name)) is not None]
-        return any(resident is not None and resident.up and not resident.ending for resident in found)
+        rolls_out = phase is _ROLLOUT
+        nodes = (
+            self._nodes.get(name) for name in (record.seat.rollout if rolls_out else self._pool.trainer_nodes(job))
+        )
+        found = [None if node is None else node.residents.get(job) for node in nodes]
+        up = [resident is not None and resident.up and not resident.ending for resident in found]
+        return any(up) if rolls_out else all(up)
 
     def holds(self, job: JobId, phase: PhaseKind) -> bool:
         """Return whether the job has a permit for this phase that it was told of."""

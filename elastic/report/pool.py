@@ -152,7 +152,7 @@ class PoolTimeline:
                 before.update(new)
                 seen = self.jobs[command.job]
                 seen.started_ns = now_ns if seen.started_ns is None else seen.started_ns
-                train_nodes = self.cluster.request(command.job).train_nodes
+                train_nodes = self.cluster.request(command.job).train_nodes_of(self.cluster.kind(command.train[0]))
                 seen.alone_price = sum(map(self._price, command.seat.rollout))
                 seen.alone_price += train_nodes * self._price(command.train[0])
                 if seen.marginal is None:

@@ -67,7 +67,7 @@ def group(name: str, train: int, *pinned: tuple[JobRequest, tuple[str, ...]]) ->
         name=name,
         train=tuple(f"{name}-t{i}" for i in range(train)),
         rollout=nodes,
-        members={request.id: planned(request, train, its) for request, its in pinned},
+        members={request.id: planned(request, train, SPEC.train[0], its) for request, its in pinned},
     )
     made.follow(cycle_ns)
     return made

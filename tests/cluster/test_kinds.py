@@ -61,7 +61,10 @@ def test_a_job_is_billed_the_nodes_that_it_has() -> None:
     [
         (timed_job("job", rollout_nodes=5), "needed 5 rollout nodes; largest: 4"),
         (timed_job("job", train_nodes=3), "needed 3 train nodes of one kind; largest: 2"),
-        (timed_job("job", train_nodes=2, train_gpus=9), "needed 9 GPUs for its trainer's ranks; largest: 8"),
+        (
+            timed_job("job", train_gpus=17),
+            "needed 17 GPUs for its trainer's ranks, on train nodes of one kind; largest: 16",
+        ),
         (timed_job("job", rollout_bytes=6), "needed 6 bytes of host memory; largest: 5"),
     ],
 )

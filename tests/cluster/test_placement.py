@@ -30,9 +30,9 @@ def test_training_is_matched_to_the_groups_pool_and_never_scaled() -> None:
     choice = placed("weave", newcomer, pool)
     # On two nodes b trains for 50: its own step is 150 in a cycle of 200, which is its solo time.
     assert (choice.group, choice.cycle_ns, choice.new_train) == ("g", 200, 0)
-    assert planned(newcomer, 2, ()).train_ns == 50
-    assert planned(msgspec.structs.replace(newcomer, train_efficiency=0.5), 2, ()).train_ns == 67
-    assert planned(a, 1, ()).train_ns == 200
+    assert planned(newcomer, 2, pool.spec.train[0]).train_ns == 50
+    assert planned(msgspec.structs.replace(newcomer, train_efficiency=0.5), 2, pool.spec.train[0]).train_ns == 67
+    assert planned(a, 1, pool.spec.train[0]).train_ns == 200
 
 
 def test_memory_of_a_node_bounds_its_members() -> None:

@@ -45,7 +45,7 @@ def bill(groups: Mapping[str, JobGroup], ends: Mapping[str, int], restarts: int 
 def after_move(pool: View, name: str, into: str, nodes: tuple[str, ...], rollout: tuple[str, ...]) -> int | None:
     """The bill once the job has gone into that group, on these of its nodes; None where somebody could not bear it."""
     request, host = pool.requests[name], pool.groups[into]
-    mover = planned(request, len(host.train), nodes)
+    mover = planned(request, len(host.train), pool.spec.train[0], nodes)
     members = [*host.members.values(), mover]
     memory = sum(each.rollout_bytes for each in members if set(nodes) & set(each.nodes))
     if cycle_ns(members) > min(each.limit_ns for each in members) or memory > pool.spec.rollout[0].memory_bytes:

@@ -32,7 +32,7 @@ usd_per_gpu_hour = 1.85
 memory_gb = 8
 {rollout}
 [pool.train]
-nodes = 1
+nodes = {train_nodes}
 usd_per_gpu_hour = 5.28
 gpus = {train_gpus}
 memory_gb = 8
@@ -101,11 +101,12 @@ class LivePool:
         rollout: str = "",
         rollout_nodes: int = 1,
         train: str = "",
+        train_nodes: int = 1,
     ) -> None:
         """With what `[pool]` says of how it is `reached`, and `[pool.rollout]` and `[pool.train]` further."""
         file = self._tmp_path / "pool.toml"
         said = {"train_gpus": train_gpus, "start_s": start_s, "reached": reached, "rollout": rollout, "train": train}
-        said["rollout_nodes"] = rollout_nodes
+        said |= {"rollout_nodes": rollout_nodes, "train_nodes": train_nodes}
         file.write_text(POOL.format(directory=self._tmp_path, **said))
         self.elastic("pool", "start", file)
 

@@ -31,9 +31,15 @@ class StubPrograms(PoolPrograms):
         return (*STUB, "resident", entry.directory, phase.value)
 
     def resident(
-        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+        self,
+        entry: JobEntry,
+        placement: int,
+        node: NodeId,
+        phase: PhaseKind,
+        ticket: w.WorkerTicketFrame | None,
+        ranks: w.RankPlaces | None = None,
     ) -> w.StartResidentFrame:
-        frame = super().resident(entry, placement, node, phase, ticket)
+        frame = super().resident(entry, placement, node, phase, ticket, ranks)
         frame.environment.update(
             STUB_NODE=node, STUB_PLACEMENT=str(placement), STUB_DEVICES=str(self._directory.resolve() / "devices")
         )

@@ -107,7 +107,7 @@ def test_a_plan_for_who_is_queued_timed_or_rejected() -> None:
     assert "would be timed first" in timed.why
     with pytest.raises(ClusterError, match="it fits no rollout node: needed 3 bytes of host memory; largest: 2"):
         plan_of(cluster, timed_job("three", rollout_bytes=3))
-    with pytest.raises(ClusterError, match="it fits no train node: needed 2 GPUs for its trainer's ranks; largest: 1"):
+    with pytest.raises(ClusterError, match="needed 2 GPUs for its trainer's ranks, on train nodes; largest: 1"):
         plan_of(cluster, timed_job("three", train_gpus=2))
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,12 +45,14 @@ def config_of(model: Path, gpus: int, own: dict[str, object] | None = None, **se
 class RankedProcess:
     """The process; orders are the methods of `_Orders`."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], pass_fds: Sequence[int] = (), **environment: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.trainer.ranks", json.dumps(config)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            pass_fds=pass_fds,
+            env=os.environ | environment,
         )
         self.pids: list[int] = []
         """Of the further ranks."""

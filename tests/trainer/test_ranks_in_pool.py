@@ -1,4 +1,7 @@
-"""A pool's job whose trainer has two ranks gives its device to another job between its steps, and takes it again."""
+"""A pool's job whose trainer has two ranks gives its devices to another job between its steps, and takes them again.
+
+The ranks are on one training node, or on one each of two.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,10 +33,10 @@ device = "cpu"
 """
 
 
-@pytest.fixture
-def pool(tmp_path: Path, checkpoint: Path) -> Iterator[LivePool]:
+@pytest.fixture(params=[1, 2], ids=["one_node", "two_nodes"])
+def pool(tmp_path: Path, checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[LivePool]:
     pool = LivePool(tmp_path, checkpoint, WITHIN_S)
-    pool.start(train_gpus=2, start_s=600)
+    pool.start(train_nodes=request.param, train_gpus=2 // request.param, start_s=600)
     yield pool
     pool.stop()
 

@@ -26,6 +26,7 @@ TURNS_KEPT = 1000
 class Books:
     def __init__(self, state: ClusterState, spec: PoolSpec, charging: ChargingPolicy) -> None:
         self._state = state
+        self._kinds = spec.kinds
         self._price = {name: kind.nano_usd_per_hour for name, kind in spec.kinds.items()}
         self._charging = charging
         self.turns = deque[NodeTurn](maxlen=TURNS_KEPT)
@@ -97,7 +98,8 @@ class Books:
         for, of the group's kind, if they were its own."""
         group, price = self._state.groups[name], self._node_price
         rollout = sum(map(price, group.members[job].nodes))
-        return rollout + self._state.jobs[job].request.train_nodes * price(group.train[0])
+        train = self._kinds[self._state.nodes[group.train[0]].kind]
+        return rollout + self._state.jobs[job].request.train_nodes_of(train) * price(group.train[0])
 
     def _node_price(self, node: NodeId) -> int:
         return self._price[self._state.nodes[node].kind]

@@ -385,36 +385,33 @@ class Cluster:
 
     def _problem(self, request: JobRequest) -> str:
         """Return why no pool of this kind can ever take the job; empty if one can."""
-        for phase, nodes, host_bytes in (
-            (_ROLLOUT, request.rollout_nodes, request.rollout_bytes),
-            (_TRAIN, request.train_nodes, request.train_bytes),
-        ):
-            kinds = self.spec.of(phase)
-            memory, gpus = max(kind.memory_bytes for kind in kinds), max(kind.gpus for kind in kinds)
+        for phase, host_bytes in ((_ROLLOUT, request.rollout_bytes), (_TRAIN, request.train_bytes)):
+            memory = max(kind.memory_bytes for kind in self.spec.of(phase))
             if host_bytes > memory:
                 return f"it fits no {phase} node: needed {host_bytes} bytes of host memory; largest: {memory}"
-            if phase is _TRAIN and request.train_gpus > gpus:
-                ranks = request.train_gpus
-                return f"it fits no {phase} node: needed {ranks} GPUs for its trainer's ranks; largest: {gpus}"
-            fitting = [kind for kind in kinds if request.fits(kind, phase)]
-            if not fitting:  # Of training nodes of several kinds: some have the memory, and others the GPUs.
-                ranks = request.train_gpus
-                held = max(kind.memory_bytes for kind in kinds if kind.gpus >= ranks)
-                return (
-                    f"it fits no {phase} node: needed {host_bytes} bytes of host memory beside {ranks} GPUs for its "
-                    f"trainer's ranks; largest beside so many GPUs: {held} bytes"
-                )
-            counts = [self._most(kind) for kind in fitting]
-            there_are = sum(counts) if phase is _ROLLOUT else max(counts)
-            if nodes > there_are:
-                alike = " of one kind" if phase is _TRAIN and len(kinds) > 1 else ""
-                return f"it fits no pool of this size: needed {nodes} {phase} nodes{alike}; largest: {there_are}"
+        most = {kind.name: self._most(kind) for kind in self.spec.kinds.values()}
+        rollout = sum(most[kind.name] for kind in self.spec.rollout if request.fits(kind, _ROLLOUT))
+        if request.rollout_nodes > rollout:
+            return f"it fits no pool of this size: needed {request.rollout_nodes} rollout nodes; largest: {rollout}"
+        trains = [kind for kind in self.spec.train if request.fits(kind, _TRAIN)]
+        if not any(request.train_nodes_of(kind) <= most[kind.name] for kind in trains):
+            needed, what, largest = request.train_nodes, "train nodes", max(most[kind.name] for kind in trains)
+            if request.train_gpus > (gpus := max(most[kind.name] * kind.gpus for kind in trains)):
+                needed, what, largest = request.train_gpus, "GPUs for its trainer's ranks, on train nodes", gpus
+            alike = " of one kind" if len(self.spec.train) > 1 else ""
+            return f"it fits no pool of this size: needed {needed} {what}{alike}; largest: {largest}"
         if request.plan is not None and request.alone_ns > request.limit_ns:
             least = -(-request.alone_ns * 1000 // request.plan.solo_ns) / 1000
             return (
                 f"it cannot keep its slo of {request.slo:.6g} even alone, switching included; it could keep {least:.6g}"
             )
         return ""
+
+    def declared_bytes(self, record: JobRecord, phase: PhaseKind) -> int:
+        """Return what a node of the job's place may hold of its state of a phase."""
+        if phase is _ROLLOUT or record.seat is None:
+            return record.request.rollout_bytes if phase is _ROLLOUT else record.request.train_bytes
+        return self.groups[record.seat.group].members[record.request.id].train_bytes
 
     def _most(self, kind: NodeKind) -> int:
         """Return how many nodes of a kind there are, or were at first, if those were more."""
@@ -425,13 +422,16 @@ class Cluster:
         there = {node.kind for node in self.state.nodes.values()}
         gone = [kind for kind in self.spec.kinds.values() if kind.name not in there]
         away = ", ".join(f"{kind.name}{f' at site {kind.site}' if kind.site else ''}" for kind in gone)
-        rollout, train = (
-            [self.free(kind.name) for kind in self.spec.of(phase) if request.fits(kind, phase)]
-            for phase in (_ROLLOUT, _TRAIN)
-        )
+        rollout = sum(self.free(kind.name) for kind in self.spec.rollout if request.fits(kind, _ROLLOUT))
+        trains = [
+            (self.free(kind.name), request.train_nodes_of(kind))
+            for kind in self.spec.train
+            if request.fits(kind, _TRAIN)
+        ]
+        free, needed = max(trains, key=lambda one: one[0] - one[1], default=(0, request.train_nodes))
         return (
-            f"no group takes it, and of {request.rollout_nodes} rollout and {request.train_nodes} train nodes for one "
-            f"of its own {sum(rollout)} and {max(train, default=0)} are free"
+            f"no group takes it, and of {request.rollout_nodes} rollout and {needed} train nodes for one "
+            f"of its own {rollout} and {free} are free"
             f"{f'; all nodes are away of {away}' if away else ''}"
         )
 
@@ -459,12 +459,13 @@ class Cluster:
         new = self._take(choice.new, name)
         group.rollout = (*group.rollout, *new)
         nodes = (*choice.rollout, *new)
-        group.members[record.request.id] = planned(record.request, len(group.train), nodes, limit_ns)
+        member = planned(record.request, len(group.train), self.kind(group.train[0]), nodes, limit_ns)
+        group.members[record.request.id] = member
         group.follow(self.policies.placement.cycle)
         for node in nodes:
             state.nodes[node].residents[record.request.id] = record.request.rollout_bytes
         for node in group.train:
-            state.nodes[node].residents[record.request.id] = record.request.train_bytes
+            state.nodes[node].residents[record.request.id] = member.train_bytes
         return Seat(name, nodes)
 
     def _start(self, record: JobRecord, *, restart: bool) -> None:
@@ -575,7 +576,8 @@ class Cluster:
         plan, seat = request.plan, record.seat
         if plan is None or seat is None or len(measured) < len(PhaseKind):
             return request
-        train_planned_ns = request.train_ns(len(self.state.groups[seat.group].train))
+        train = self.state.groups[seat.group].train
+        train_planned_ns = request.train_ns(len(train), self.kind(train[0]))
         replanned = msgspec.structs.replace(
             plan,
             rollout_ns=max(1, measured[_ROLLOUT]),
@@ -700,7 +702,7 @@ class Cluster:
         node = self.state.nodes.get(event.node)
         if node is None or event.job not in node.residents:
             return
-        declared = record.request.rollout_bytes if node.phase is _ROLLOUT else record.request.train_bytes
+        declared = self.declared_bytes(record, node.phase)
         if event.host_bytes > declared:
             reason = f"it holds {event.host_bytes} bytes of host memory on {event.node}; declared: {declared}"
             self._emit(c.KillResident(job=event.job, node=event.node, reason=reason))

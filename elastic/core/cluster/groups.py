@@ -43,21 +43,25 @@ class PlannedMember(msgspec.Struct, kw_only=True):
 
 
 def planned(
-    request: JobRequest, train_nodes: int, nodes: tuple[NodeId, ...], limit_ns: Nanoseconds | None = None
+    request: JobRequest,
+    train_nodes: int,
+    train: NodeKind,
+    nodes: tuple[NodeId, ...] = (),
+    limit_ns: Nanoseconds | None = None,
 ) -> PlannedMember:
-    """Plan the job in a group with `train_nodes` training nodes, on these rollout nodes."""
+    """Plan the job in a group with `train_nodes` training nodes of a kind, on these rollout nodes."""
     plan = request.plan
     assert plan is not None
     return PlannedMember(
         job=request.id,
         rollout_ns=plan.rollout_ns + plan.switching_ns(PhaseKind.ROLLOUT),
-        train_ns=request.train_ns(train_nodes) + plan.switching_ns(PhaseKind.TRAIN),
+        train_ns=request.train_ns(train_nodes, train) + plan.switching_ns(PhaseKind.TRAIN),
         sync_ns=plan.sync_ns,
         solo_ns=plan.solo_ns,
         limit_ns=request.cycle_limit_ns if limit_ns is None else limit_ns,
         nodes=nodes,
         rollout_bytes=request.rollout_bytes,
-        train_bytes=request.train_bytes,
+        train_bytes=request.train_bytes_on(train_nodes, train),
     )
 
 

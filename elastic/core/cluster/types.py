@@ -100,8 +100,8 @@ class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The request of a job: nodes, GPUs of a training node, host memory on each node, and the largest slowdown that the
-    job accepts.
+    """The request of a job: nodes, ranks of its trainer (`train_gpus`), each with a GPU, host memory on each node, and
+    the largest slowdown that the job accepts.
 
     `plan` is None until a step of the job has been timed. `steps` says how long the job runs. `train_efficiency` is the
     share of each additional training node that speeds the job up. `restart_ns` is the cost of moving the job, besides
@@ -138,19 +138,37 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
         if not least <= value <= WHOLE_MAX:
             raise ClusterError(f"job {self.id}: {name}: found {value}; allowed: {_range(value, least)}")
 
-    def train_ns(self, nodes: int) -> Nanoseconds:
-        """Return the length of a training phase on `nodes` nodes. Fewer nodes than requested lengthen it in
-        proportion; more nodes shorten it by the declared efficiency."""
+    def train_nodes_of(self, kind: "NodeKind") -> int:
+        """Return how many training nodes of this kind the job asks for: the fewest with a GPU for each of its ranks,
+        unless it names more."""
+        return max(self.train_nodes, -(-self.train_gpus // kind.gpus))
+
+    def ranks_on(self, nodes: int, kind: "NodeKind") -> tuple[int, ...]:
+        """Return how many of its trainer's ranks are on each node that has any, of so many training nodes of this kind:
+        as many as it asks for, or as there are GPUs, on no more nodes than it asks for, and evenly."""
+        used = min(nodes, self.train_nodes_of(kind), self.train_gpus)
+        ranks = min(self.train_gpus, used * kind.gpus)
+        return tuple(ranks // used + (place < ranks % used) for place in range(used))
+
+    def train_ns(self, nodes: int, kind: "NodeKind") -> Nanoseconds:
+        """Return the length of a training phase on `nodes` nodes of this kind. Fewer ranks or nodes than requested
+        lengthen it in proportion. There are never more ranks; without ranks more nodes shorten it by the declared
+        efficiency."""
         assert self.plan is not None
+        if self.train_gpus > 1:
+            return -(-self.plan.train_ns * self.train_gpus // sum(self.ranks_on(nodes, kind)))
         if nodes <= self.train_nodes:
             return -(-self.plan.train_ns * self.train_nodes // nodes)
         return round(self.plan.train_ns / (1.0 + (nodes / self.train_nodes - 1.0) * self.train_efficiency))
 
+    def train_bytes_on(self, nodes: int, kind: "NodeKind") -> int:
+        """Return what each of so many nodes holds of the job's training state: of fewer ranks each holds more."""
+        return -(-self.train_bytes * self.train_gpus // sum(self.ranks_on(nodes, kind)))
+
     def fits(self, kind: "NodeKind", phase: PhaseKind) -> bool:
-        """Return whether a node of this kind holds the job's state of a phase, and its trainer's ranks."""
-        if phase is PhaseKind.ROLLOUT:
-            return self.rollout_bytes <= kind.memory_bytes
-        return self.train_bytes <= kind.memory_bytes and self.train_gpus <= kind.gpus
+        """Return whether nodes of this kind, as many as it asks for, hold the job's state of a phase."""
+        needed = self.rollout_bytes if phase is PhaseKind.ROLLOUT else self.train_bytes
+        return needed <= kind.memory_bytes
 
     @property
     def limit_ns(self) -> Nanoseconds:
@@ -250,12 +268,12 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the kinds of the cheapest free nodes for a job of its own: those for rollouts may be of any kinds,
         those for training are of one. None if too few are free."""
         trains = [kind for kind in self.train if request.fits(kind, PhaseKind.TRAIN)]
-        with_room = (kind for kind in trains if free(kind.name) >= request.train_nodes)
-        train = min(with_room, key=lambda kind: kind.nano_usd_per_hour, default=None)
+        with_room = (kind for kind in trains if free(kind.name) >= request.train_nodes_of(kind))
+        train = min(with_room, key=lambda kind: kind.nano_usd_per_hour * request.train_nodes_of(kind), default=None)
         rollout = self.new_rollout(request, request.rollout_nodes, free, "" if train is None else train.site)
         if train is None or rollout is None:
             return None
-        return rollout, (train,) * request.train_nodes
+        return rollout, (train,) * request.train_nodes_of(train)
 
     def new_rollout(
         self, request: JobRequest, count: int, free: Callable[[KindName], int], site: str
@@ -273,11 +291,16 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the price of an hour of the nodes that a job asks for, of the cheapest kinds that fit, in
         nano-dollars; 0 if none fits."""
         price = 0
-        for phase, nodes in ((PhaseKind.ROLLOUT, request.rollout_nodes), (PhaseKind.TRAIN, request.train_nodes)):
-            prices = [kind.nano_usd_per_hour for kind in self.of(phase) if request.fits(kind, phase)]
+        for phase in PhaseKind:
+            prices = [
+                kind.nano_usd_per_hour
+                * (request.train_nodes_of(kind) if phase is PhaseKind.TRAIN else request.rollout_nodes)
+                for kind in self.of(phase)
+                if request.fits(kind, phase)
+            ]
             if not prices:
                 return 0
-            price += nodes * min(prices)
+            price += min(prices)
         return price
 
 

@@ -11,7 +11,7 @@ import msgspec
 import sqlalchemy as sa
 
 from elastic.compose.pool_config import POOL_CONFIG, load_pool
-from elastic.core.cluster.types import BeyondQuota
+from elastic.core.cluster.types import BeyondQuota, JobRequest
 from elastic.protocol.api import QuotaUse
 from elastic.server.api.routes.quotas import as_quota
 from elastic.server.intake import submissions
@@ -29,11 +29,11 @@ ADMIT_S = 2.0
 BEHIND = "jobs of the project that came before it wait, too"
 
 
-def train_gpus(settings: ServerSettings, pool: str, train_nodes: int) -> int:
-    """Return the GPUs of so many training nodes of the pool, of the kind with the most. Raises `ApiProblem` for a pool
-    that is not there."""
-    kinds = load_pool(pool_dir(settings, pool) / POOL_CONFIG).pool.train
-    return train_nodes * max(kind.gpus for kind in kinds)
+def train_gpus(settings: ServerSettings, pool: str, request: JobRequest) -> int:
+    """Return the GPUs of the training nodes of the pool that a job asks for, of the kind of which they are most. Raises
+    `ApiProblem` for a pool that is not there."""
+    kinds = load_pool(pool_dir(settings, pool) / POOL_CONFIG).spec().train
+    return max(request.train_nodes_of(kind) * kind.gpus for kind in kinds)
 
 
 def beyond_quota(

@@ -137,8 +137,9 @@ class PhasedJob:
     def _drawn_ns(self) -> Nanoseconds:
         record, plan = self._world.cluster.jobs[self.id], self._plan
         assert record.seat is not None
-        train = len(self._world.cluster.groups[record.seat.group].train)
-        planned_ns = plan.rollout_ns if self._phase is _ROLLOUT else record.request.train_ns(train)
+        train, kind = self._world.cluster.groups[record.seat.group].train, self._world.cluster.kind
+        train_ns = record.request.train_ns(len(train), kind(train[0]))
+        planned_ns = plan.rollout_ns if self._phase is _ROLLOUT else train_ns
         shortest, longest = self._arrival.shortest, self._arrival.longest
         drawn = shortest + (longest - shortest) * self._rng.random() ** 0.5 if shortest < longest else longest
         self.alone_ns += int((plan.rollout_ns if self._phase is _ROLLOUT else plan.train_ns) * drawn)

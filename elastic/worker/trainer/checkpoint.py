@@ -135,14 +135,24 @@ def write(
 ) -> None:
     """Replace `path`, durably: a crash leaves no half of it. Raises `CheckpointError`.
 
-    Several ranks call this together, each with its own rows of tensors of these `shapes`.
+    Several ranks call this together, each with its own rows of tensors of these `shapes`. Of those that are apart the
+    first one writes everything.
     """
     if ranks.size == 1:
         _write_file(path, tensors, counters)
         return
-    from elastic.worker.trainer.checkpoint_shards import save_shards
+    from elastic.worker.trainer.checkpoint_shards import collected, save_shards, save_whole
 
-    write_directory(path, counters, ranks, lambda unfinished: save_shards(unfinished, tensors, shapes or {}, ranks))
+    if not ranks.apart:
+        write_directory(path, counters, ranks, lambda unfinished: save_shards(unfinished, tensors, shapes or {}, ranks))
+        return
+    whole = collected(tensors, shapes or {}, ranks)
+
+    def write_whole() -> None:
+        if ranks.rank == 0:
+            write_directory(path, counters, ALONE, lambda unfinished: save_whole(unfinished, whole))
+
+    _on_all(path, "written", ranks, write_whole)
 
 
 def write_directory(path: Path, counters: Counters, ranks: Ranks, save: Callable[[Path], None]) -> None:

@@ -68,8 +68,29 @@ def save_shards(
 ) -> None:
     """Write this rank's rows into the `directory`, durably, while all others write theirs. Raises `CheckpointError`."""
     mine = {name: shard.cpu().contiguous() for name, shard in shards.items()}
+    _save(directory, _placed(mine, shapes, ranks), alone=False)
+
+
+def save_whole(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write whole tensors into the `directory`, durably. Raises `CheckpointError`."""
+    _save(directory, tensors, alone=True)
+
+
+def collected(
+    shards: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], ranks: Ranks
+) -> Mapping[str, Tensor]:
+    """Return the whole tensors of which each rank has its rows, in the first one's host memory; nothing on others."""
+    found: dict[str, Tensor] = {}
+    for name, shard in shards.items():
+        rows = [len(share) for share in ranks.shares(shapes[name][0])]
+        if (whole := ranks.collect(shard.cpu(), rows, 0)) is not None:
+            found[name] = whole
+    return found
+
+
+def _save(directory: Path, state: Mapping[str, Any], *, alone: bool) -> None:
     try:
-        save(_placed(mine, shapes, ranks), storage_writer=FileSystemWriter(directory))
+        save(dict(state), storage_writer=FileSystemWriter(directory), no_dist=alone)
     except CheckpointException as error:
         free_mb = shutil.disk_usage(directory).free / 1e6
         raise CheckpointError(

@@ -18,6 +18,8 @@ class Ranks:
 
     rank = 0
     size = 1
+    apart = False
+    """Whether they are on several machines, which have no files in common."""
 
     def all_of(self, mine: bool) -> bool:
         """Whether it holds on every rank."""
@@ -49,26 +51,41 @@ ALONE = Ranks()
 
 
 class ProcessRanks(Ranks):
-    """Ranks that are processes of one machine, joined by torch's process group."""
+    """Ranks that are processes, joined by torch's process group."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, *, apart: bool = False) -> None:
+        self.rank, self.size, self.apart = rank, size, apart
 
     @classmethod
-    def joined(cls, rank: int, size: int, device: torch.device, meeting: int, timeout_s: float) -> "ProcessRanks":
-        """Join the others, on all of which this is called, by a file that they alone have open, and keep so: `meeting`
-        is its descriptor. Blocks.
+    def joined(
+        cls,
+        rank: int,
+        size: int,
+        device: torch.device,
+        meeting: "int | tuple[str, int]",
+        timeout_s: float,
+        listener: int | None = None,
+    ) -> "ProcessRanks":
+        """Join the others, on all of which this is called. Blocks.
 
-        Tensors on CPUs go by gloo, those on GPUs by nccl, both within this machine.
+        On one machine they meet by a file that they alone have open, and keep so: `meeting` is its descriptor. On
+        several it is the host and port of the first one, which listens there with `listener`. Tensors on CPUs go by
+        gloo, those on GPUs by nccl.
         """
         import torch.distributed as dist
 
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        store = dist.FileStore(f"/proc/self/fd/{meeting}", size)  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-        return cls(rank, size)
+        timeout = timedelta(seconds=timeout_s)
+        if isinstance(meeting, int):
+            store = dist.FileStore(f"/proc/self/fd/{meeting}", size)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+                *meeting, size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener
+            )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        return cls(rank, size, apart=not isinstance(meeting, int))
 
     def all_of(self, mine: bool) -> bool:
         import torch.distributed as dist

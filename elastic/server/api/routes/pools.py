@@ -161,7 +161,7 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     request = _request(job, config)
     asked(control.plan(request))
     _settle_for_quota(state, project)
-    gpus, fingerprint = train_gpus(settings, pool, config.job.train_nodes), write.fingerprint(body)
+    gpus, fingerprint = train_gpus(settings, pool, request), write.fingerprint(body)
     with state.store.writing() as tx:
         row = jobs.find(tx, job)
         if row is not None and row["fingerprint"] != fingerprint:
@@ -207,10 +207,11 @@ def dry_run_job(pool: PoolId, body: JobSubmission, caller: CallerDep, state: Sta
     control = control_of(state.settings, pool)
     project, config, needs = _checked(state, body, caller)
     _settle_for_quota(state, project)
+    request = _request("job", config)
     with state.store.reading() as connection:
-        gpus = train_gpus(state.settings, pool, config.job.train_nodes)
+        gpus = train_gpus(state.settings, pool, request)
         beyond = beyond_quota(connection, project, needs, gpus)
-    plan = asked(control.plan(_request("job", config), beyond))
+    plan = asked(control.plan(request, beyond))
     told = JobPlacement.model_validate(to_builtins(plan) | {"pool": pool})
     if told.placement is not None and caller.project is not None:
         told.placement.members = None

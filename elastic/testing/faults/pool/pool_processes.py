@@ -2,6 +2,7 @@
 connections."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +17,7 @@ from elastic.pool.node_agent_state import (
     NodeAgentEvent,
     NodeAgentState,
     PermitRefused,
+    RanksListened,
     ResidentEnded,
     ResidentSaid,
     ScriptStarted,
@@ -196,9 +198,18 @@ class ModelNodeAgent:
         if order.script:
             self.world.loop.after(1, lambda: self._begin_script(one))
             return
+        if (ranks := order.ranks) is not None and not ranks.alone:
+            if ranks.place and not ranks.at:
+                self.world.fail(f"ranks of {order.job} start on {self.node}, and know of no first one")
+            if not ranks.place:
+                self.world.loop.after(1, lambda: self._listen(one))
         start_ns = self.world.rng.randrange(S // 2, 8 * S)
         start_ns = self.world.starts_ns.pop((self.node, order.job), start_ns)
         self.world.loop.after(start_ns, lambda: self._say(one, w.Warm()))
+
+    def _listen(self, one: ModelResident) -> None:
+        if one.alive and self.alive:
+            self.hear(RanksListened(one.job, f"{self.node}:1"))
 
     def _begin_script(self, one: ModelResident) -> None:
         if one.alive and self.alive:
@@ -246,9 +257,14 @@ class ModelNodeAgent:
 
     def gone(self, job: JobId, cause: str, code: int | None) -> None:
         """The processes of a resident have ended."""
-        self.residents.pop(job).alive = False
+        one = self.residents.pop(job)
+        one.alive = False
         self.world.jobs[job].bereft_ns = self.world.loop.now_ns
         self.hear(ResidentEnded(job, cause, code))
+        for other in self.world.node_agents.values() if self.phase is _TRAIN and not one.script else ():
+            rank = other.residents.get(job)
+            if other.phase is _TRAIN and rank is not None and rank.worker == one.worker:
+                self.world.soon(S, partial(other._end, rank))
 
 
 class JobDraw(msgspec.Struct, frozen=True, kw_only=True):
@@ -487,7 +503,7 @@ class ModelJob:
         self.later(max(S, min(_WORK_NS, self.left_ns)), lambda: self._work(permit, computed=computes))
 
     def _computes(self) -> bool:
-        """A rollout computes on any of its nodes, training on that of its trainer."""
+        """A rollout computes on any of its nodes, training on all that have ranks of its trainer."""
         node_agents, job, part = self.world.node_agents, self.request.id, self.part
         if self.shape.script:
             return bool(self.computes_on)
@@ -496,7 +512,10 @@ class ModelJob:
                 node_agents[one.node].computes(job, one.permit, one.worker) for one in part.working(self.granted)
             )
         trainer = "" if part.trainer is None else part.trainer.worker
-        return any(node_agents[node].computes(job, self.granted, trainer) for node in part.permits[self.granted].nodes)
+        nodes = part.permits[self.granted].nodes
+        nodes = [node for node in nodes if node_agents[node].phase is _TRAIN]
+        ranks = self.request.ranks_on(len(nodes), self.world.plan.spec.train[0])
+        return all(node_agents[node].computes(job, self.granted, trainer) for node in nodes[: len(ranks)])
 
     def _work_on(self) -> None:
         """See to it that it has what it needs: a permit, and workers where its residents compute."""

@@ -76,6 +76,8 @@ DRAINS_SHARE = 1 / 4
 """Share of worlds in which people let rollout nodes go, several times."""
 KINDS_SHARE = 0.25
 """Share of worlds without a market whose nodes are of several kinds, if there are enough."""
+RANKS_SHARE = 0.3
+"""Share of worlds with two training nodes or more in which trainers have ranks on several."""
 PROGRESS_NS = 3 * 3600 * S
 """Once faults have ended, some job finishes a step, or ends, at least so often."""
 
@@ -146,6 +148,9 @@ def draw_pool(seed: int, faults: PoolFaults | None = None) -> PoolSetting:
     counts = {"rollout_nodes": rng.randrange(1, 5), "train_nodes": rng.randrange(1, 4)}
     spec = PoolSpec.uniform(rollout=kind, train=kind, **counts)
     jobs = tuple(_draw_job(rng, number, spec) for number in range(rng.randrange(1, 6)))
+    if spec.train[0].nodes > 1 and (across := Random(f"{seed}/ranks")).random() < RANKS_SHARE:
+        ranks = [across.choice((1, kind.gpus + 1, 2 * kind.gpus)) for _ in jobs]
+        jobs = tuple(_with_ranks(job, count) for job, count in zip(jobs, ranks, strict=True))
     planned, poisoned, spot = [job.request.id for job in jobs if job.request.plan is not None], ["", ""], None
     if faults.until_ns and planned and rng.random() < 0.25:
         poisoned[rng.randrange(2)] = rng.choice(planned)
@@ -191,6 +196,14 @@ def with_tails(plan: PoolSetting) -> PoolSetting:
     rollout = tuple(msgspec.structs.replace(kind, nodes=2) for kind in plan.spec.rollout)
     spec = msgspec.structs.replace(plan.spec, rollout=rollout)
     return msgspec.structs.replace(plan, jobs=tuple(jobs), spec=spec, policy="ours", spot=None)
+
+
+def _with_ranks(job: JobDraw, ranks: int) -> JobDraw:
+    return (
+        job
+        if job.script
+        else msgspec.structs.replace(job, request=msgspec.structs.replace(job.request, train_gpus=ranks))
+    )
 
 
 def _of_several_kinds(plan: PoolSetting) -> PoolSetting:
@@ -555,7 +568,13 @@ class PoolWorld:
             one.later(3 * S, one.dial)
 
     def resident(
-        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+        self,
+        entry: JobEntry,
+        placement: int,
+        node: NodeId,
+        phase: PhaseKind,
+        ticket: w.WorkerTicketFrame | None,
+        ranks: w.RankPlaces | None = None,
     ) -> w.StartResidentFrame:
         if entry.job == self.plan.unstartable and self.faulty:
             self._startable_ns = self._startable_ns or self.loop.now_ns + self.plan.unstartable_ns
@@ -563,7 +582,8 @@ class PoolWorld:
                 self.faults_seen[FaultKind.UNEXPECTED] += 1
                 raise Unexpected(f"starting {entry.job}")
         environment = {} if ticket is None else {"ELASTIC_WORKER": ticket.worker}
-        return w.StartResidentFrame(entry.job, placement, phase, ("x",), environment, "", "", bool(entry.script))
+        script = bool(entry.script)
+        return w.StartResidentFrame(entry.job, placement, phase, ("x",), environment, "", "", script, ranks=ranks)
 
     def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:
         self._acts()

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import structlog
 import torch
 
 from elastic.config import Config
 from elastic.engine.model.stored import CheckpointError
+from elastic.pool.messages import RANKS_VARIABLE, RankPlaces
 from elastic.system.logs import STANDARD_ERROR, log_to
 from elastic.system.parking import Switch
 from elastic.system.processes import end_with_parent
@@ -108,15 +110,24 @@ class Rank:
         return m.RankPublished(report.encode_s, report.put_s)
 
 
-def main(orders: int, publications: int) -> NoReturn:
-    """Be a rank. The arguments are descriptors of both sockets to the first one."""
+def main(orders: int, publications: int, number: int = 0, own_config: int = 0) -> NoReturn:
+    """Be a rank. The arguments are descriptors of both sockets to the first one. On another node than that one's there
+    are also the rank's number, and a descriptor of the run's configuration as it is here."""
     end_with_parent()
     log_to(STANDARD_ERROR)
-    line = m.RankLine.of_rank(orders)
+    line, publishing = m.RankLine.of_rank(orders), m.RankLine.of_rank(publications)
+    if number:
+        places = msgspec.json.decode(os.environ[RANKS_VARIABLE], type=RankPlaces)
+        for one in (line, publishing):
+            one.prove(places.token, dials=True)
+            one.send(m.LineOpened(places.place, number, one is publishing))
     inbox = OrderInbox(line)
     begin = inbox.take()
     assert isinstance(begin, m.BeRank), "the first message says what to be"
     config = Config.model_validate(begin.config)
+    if number:
+        with open(own_config, "rb") as file:
+            config = Config.model_validate_json(file.read())
     try:
         trainer = _made(config, begin)
     except (CheckpointError, ValueError) as error:
@@ -124,7 +135,7 @@ def main(orders: int, publications: int) -> NoReturn:
         inbox.take()  # The first rank is refused, too, and ends this one.
         os._exit(1)
     line.send(m.RankDone())
-    rank = Rank(config, trainer, begin.rank, m.RankLine.of_rank(publications))
+    rank = Rank(config, trainer, begin.rank, publishing)
     while True:
         order = inbox.take()
         assert not isinstance(order, m.BeRank | m.PublishShards | m.FollowRelay), (
@@ -151,4 +162,4 @@ def ended(work: Callable[[], NoReturn]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    ended(lambda: main(int(sys.argv[1]), int(sys.argv[2])))
+    ended(lambda: main(*map(int, sys.argv[1:])))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import msgspec
 import structlog
 import torch
 from torch import Tensor
@@ -26,7 +27,9 @@ from torch import Tensor
 from elastic.config import Config
 from elastic.core.types import LogprobCheck
 from elastic.engine.model.stored import CheckpointError
+from elastic.pool.messages import RANKS_VARIABLE, RankPlaces
 from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
+from elastic.system.interfaces import reached_by
 from elastic.system.parking import Switch
 from elastic.system.plain_values import told
 from elastic.system.processes import MARK_VARIABLE, RUN_VARIABLE, end_own_kin, inherited
@@ -38,6 +41,7 @@ from elastic.worker.trainer.ranks import ProcessRanks
 from elastic.worker.trainer.transformers import rank_messages as m
 from elastic.worker.trainer.transformers.making import trainer_on
 from elastic.worker.trainer.transformers.own_part import OwnPart
+from elastic.worker.trainer.transformers.rank_nodes import OtherNodes
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 from elastic.worker.trainer.transformers.trainer import TransformersTrainer
 
@@ -55,8 +59,8 @@ DEATH_SHOWS_S = 1.0
 """After what it breaks, at most: a process's sockets are closed before it counts as dead."""
 SIGNALLED = 128
 """What is added to a signal's number in the exit status of a process that ends for it (`providers.processes`)."""
-THIS_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Ranks listen for each other where nobody else can reach them."""
+THIS_MACHINE = "lo"
+"""The network interface by which ranks of one machine reach each other: nobody else can."""
 
 
 class Lines:
@@ -71,6 +75,15 @@ class Lines:
         ours, theirs = socket.socketpair()
         self._lines.append(m.RankLine.of_first(ours.detach()))
         return theirs
+
+    def add(self, line: m.RankLine) -> None:
+        """Have the next rank's, which is on another node."""
+        self._lines.append(line)
+
+    def cut(self) -> None:
+        """End them: ranks end with them."""
+        for line in self._lines:
+            line.cut()
 
     def tell(self, orders: Sequence[m.ToRank]) -> None:
         """Send each rank its own."""
@@ -106,19 +119,21 @@ class Lines:
 
 
 class OtherRanks:
-    """The processes of all ranks but the first, with lines to each."""
+    """All ranks but the first, with lines to each: processes here, and those on other nodes."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._nodes: OtherNodes | None = None
         self.orders, self.publications = Lines(self._broken), Lines(self._broken)
         self._deadlines_s: dict[object, float] = {}
         self._closed = False
         self._why = "the first one has ended"
         """Why they were ended."""
 
-    def start(self, number: int, meeting: int, pass_env: Sequence[str]) -> None:
-        """Start so many, and watch them from now on. They inherit the descriptor `meeting`, and these variables."""
-        environment = inherited(*pass_env, RUN_VARIABLE, MARK_VARIABLE) | THIS_MACHINE
+    def start(self, number: int, meeting: int, pass_env: Sequence[str], interface: str) -> None:
+        """Start so many here, and watch them from now on. They inherit the descriptor `meeting`, and these variables.
+        Ranks reach each other by this network interface."""
+        environment = inherited(*pass_env, RUN_VARIABLE, MARK_VARIABLE) | reached_by(interface)
         for _ in range(number):
             with self.orders.open() as orders, self.publications.open() as publications:
                 descriptors = orders.fileno(), publications.fileno()
@@ -129,9 +144,28 @@ class OtherRanks:
                 )
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
+    def join(self, places: RankPlaces) -> "OtherNodes":
+        """Wait for the ranks on other nodes, and watch them from now on. Blocks."""
+
+        def lost(why: str) -> NoReturn:
+            time.sleep(DEATH_SHOWS_S)
+            if self._closed:
+                raise SystemExit(self._why)
+            self._end(why, SIGNALLED + signal.SIGKILL)
+
+        self._nodes = OtherNodes(places, lost)
+        for orders, publications in self._nodes.join():
+            self.orders.add(orders)
+            self.publications.add(publications)
+        return self._nodes
+
+    @property
+    def nodes(self) -> OtherNodes | None:
+        return self._nodes
+
     @property
     def pids(self) -> list[int]:
-        """In the order of the ranks."""
+        """Of those here, in the order of the ranks."""
         return [process.pid for process in self._processes]
 
     @contextlib.contextmanager
@@ -225,6 +259,10 @@ class OtherRanks:
         os._exit(status)
 
     def _kill(self) -> None:
+        if self._nodes is not None:
+            self._nodes.close()
+            for lines in (self.orders, self.publications):
+                lines.cut()
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
@@ -278,15 +316,21 @@ class RankedTrainer:
         return self._own.proof()
 
     def save(self, path: Path) -> None:
-        self._together(m.SaveShards(str(path)), lambda: self._own.save(path))
+        self._together(m.SaveShards(_anywhere(path)), lambda: self._own.save(path))
 
     def load(self, path: Path) -> None:
-        self._together(m.LoadShards(str(path)), lambda: self._own.load(path))
+        self._together(m.LoadShards(_anywhere(path)), lambda: self._own.load(path))
 
     def park(self) -> Switch:
-        return _of_all(*self._together(m.ParkShards(), self._own.park))
+        switch = _of_all(*self._together(m.ParkShards(), self._own.park))
+        if self._others.nodes is not None:
+            self._others.nodes.left()
+        return switch
 
     def resume(self) -> Switch:
+        if self._others.nodes is not None:
+            with self._others.within(self._timeout_s):
+                self._others.nodes.wait_for_devices()
         return _of_all(*self._together(m.ResumeShards(), self._own.resume))
 
     def begin_publishing(self, terms: PublishingTerms) -> None:
@@ -357,27 +401,44 @@ class RankedTrainer:
 
 
 def ranked_trainer(config: Config, settings: TransformersSettings, device: torch.device) -> RankedTrainer:
-    """Start as many ranks as the trainer has GPUs, this process being the first. Blocks.
+    """Start as many ranks as the trainer has GPUs, this process being the first; in a pool as many as there are, those
+    on other nodes by these nodes. Blocks.
 
     Raises what `trainer_on` does, and `ValueError` where another rank refuses alone.
     """
-    size, timeout_s = config.trainer.gpus, config.trainer.step_timeout_s
-    devices = [f"cuda:{rank}" if device.type == "cuda" else "cpu" for rank in range(size)]
+    places = RankPlaces(counts=(config.trainer.gpus,))
+    if told_places := os.environ.get(RANKS_VARIABLE, ""):
+        places = msgspec.json.decode(told_places, type=RankPlaces)
+    size, timeout_s = sum(places.counts), config.trainer.step_timeout_s
+    devices = [f"cuda:{rank}" if device.type == "cuda" else "cpu" for count in places.counts for rank in range(count)]
     # It has no name, so that nothing is left of it, however the process ends.
-    meeting = os.memfd_create("ranks")
-    os.environ.update(THIS_MACHINE)
+    own_meeting = os.memfd_create("ranks")
+    meeting: int | tuple[str, int] = own_meeting
+    interface, store = THIS_MACHINE if places.alone else places.interface, None
+    os.environ.update(reached_by(interface))
     others = OtherRanks()
-    others.start(size - 1, meeting, config.run.pass_env)
+    others.start(places.counts[0] - 1, own_meeting, config.run.pass_env, interface)
     with others.within(START_TIMEOUT_S):
+        if not places.alone:
+            nodes = others.join(places)
+            nodes.wait_for_devices()
+            store = socket.create_server((nodes.host, 0))
+            meeting = (nodes.host, store.getsockname()[1])
         given = config.model_dump(mode="json")
         others.orders.tell(
             [m.BeRank(rank, size, devices[rank], meeting, START_TIMEOUT_S, given) for rank in range(1, size)]
         )
         with others.beginning():
             own_device = torch.device(devices[0])
-            ranks = ProcessRanks.joined(0, size, own_device, meeting, START_TIMEOUT_S)
+            listener = None if store is None else store.detach()
+            ranks = ProcessRanks.joined(0, size, own_device, meeting, START_TIMEOUT_S, listener)
             own = trainer_on(config, settings, own_device, ranks)
     return RankedTrainer(own, OwnPart(config, own, 0), others, timeout_s)
+
+
+def _anywhere(path: Path) -> str:
+    """Return a path of the run's as all of its nodes have it, each in its own directory."""
+    return os.path.relpath(path)
 
 
 def _of_all(own: Switch, others: Sequence[Switch]) -> Switch:

@@ -405,6 +405,7 @@ class _Programs(composed.PoolPrograms):
         node: str,
         phase: PhaseKind,
         ticket: w.WorkerTicketFrame | None,
+        ranks: w.RankPlaces | None = None,
     ) -> w.StartResidentFrame:
-        frame = super().resident(entry, placement, node, phase, ticket)
+        frame = super().resident(entry, placement, node, phase, ticket, ranks)
         return msgspec.structs.replace(frame, directory="", log="/dev/null")
