@@ -116,6 +116,6 @@ def test_a_job_whose_gpus_and_memory_are_on_nodes_of_different_kinds_is_rejected
     few = NodeKind(name="few", gpus=1, memory_bytes=9, nano_usd_per_hour=1)
     many = NodeKind(name="many", gpus=8, memory_bytes=4, nano_usd_per_hour=1)
     shared = Driver(spec=PoolSpec(rollout=(msgspec.structs.replace(few, name="rollout"),), train=(few, many)))
-    words = "needed 5 bytes of host memory beside 2 GPUs for its trainer's ranks; largest beside so many GPUs: 4 bytes"
+    words = "2 GPUs for its trainer's ranks, on train nodes of one kind with 5 bytes of host memory; largest: 1"
     with pytest.raises(ClusterError, match=words):
         shared.cluster.dry_run(timed_job("job", train_gpus=2, train_bytes=5))

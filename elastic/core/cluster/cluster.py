@@ -399,6 +399,8 @@ class Cluster:
             if request.train_gpus > (gpus := max(most[kind.name] * kind.gpus for kind in trains)):
                 needed, what, largest = request.train_gpus, "GPUs for its trainer's ranks, on train nodes", gpus
             alike = " of one kind" if len(self.spec.train) > 1 else ""
+            if len(trains) < len(self.spec.train):
+                alike += f" with {request.train_bytes} bytes of host memory"
             return f"it fits no pool of this size: needed {needed} {what}{alike}; largest: {largest}"
         if request.plan is not None and request.alone_ns > request.limit_ns:
             least = -(-request.alone_ns * 1000 // request.plan.solo_ns) / 1000
