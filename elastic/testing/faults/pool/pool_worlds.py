@@ -76,7 +76,7 @@ DRAINS_SHARE = 1 / 4
 """Share of worlds in which people let rollout nodes go, several times."""
 KINDS_SHARE = 0.25
 """Share of worlds without a market whose nodes are of several kinds, if there are enough."""
-RANKS_SHARE = 0.3
+RANKS_SHARE = 0.25
 """Share of worlds with two training nodes or more in which trainers have ranks on several."""
 PROGRESS_NS = 3 * 3600 * S
 """Once faults have ended, some job finishes a step, or ends, at least so often."""
@@ -148,7 +148,7 @@ def draw_pool(seed: int, faults: PoolFaults | None = None) -> PoolSetting:
     counts = {"rollout_nodes": rng.randrange(1, 5), "train_nodes": rng.randrange(1, 4)}
     spec = PoolSpec.uniform(rollout=kind, train=kind, **counts)
     jobs = tuple(_draw_job(rng, number, spec) for number in range(rng.randrange(1, 6)))
-    if spec.train[0].nodes > 1 and (across := Random(f"{seed}/ranks")).random() < RANKS_SHARE:
+    if spec.train[0].nodes > 1 and (across := Random(f"{seed}/broad")).random() < RANKS_SHARE:
         ranks = [across.choice((1, kind.gpus + 1, 2 * kind.gpus)) for _ in jobs]
         jobs = tuple(_with_ranks(job, count) for job, count in zip(jobs, ranks, strict=True))
     planned, poisoned, spot = [job.request.id for job in jobs if job.request.plan is not None], ["", ""], None
