@@ -53,6 +53,19 @@ NIGHTLY_SEEDS = 25_000
 NIGHTLY_BATCH = 250
 
 
+PutWrongly = Callable[[Any, str, object], None]
+
+
+@pytest.fixture
+def put_wrongly(monkeypatch: pytest.MonkeyPatch) -> PutWrongly:
+    """Puts something wrong in the place of what a type or module has under a name, until the test ends."""
+
+    def put(owner: Any, name: str, broken: object) -> None:
+        monkeypatch.setattr(owner, name, broken)
+
+    return put
+
+
 def live_through(seeds: range, settings: WorldSettings | None = None, faults: FaultPlan | None = None) -> None:
     for seed in seeds:
         simulate(seed, settings, faults)
@@ -387,10 +400,10 @@ def test_worlds_notice_a_run_that_is_resumed_wrongly(
     broken: Callable[..., object],
     found: str,
     first_tenths: int,
-    monkeypatch: pytest.MonkeyPatch,
+    put_wrongly: PutWrongly,
 ) -> None:
     """Crashes are worth something only if a wrong resumption shows; the first is one in which it has shown before."""
-    monkeypatch.setattr(owner, name, broken)
+    put_wrongly(owner, name, broken)
     plan = Plan(steps=3, groups=2, group_size=3)
     spot = SimulatedProviderSettings(name="spot", leases=2, life_ns=6 * NS_PER_S, overlap=1)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(spot,), checkpoint_every_steps=2)
@@ -422,13 +435,13 @@ def _take_failed_for_applied(manager: WorkerManager, event: e.WeightsFailed) -> 
     ],
 )
 def test_weights_that_do_not_match_their_manifest_are_never_served(
-    owner: type[Any], name: str, broken: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    owner: type[Any], name: str, broken: Callable[..., object], put_wrongly: PutWrongly
 ) -> None:
     """Invariant 10, and that its check sees a worker that verifies nothing and a core that believes in it."""
     faults = FaultPlan(end_ns=20 * NS_PER_S, fault_rates=FaultRates(load_corrupted=0.5))
     outcome = simulate(1, SETTINGS, faults)
     assert any(isinstance(x, e.WeightsFailed) and "manifest" in x.reason for _, x in outcome.journals[0].events)
-    monkeypatch.setattr(owner, name, broken)
+    put_wrongly(owner, name, broken)
     with pytest.raises(WorldFailed, match=r"weights that are not|not checked against the manifest"):
         live_through(range(8), SETTINGS, faults)
 
@@ -502,9 +515,9 @@ def test_worlds_notice_members_replaced_wrongly_and_tokens_trained_too_late(
     name: str,
     broken: Callable[..., object],
     found: str,
-    monkeypatch: pytest.MonkeyPatch,
+    put_wrongly: PutWrongly,
 ) -> None:
-    monkeypatch.setattr(owner, name, broken)
+    put_wrongly(owner, name, broken)
     with pytest.raises(WorldFailed, match=found):
         live_through(range(12), settings, faults)
 
@@ -521,20 +534,20 @@ def _send_beyond_credit(worker: Any) -> bool:
     ],
 )
 def test_serving_comes_first(
-    owner: Any, name: str, broken: Callable[..., object], found: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, broken: Callable[..., object], found: str, put_wrongly: PutWrongly
 ) -> None:
     """Invariant 8, and that its checks see a host that keeps rollouts and a core that sends more than it may."""
     serving = SimulatedProviderSettings(name="serving", leases=2, serving_gap_ns=2 * NS_PER_S)
     plan = Plan(steps=2, groups=2, group_size=3)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(serving,))
     assert stalls(simulate(1, settings, NO_FAULTS)) > 0
-    monkeypatch.setattr(owner, name, broken)
+    put_wrongly(owner, name, broken)
     with pytest.raises(WorldFailed, match=found or None):
         live_through(range(8), settings, NO_FAULTS)
 
 
-def test_failure_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TurnManager, "_on_tokens", _raise)
+def test_failure_names_its_seed(put_wrongly: PutWrongly) -> None:
+    put_wrongly(TurnManager, "_on_tokens", _raise)
     with pytest.raises(WorldFailed, match="seed 5: ") as caught:
         simulate(5)
     assert caught.value.seed == 5
@@ -595,10 +608,8 @@ FIRST_SEEDS = {
         for each in BREAKAGES
     ],
 )
-def test_worlds_notice_a_broken_core(
-    owner: type[Any], name: str, broken: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worlds_notice_a_broken_core(owner: type[Any], name: str, broken: object, put_wrongly: PutWrongly) -> None:
     """The worlds are worth something only if they catch a core that is wrong."""
-    monkeypatch.setattr(owner, name, broken)
+    put_wrongly(owner, name, broken)
     with pytest.raises(WorldFailed):
         live_through(range(FIRST_SEEDS.get(name, 0), 60))
