@@ -1,6 +1,7 @@
 """A run's trajectories, to be read: pages of them, read from the journals that hold them, and each with its tokens.
 
-The cost of a page does not depend on how many there are. Text comes of tokens elsewhere: `elastic.report.texts`.
+A page reads as many rows as it shows, and counts all by the index of steps, to say which are missing. Text comes of
+tokens elsewhere: `elastic.report.texts`.
 """
 
 import heapq
