@@ -18,7 +18,7 @@ from elastic.system.processes import OF_SITE, Identity, identity
 from elastic.system.supervision import RecordedProcesses, WatchedProcess, records
 from elastic.testing.providers import TIMEOUT_S, ProviderRecorder, eventually, lease_request, processes_with
 from elastic.worker import weights
-from providers.base import ProviderContext, ProviderSettings, ProviderUnavailable
+from providers.base import ProviderContext, ProviderSettings, ProviderUnavailable, WorkerTicket
 from providers.processes import ProcessGroup, new_record
 from providers.reserved import ReservedProvider
 
@@ -221,8 +221,9 @@ SAYS = "import os, signal, sys; print('told', {token!r}, file=sys.stderr, flush=
 async def test_a_worker_that_fails_by_itself_tells_why_without_its_secrets(
     context: ProviderContext, end: str, fault: str
 ) -> None:
-    request = lease_request()
-    command = (sys.executable, "-c", SAYS.format(token=request.tickets[0].token, end=end))
+    token = "told-by-the-worker"
+    request = msgspec.structs.replace(lease_request(), tickets=(WorkerTicket("worker-1", token),))
+    command = (sys.executable, "-c", SAYS.format(token=token, end=end))
     failing = msgspec.structs.replace(context, worker_command=command)
     provider = ReservedProvider("reserved", ProviderSettings.model_validate({}), failing)
     recorder = ProviderRecorder()
