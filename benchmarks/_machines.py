@@ -135,12 +135,16 @@ class Machines:
 
 
 @contextlib.contextmanager
-def machines_pool(directory: Path, policy: str, machines: int, train: int) -> Iterator[tuple[LivePool, Machines]]:
-    """Starts a pool at a training site, with all devices of so many rollout machines, and ends all of it."""
+def machines_pool(
+    directory: Path, policy: str, machines: int, train: int, train_gpus: int
+) -> Iterator[tuple[LivePool, Machines]]:
+    """Starts a pool at a training site, whose nodes have so many devices each, with all devices of so many rollout
+    machines, and ends all of it."""
     file = write_pool(
         directory,
         policy,
         (2 * machines, train),
+        train_gpus=train_gpus,
         pool={"host": "0.0.0.0", "advertise": TRAINING_SITE},
         rollout={"kind": "joined", "memory_gb": 4.5},
         limits={"silence_s": SILENCE_S},

@@ -45,6 +45,7 @@ usd_per_gpu_hour = 1.85
 {rollout}
 [pool.train]
 nodes = {train_nodes}
+gpus = {train_gpus}
 usd_per_gpu_hour = 5.28
 memory_gb = 12
 [limits]
@@ -147,11 +148,13 @@ def write_pool(
     policy: str,
     nodes: tuple[int, int],
     *,
+    train_gpus: int = 1,
     pool: Keys | None = None,
     rollout: Keys = ROLLOUT_NODES,
     limits: Keys | None = None,
 ) -> Path:
-    """Write the configuration of a pool with so many rollout and training nodes, and more keys of its sections."""
+    """Write the configuration of a pool with so many rollout and training nodes, these with so many devices each, and
+    more keys of its sections."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "pool.toml"
     sections = {"pool": pool or {}, "rollout": rollout, "limits": limits or {}}
@@ -159,17 +162,19 @@ def write_pool(
         name: "\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
         for name, keys in sections.items()
     }
-    text = POOL.format(
-        directory=directory / "pools", policy=policy, rollout_nodes=nodes[0], train_nodes=nodes[1], **lines
-    )
+    counts = {"rollout_nodes": nodes[0], "train_nodes": nodes[1], "train_gpus": train_gpus}
+    text = POOL.format(directory=directory / "pools", policy=policy, **counts, **lines)
     file.write_text(text, encoding="utf-8")
     return file
 
 
 @contextlib.contextmanager
-def live_pool(directory: Path, policy: str, rollout: int, train: int, limits: Keys | None = None) -> Iterator[LivePool]:
+def live_pool(
+    directory: Path, policy: str, rollout: int, train: int, limits: Keys | None = None, train_gpus: int = 1
+) -> Iterator[LivePool]:
     """Starts a pool, and stops it with everything it has."""
-    with started_pool(write_pool(directory, policy, (rollout, train), limits=limits)) as pool:
+    file = write_pool(directory, policy, (rollout, train), train_gpus=train_gpus, limits=limits)
+    with started_pool(file) as pool:
         yield pool
 
 

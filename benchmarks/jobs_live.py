@@ -13,10 +13,10 @@ training paced, on two rollout nodes and one training node, in these arms:
   more fall, a node agent, drawn by seed.
 
 `--arm machines`, instead of all these and as root: the three jobs on a pool of three network namespaces, a training
-site and two rollout machines of two devices each, whose nodes join by tickets; node agents are killed, links cut, and
-the pool's process killed. Beside it `apart_strict`. `weights_identical_share`: of the jobs, those whose last weights
-and optimizer states are the same there, bit for bit. `hit`: whether a stroke fell on a node where the job's rollouts
-were. With `--quick` three small jobs, and one stroke of each kind, in three minutes.
+site and two rollout machines of two devices each, whose nodes join by tickets; the third job's trainer has two ranks.
+Node agents are killed, links cut, and the pool's process killed. Beside it `apart_strict`. `weights_identical_share`:
+of the jobs, those whose last weights and optimizer states are the same there, bit for bit. `hit`: whether a stroke fell
+on a node where the job's rollouts were. With `--quick` three small jobs, and one stroke of each kind, in three minutes.
 
 With `--quick` there are two small jobs with untrained policies, and `apart_strict` has them side by side on nodes of
 their own. `step_s` is the median of a job's cycles, `slowdown` over `apart_strict`. `identical_share` of all
@@ -64,6 +64,8 @@ PACED = {
         "job.plan={rollout_s=6, train_s=5, sync_s=1, rollout_switch_s=0.5, train_switch_s=0.5}",
     )
 }
+RANKED, RANKS = "three", 2
+"""The job of which the trainer has several ranks where training nodes have several devices."""
 SMALL = ("rollout.groups=2", "rollout.group_size=4", "rollout.max_turns=3")
 
 
@@ -94,9 +96,13 @@ class Jobs:
     policy: Future[Path] | None
     """Written at the same time as the first pool starts; None: the one that was prepared."""
     further: Sequence[str] = ()
+    train_gpus: int = 1
+    """Of a training node; the ranked job's trainer has a rank on each."""
 
     def settings(self, name: str) -> list[str]:
         found = [f"run.steps={self.steps}", f"run.seed={self.seed}", f"job.slo={SLO}", *self.further]
+        if name == RANKED and self.train_gpus > 1:
+            found += ["trainer.kind=transformers", f"trainer.gpus={self.train_gpus}"]
         small = () if self.policy is None else (f"model.checkpoint={self.policy.result()}", *SMALL)
         return [*found, *(small or PACED.get(name, ()))]
 
@@ -191,7 +197,7 @@ MACHINES, SLO_OF_MACHINES = 2, 2.0
 
 def on_machines(directory: Path, jobs: Jobs, strokes: int) -> ArmSeen:
     """All jobs on a pool of several machines, of which processes are killed and links cut."""
-    with machines_pool(directory, "ours", MACHINES, TRAIN_NODES) as (pool, machines):
+    with machines_pool(directory, "ours", MACHINES, TRAIN_NODES, jobs.train_gpus) as (pool, machines):
         began_s = time.monotonic()
         submitted = jobs.submit(pool, jobs.names, directory / "runs")
         strokes_on = struck_on(pool, machines, random.Random(jobs.seed), strokes)
@@ -233,7 +239,7 @@ def one_by_one(directory: Path, jobs: Jobs) -> tuple[ArmSeen, ArmSeen]:
     arms: list[ArmSeen] = []
     for name in jobs.names:
         place = directory / name
-        with live_pool(place, "solo", 1, 1) as pool:
+        with live_pool(place, "solo", 1, 1, train_gpus=jobs.train_gpus) as pool:
             began_s = time.monotonic()
             runs = jobs.submit(pool, [name], place / "runs")
             pool.wait_over([name], ARM_WITHIN_S)
@@ -340,7 +346,8 @@ def main(arguments: Arguments) -> Figures:
         if machines:
             slo = (f"job.slo={SLO_OF_MACHINES}",)
             strokes = len(STROKES) if quick else 3 * len(STROKES)
-            lived = [machines_seeded(directory, Jobs(names, steps, seed, policy, slo), strokes) for seed in seeds]
+            jobs = [Jobs(names, steps, seed, policy, slo, RANKS) for seed in seeds]
+            lived = [machines_seeded(directory, each, strokes) for each in jobs]
         else:
             lived = [seeded(directory, Jobs(names, steps, seed, policy), kills, quick=quick) for seed in seeds]
         same = total = lost = twice = imbalance = 0

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -63,6 +64,15 @@ class _Start:
 
     def is_of(self, message: w.FilesNeeded | w.FilesKept) -> bool:
         return message.placement == self.order.placement
+
+
+class _Seen(NamedTuple):
+    """A file of a start that may go back, as it was at the last look. `file`: as which the pool is told of it, if it
+    is."""
+
+    size_bytes: int
+    mtime_ns: int
+    file: SubmittedFile | None
 
 
 class NodeFiles:
@@ -260,14 +270,19 @@ class NodeFiles:
     async def _return(self, start: _Start) -> None:
         """Tell the pool what there is to go back whenever that changes, until all has gone of a resident that is
         gone."""
-        known: dict[tuple[Path, int, int], SubmittedFile] = {}
+        seen: Mapping[Path, _Seen] = {}
+        left_out: Mapping[str, str] = {}
         while True:
             last = not start.runs
-            with contextlib.suppress(ValueError):  # Something changes just now: the next look tells.
+            with contextlib.suppress(ValueError, OSError):  # Something changes just now: the next look tells.
                 if start.order.script:
-                    await asyncio.to_thread(_copy_tail, self._root / start.order.log, start.tail, last=last)
-                found = await asyncio.to_thread(_kept_there, start, known)
-                known = {(Path(one.source), one.file.size_bytes, one.mtime_ns): one for one in found}
+                    with contextlib.suppress(OSError):
+                        await asyncio.to_thread(_copy_tail, self._root / start.order.log, start.tail, last=last)
+                former, (seen, stays) = left_out, await asyncio.to_thread(_looked, start, seen, last=last)
+                if new := {path: why for path, why in stays.items() if path not in former}:
+                    log.warning("what a script puts out stays on its node", job=start.order.job, **_few(new))
+                left_out = {**former, **new}
+                found = [one.file for one in seen.values() if one.file is not None]
                 order, files = start.order, tuple(one.file for one in found)
                 said = w.FilesThere(order.job, order.placement, order.files_token, files)
                 if said != start.said:
@@ -294,22 +309,52 @@ def _nobody(message: w.OfFiles) -> None:
     """There is no connection."""
 
 
-def _kept_there(start: _Start, known: Mapping[tuple[Path, int, int], SubmittedFile]) -> list[SubmittedFile]:
-    """Return the files of a start that go back; of those that have not changed, as they were known. Blocks."""
-    found: list[SubmittedFile] = []
+def _looked(start: _Start, seen: Mapping[Path, _Seen], *, last: bool) -> tuple[Mapping[Path, _Seen], dict[str, str]]:
+    """Return the files of a start that may go back, as they are now, and why which of a script's do not. Blocks.
+
+    What a script is writing goes back once it is as it was at the look before, and until then as it has gone already.
+    Raises `ValueError` or `OSError` where a trainer's files change meanwhile: a part of a checkpoint is none.
+    """
+    script, found, stays = start.order.script, dict[Path, _Seen](), dict[str, str]()
     for name in start.order.returned:
         for source in sorted(start.place.joinpath(name).rglob("*")):
             path = source.relative_to(start.place)
-            if any(part.startswith(".") for part in path.parts) or not stat.S_ISREG((its := source.lstat()).st_mode):
+            if any(part.startswith(".") for part in path.parts):
                 continue
-            former = known.get((source, its.st_size, its.st_mtime_ns))
-            found.append(former or submitted_file(source, path.as_posix()))
-    del found[w.FILES_MAX - 1 :]
+            try:
+                its = source.lstat()
+                if not stat.S_ISREG(its.st_mode):
+                    continue
+                if len(found) >= w.FILES_MAX - 1:
+                    stays[path.as_posix()] = f"more than {w.FILES_MAX - 1} files"
+                    break
+                found[source] = _as_seen(start, source, its, seen.get(source), at_once=last or not script)
+            except FileNotFoundError:
+                if not script:
+                    raise
+            except (ValueError, OSError) as error:
+                if not script:
+                    raise
+                stays[path.as_posix()] = str(error)
     if start.tail.is_file():
-        its = start.tail.lstat()
-        former = known.get((start.tail, its.st_size, its.st_mtime_ns))
-        found.append(former or submitted_file(start.tail, SCRIPT_LOG))
-    return found
+        found[start.tail] = _as_seen(start, start.tail, start.tail.lstat(), seen.get(start.tail), at_once=True)
+    return found, stays
+
+
+def _as_seen(start: _Start, source: Path, its: os.stat_result, before: _Seen | None, *, at_once: bool) -> _Seen:
+    path = SCRIPT_LOG if source == start.tail else check_path(source.relative_to(start.place).as_posix())
+    now, file = (its.st_size, its.st_mtime_ns), None if before is None else before.file
+    if file is not None and now == (file.file.size_bytes, file.mtime_ns):
+        return _Seen(*now, file)
+    if at_once or (before is not None and now == (before.size_bytes, before.mtime_ns)):
+        return _Seen(*now, submitted_file(source, path))
+    return _Seen(*now, file if file is not None and file.file.digest in start.kept else None)
+
+
+def _few(stays: Mapping[str, str]) -> dict[str, object]:
+    """Return what is logged of files that stay: how many, and one of them with the reason."""
+    path, why = next(iter(stays.items()))
+    return {"files": len(stays), "such_as": repr(path), "why": why}
 
 
 def _copy_tail(log: Path, tail: Path, *, last: bool) -> None:

@@ -2,8 +2,8 @@
 and what comes back of it."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,7 +105,10 @@ class _Desk:
         self._server, self._fetcher = FileServer(say), FileFetcher()
         self._fetcher.joined(say, files.patience_s)
         self._tasks = {asyncio.create_task(self._server.run(), name=f"files for {node}")}
-        self._taking: dict[JobId, asyncio.Task[None]] = {}
+        self._there: dict[JobId, w.FilesThere] = {}
+        """What the node said last that there is of a job."""
+        self._taking: dict[JobId, asyncio.Event] = {}
+        """By job of which something is taken: set when the node says something else."""
         self._telling = asyncio.Lock()
 
     def close(self) -> None:
@@ -124,17 +127,14 @@ class _Desk:
             case w.FilesThere(job=job):
                 if self._files.entry(self._node, message)[0] is None:
                     return
+                self._there[job] = message
                 if job in self._taking:
-                    self._taking[job].cancel()
-                self._taking[job] = task = self._spawn(self._take(message))
-                task.add_done_callback(partial(self._taken, job))
+                    self._taking[job].set()
+                    return
+                self._taking[job] = asyncio.Event()
+                self._spawn(self._take(job))
             case _:
                 raise WireError(f"a node does not say {type(message).__name__}")
-
-    def _taken(self, job: JobId, task: "asyncio.Task[None]") -> None:
-        if self._taking.get(job) is task:
-            del self._taking[job]
-            self._files.shell.returns(job, goes_on=False)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         if len(self._tasks) > AT_WORK_MAX:
@@ -165,23 +165,39 @@ class _Desk:
         if attempt.fault:
             self.say(w.FilesNeeded(job, placement, cause=f"its files cannot be told: {attempt.fault}"))
 
-    async def _take(self, there: w.FilesThere) -> None:
-        programs, kept, told = self._files.programs, tuple(one.digest for one in there.files), ""
-        while True:
-            entry, phase = self._files.entry(self._node, there)
-            with self._files.isolated.attempt(f"what {there.job} keeps"):
-                try:
-                    if entry is None or phase is not PhaseKind.TRAIN:
-                        return
-                    lacking = await asyncio.to_thread(programs.lacking, entry, there.placement, there.files)
-                    if lacking and not entry.script:
-                        self._files.shell.returns(there.job, goes_on=True)
-                    for file, place in lacking:
-                        await self._fetcher.fetch(file, place)
-                    await asyncio.to_thread(programs.keep, entry, there.placement, there.files)
-                    self.say(w.FilesKept(there.job, there.placement, kept))
-                    return
-                except (FilesUnavailable, OSError, ValueError) as error:
-                    if told != (told := str(error)):
-                        log.warning("what a node keeps cannot be had", node=self._node, job=there.job, cause=told)
-            await asyncio.sleep(AGAIN_S)
+    async def _take(self, job: JobId) -> None:
+        """Take what there is of a job until all of it is here. What is being fetched comes to its end, whatever is said
+        meanwhile: of a large file beside one that is written often nothing would be fetched otherwise."""
+        told, newer = "", self._taking[job]
+        try:
+            while True:
+                newer.clear()
+                with self._files.isolated.attempt(f"what {job} keeps"):
+                    try:
+                        await self._take_once(self._there[job])
+                        if not newer.is_set():
+                            return
+                    except (FilesUnavailable, OSError, ValueError) as error:
+                        if not newer.is_set() and told != (told := str(error)):
+                            log.warning("what a node keeps cannot be had", node=self._node, job=job, cause=told)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(AGAIN_S):
+                        await newer.wait()
+        finally:
+            del self._taking[job], self._there[job]
+            self._files.shell.returns(job, goes_on=False)
+
+    async def _take_once(self, there: w.FilesThere) -> None:
+        """Have what the node said, if the job has such a start. Raises `FilesUnavailable`, `OSError` and
+        `ValueError`."""
+        programs, kept = self._files.programs, tuple(one.digest for one in there.files)
+        entry, phase = self._files.entry(self._node, there)
+        if entry is None or phase is not PhaseKind.TRAIN:
+            return
+        lacking = await asyncio.to_thread(programs.lacking, entry, there.placement, there.files)
+        if lacking and not entry.script:
+            self._files.shell.returns(there.job, goes_on=True)
+        for file, place in lacking:
+            await self._fetcher.fetch(file, place)
+        await asyncio.to_thread(programs.keep, entry, there.placement, there.files)
+        self.say(w.FilesKept(there.job, there.placement, kept))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -150,6 +151,10 @@ class Exchange:
 
         self.node.joined(to_pool, 5.0)
 
+    def kept(self, job: str) -> bool:
+        """Whether the pool has said that it has what there is of a job."""
+        return any(isinstance(message, w.FilesKept) and message.job == job for message in self.told)
+
     # As the pool's shell.
 
     def entry_of(self, job: str, placement: int) -> JobEntry | None:
@@ -229,6 +234,47 @@ async def test_what_a_script_puts_out_and_the_end_of_its_log_come_back(tmp_path:
         assert (came / "saved/1").read_text() == "of 1 again"
         with pytest.raises(ValueError, match="gives back its outputs, and no 'train'"):
             both.programs.lacking(both.entry, 1, [w.JobFile("train", "0" * 64, 1)])
+
+
+async def test_no_file_of_a_script_keeps_the_others_from_coming_back(tmp_path: Path) -> None:
+    """Such as one that no path names, that cannot be read, that is no file, or that is written all the time."""
+    async with exchange(tmp_path, ()) as both:
+        both.entry = JobEntry(job="one", directory=str(tmp_path / "run"), script=("train",), outputs=("saved",))
+        await both.node.bring(both.order(script=True, returned=("saved",)))
+        place, came = tmp_path / "node/jobs/one/1/run", tmp_path / "run/outputs"
+        written(place, **{"saved__a\nb": "x", "saved__\udcff": "x", "saved__weights": "of 1"})
+        (place / "saved/link").symlink_to("/etc/passwd")
+        (place / "saved/below").symlink_to("/etc")
+        os.mkfifo(place / "saved/pipe")
+        grown = 0
+        while not (came / "saved/weights").is_file():
+            with (place / "saved/metrics").open("a") as metrics:
+                metrics.write("1")
+            grown += 1
+            await asyncio.sleep(0.01)
+        assert (came / "saved/weights").read_text() == "of 1"
+        both.node.over("one")
+        await until(lambda: (came / "saved/metrics").is_file())
+        assert (came / "saved/metrics").read_text() == "1" * grown
+        assert sorted(path.name for path in came.rglob("*") if path.is_file()) == ["metrics", "weights"]
+
+
+async def test_a_fetch_goes_on_while_its_node_says_what_else_there_is(tmp_path: Path) -> None:
+    async with exchange(tmp_path, ()) as both:
+        both.entry = JobEntry(job="one", directory=str(tmp_path / "run"), script=("train",), outputs=("saved",))
+        said: list[w.OfFiles] = []
+        one, other = (w.JobFile(f"saved/{x}", hashlib.sha256(x.encode()).hexdigest(), 1) for x in "ab")
+        say = said.append
+        for files in ((one,), (one, other)):  # It says more before it answers.
+            both.pool.heard(NODE, w.FilesThere("one", 1, both.order().files_token, files), say)
+            await until(lambda: bool(said))
+        for content in (b"a", b"b"):
+            await until(lambda: bool(said) and isinstance(said[-1], w.AskChunk))
+            asked = said.pop()
+            assert isinstance(asked, w.AskChunk)
+            both.pool.heard(NODE, w.FileChunk(asked.digest, asked.offset, content), say)
+        await until(lambda: w.FilesKept("one", 1, (one.digest, other.digest)) in said)
+        assert said == [w.FilesKept("one", 1, (one.digest,)), w.FilesKept("one", 1, (one.digest, other.digest))]
 
 
 async def test_a_file_goes_on_from_where_its_connection_was_lost(tmp_path: Path) -> None:
@@ -312,6 +358,7 @@ async def test_files_of_a_node_take_no_more_than_is_allowed_under_any_of_their_n
     async with exchange(tmp_path, files_below(roots[0], "policy", MB, follow=True)) as both:
         await both.node.bring(both.order(script=script, returned=()))
         both.node.over("one")
+        await until(lambda: not script or both.kept("one"))
         both.programs.submitted[:] = files_below(roots[1], "policy", MB, follow=True)
         both.entry_of = lambda job, placement: both.entry
         token = both.programs.files_token("two", 1, NODE)
@@ -323,6 +370,7 @@ async def test_files_of_a_node_take_no_more_than_is_allowed_under_any_of_their_n
         }
         assert sum(held.values()) <= MB
         both.node.over("two")
+        await until(lambda: both.kept("two"))
         both.programs.submitted[:] = files_below(written(tmp_path / "c", c="c" * 2 * MB), "policy", 9 * MB, follow=True)
         token = both.programs.files_token("three", 1, NODE)
         with pytest.raises(FilesUnavailable, match=f"and the node's residents have 0 already; allowed there: {MB}"):
