@@ -189,7 +189,7 @@ class PlacementRules:
         found = False
         for node in self._nodes(group):
             lasts_ns = max(least_ns, group.rollout_ns[node] + member.rollout_ns)
-            if _holds(group, node, member, pool) and (lasts_ns <= bound_ns or not self.keeps_slos):
+            if _holds(group, node, request, pool) and (lasts_ns <= bound_ns or not self.keeps_slos):
                 found = True
                 yield PlacementChoice(group=group.name, rollout=(node,), cycle_ns=lasts_ns)
         if self.scales and (not found or not self.keeps_slos):
@@ -206,7 +206,7 @@ class PlacementRules:
         self, group: JobGroup, member: PlannedMember, request: JobRequest, pool: GrowingView, bound_ns: Nanoseconds
     ) -> Iterator[PlacementChoice]:
         """Yield placements on the idlest nodes with enough memory, and with as few new nodes as suffice."""
-        with_memory = [node for node in group.rollout if _holds(group, node, member, pool)]
+        with_memory = [node for node in group.rollout if _holds(group, node, request, pool)]
         with_memory.sort(key=lambda node: group.rollout_ns[node])
         wanted, site = request.rollout_nodes, pool.kind(group.train[0]).site
         for count in range(max(0, wanted - len(with_memory)), wanted + 1 if self.scales else 1):
@@ -271,6 +271,12 @@ class PlacementRules:
                 self.keeps_slos and request.first_ns > 0,
             ),
             (
+                "GPUs of its largest rollout node",
+                request.rollout_gpus,
+                max(pool.kind(node).gpus for node in group.rollout),
+                not self.scales,
+            ),
+            (
                 "host memory of its emptiest rollout node, bytes",
                 group.rollout_bytes[emptiest] + member.rollout_bytes,
                 pool.kind(emptiest).memory_bytes,
@@ -304,9 +310,10 @@ def _names(kinds: Sequence[NodeKind]) -> tuple[str, ...]:
     return tuple(kind.name for kind in kinds)
 
 
-def _holds(group: JobGroup, node: NodeId, member: PlannedMember, pool: GrowingView) -> bool:
-    """Whether there is host memory for a member's state on a rollout node of the group."""
-    return group.rollout_bytes[node] + member.rollout_bytes <= pool.kind(node).memory_bytes
+def _holds(group: JobGroup, node: NodeId, request: JobRequest, pool: GrowingView) -> bool:
+    """Whether a rollout node of the group has the GPUs of the job's worker, and host memory for its state."""
+    kind = pool.kind(node)
+    return request.rollout_gpus <= kind.gpus and group.rollout_bytes[node] + request.rollout_bytes <= kind.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

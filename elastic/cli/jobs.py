@@ -22,7 +22,7 @@ from elastic.cli.pool import asked, doing, find_pool, jobs_table, refused
 from elastic.cli.tables import show_listing
 from elastic.compose.job_files import OUTPUTS, run_files, script_files
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
-from elastic.compose.plan import check_live, check_policy, resolve
+from elastic.compose.plan import check_live, check_policy, resolve, rollout_gpus
 from elastic.compose.pool_config import POOL_CONFIG, job_request, load_pool
 from elastic.compose.runs import discard_run, new_run_dir, private
 from elastic.config import (
@@ -134,17 +134,17 @@ def submit_job(
     if script is None:
         run = _of_run(config, changes, names_in(providers), phases, trains_here=not of_pool.trains_elsewhere)
         steps, job, called = run.run.steps, run.job, name or run.run.name
-        gpus = run.trainer.gpus
+        gpus = run.trainer.gpus, rollout_gpus(run)
         environment = named(*run.run.pass_env)
     else:
         settings = _of_script(config, changes, names_in(providers))
         steps, job, called = settings.run.steps, settings.job, name or Path(script[0]).name
-        gpus = 1
+        gpus = 1, 1
         environment = inherited(*settings.run.pass_env)
         if phases is not None:
             script = _with_phases(script, phases)
     control = PoolControl(path)
-    found = asked(control.plan(job_request(called, job, steps, job.plan, gpus)))
+    found = asked(control.plan(job_request(called, job, steps, job.plan, *gpus)))
     if dry_run:
         _show_plan(found, path, as_json=as_json)
         return 0
@@ -172,7 +172,7 @@ def submit_job(
             raise
         outputs = job.outputs if run is None else ()
         entry = msgspec.structs.replace(entry, files=files, outputs=outputs)
-    request = job_request(called, job, steps, job.plan, gpus)
+    request = job_request(called, job, steps, job.plan, *gpus)
     command = SubmitJob(id=command_id or new_command_id(), request=request, entry=entry)
     try:
         answer = asyncio.run(control.submit(command))

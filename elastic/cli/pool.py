@@ -115,6 +115,12 @@ def start_pool(
     )
     for name, ray in wanted.clusters.items():
         say(f"its nodes {name} are asked of the Ray cluster at {ray.address}; {program()} pool status")
+    for kind in spec.rollout:
+        if kind.gpus > 1:
+            say(
+                f"one worker has all {kind.gpus} GPUs of a node {kind.name}, and a tail keeps or leaves them together; "
+                "where a worker takes one GPU, a node of one is enough"
+            )
     for kind in wanted.pool.train:
         if kind.trains_across:
             name = kind.node_kind(PhaseKind.TRAIN).name
@@ -233,22 +239,27 @@ def mint_node_ticket(
     kind: Annotated[
         str, typer.Option(metavar="NAME", help="Which nodes of POOL.toml it becomes one of, if several kinds join.")
     ] = "",
+    nodes: Annotated[
+        int, typer.Option(min=1, help="As how many nodes the machine joins, each with devices of its own.")
+    ] = 1,
     label: Annotated[str, typer.Option(help="Whose machine it is for.")] = "",
     minutes: Annotated[float, typer.Option(min=0.1, max=10_080, help="Until when it must be used.")] = 60.0,
     command_id: JobCommandIdOption = "",
     as_json: AsJson = False,
     directory: PoolsDirectory = Path("pools"),
 ) -> int:
-    """Mint a ticket with which one machine joins a pool as a node. It is shown once.
+    """Mint a ticket with which one machine joins a pool as a node, or as several. It is shown once.
 
-    Example: elastic pool ticket -o node.ticket --label "the lab's 4090"
+    Example: elastic pool ticket -o machine.ticket --nodes 8 --label "the lab's eight GPUs"
     """
     path = find_pool(name, directory)
     command_id = command_id or new_command_id()
-    ticket = asked(PoolControl(path).ticket(label, minutes * 60, command_id, kind), command_id)
-    told = {"pool": path.name, "node": ticket.node, "id": command_id}
+    ticket = asked(PoolControl(path).ticket(label, minutes * 60, command_id, kind, nodes), command_id)
+    names = [one.node for one in ticket.nodes]
+    told = {"pool": path.name, "node": ticket.node, "nodes": names, "id": command_id}
     hand_out(ticket, output, told if as_json else None)
-    say(f"the ticket for node {ticket.node} is good for one machine within {minutes:g} min; it is not shown again")
+    whose = f"node{'s' if nodes > 1 else ''} {', '.join(names)}"
+    say(f"the ticket for {whose} is good for one machine within {minutes:g} min; it is not shown again")
     say(f"there: elastic pool join --ticket-file {output or 'FILE'}")
     if not ticket.fingerprint:
         say(f"only this machine can dial {ticket.join}; others could with pool.host and pool.advertise")
@@ -281,13 +292,13 @@ def join_pool(
         float, typer.Option(min=0.001, max=1e6, help="What files of jobs may take of the disk; the oldest make room.")
     ] = 200.0,
 ) -> int:
-    """Be a node of a pool on another machine, until the pool lets it go, or Ctrl-C.
+    """Be a pool's node on another machine, or its nodes, until the pool lets them go, or Ctrl-C.
 
-    With the same ticket and directory it comes back, also once the machine has started anew.
+    With the same ticket and directory they come back, also once the machine has started anew.
 
-    Example: elastic pool join --ticket-file node.ticket
+    Example: elastic pool join --ticket-file machine.ticket
     """
-    from elastic.compose.joined_node import run_joined_node
+    from elastic.compose.joined_node import run_joined_nodes
 
     where = str(ticket_file or TICKET_VARIABLE)
     try:
@@ -300,7 +311,7 @@ def join_pool(
     except TicketRefused as error:
         raise ConfigError(f"elastic pool join: {where}: {error}") from error
     named = [one.strip() for one in devices.split(",") if one.strip()]
-    return run_joined_node(ticket, join, named, nodes / f"{ticket.pool}-{ticket.node}", site, files_gb)
+    return run_joined_nodes(ticket, join, named, nodes, site, files_gb)
 
 
 @pool.command("drain")

@@ -1,6 +1,7 @@
-"""A pool's node on another machine: its node agent, which joins by a ticket and comes back by its session."""
+"""A pool's nodes on another machine: their node agents, which join by a ticket and come back by their sessions."""
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import socket
@@ -35,15 +36,16 @@ END_TIMEOUT_S = 30.0
 BYTES_PER_GB = 1_000_000_000
 
 
-def run_joined_node(
+def run_joined_nodes(
     ticket: NodeTicket, join: str, devices: Sequence[DeviceName], directory: Path, site: str, files_gb: float
 ) -> int:
-    """Be the node agent of the ticket's node on this machine, which dials `join` if that is given; returns the exit
-    code. The machine is at this `site`, else at that of the ticket. Jobs' files take at most `files_gb` of it.
+    """Be the node agents of the ticket's nodes on this machine, which dial `join` if that is given; returns the exit
+    code once all have ended. The machine is at this `site`, else at that of the ticket. Jobs' files take at most
+    `files_gb` of it.
 
-    Its files are in `directory`, and the session by which it comes back once the ticket is spent, also after it was
-    killed or its machine has started anew. Lost, or given up by the pool, it comes again without residents. Raises
-    `ConfigError` for an address, devices or a directory that cannot be.
+    A node has a directory of its own in `directory`, with its files, and the session by which it comes back once the
+    ticket is spent, also after it was killed or its machine has started anew. Lost, or given up by the pool, it comes
+    again without residents. Raises `ConfigError` for an address, devices or a directory that cannot be.
     """
     address = join or ticket.join
     try:
@@ -55,42 +57,54 @@ def run_joined_node(
     except ValueError as error:
         raise ConfigError(f"--site: {error}") from error
     its = node_devices(ticket, devices)
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--directory: {directory} cannot be made ({error.strerror})") from error
-    known = NodeAgentTicket(
-        endpoint=Endpoint(address, fingerprint=ticket.fingerprint),
-        pool=ticket.pool,
-        node=ticket.node,
-        token=ticket.token,
-        records=directory.resolve() / "leases",
-        devices=tuple(its),
-        machine=this_machine(its, at_site),
-        directory=directory.resolve(),
-    )
-    with claimed(directory, what="node"):
-        return run_loop(_stay(known, NodeSession(directory / "session", ticket.token), round(files_gb * BYTES_PER_GB)))
+    machine, bytes_each = this_machine(its, at_site), round(files_gb * BYTES_PER_GB / len(ticket.nodes))
+    staying: list[tuple[NodeAgentTicket, NodeSession]] = []
+    with contextlib.ExitStack() as claims:
+        for number, one in enumerate(ticket.nodes):
+            place = directory / f"{ticket.pool}-{one.node}"
+            try:
+                place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--directory: {place} cannot be made ({error.strerror})") from error
+            claims.enter_context(claimed(place, what="node"))
+            known = NodeAgentTicket(
+                endpoint=Endpoint(address, fingerprint=ticket.fingerprint),
+                pool=ticket.pool,
+                node=one.node,
+                token=one.token,
+                records=place.resolve() / "leases",
+                devices=tuple(its[number * ticket.gpus : (number + 1) * ticket.gpus]),
+                machine=machine,
+                directory=place.resolve(),
+            )
+            staying.append((known, NodeSession(place / "session", one.token)))
+        return run_loop(_stay_all(staying, bytes_each))
 
 
 def node_devices(ticket: NodeTicket, named: Sequence[DeviceName]) -> Sequence[DeviceName]:
-    """Return the devices that the node takes: those `named`, or the first that suit. Raises `ConfigError`. Blocks."""
-    there = devices_here(ticket.devices, ticket.gpus)
+    """Return the devices that the ticket's nodes take: those `named`, or the first that suit. Raises `ConfigError`.
+    Blocks."""
+    needed = ticket.gpus * len(ticket.nodes)
+    there = devices_here(ticket.devices, needed)
     if named:
         try:
             arenas = kind_of(named) is DeviceKind.CPU and ticket.devices in ("auto", DeviceKind.CPU)
         except ValueError as error:
             raise ConfigError(f"--devices: {error}") from error
-        if len(named) != ticket.gpus or not (arenas or {*named} <= {*there}):
+        if len(named) != needed or not (arenas or {*named} <= {*there}):
             found, allowed = ", ".join(named), ", ".join(there) or "none, for there are none"
-            raise ConfigError(f"--devices: found {found}; allowed: {ticket.gpus} of {allowed}")
+            raise ConfigError(f"--devices: found {found}; allowed: {needed} of {allowed}")
         return named
-    if len(there) < ticket.gpus:
-        raise ConfigError(
-            f"a node of pool {ticket.pool} has {ticket.gpus} devices ({ticket.devices}); found {len(there)} here: "
-            f"{', '.join(there) or 'none'}"
+    if len(there) < needed:
+        whose = (
+            f"{len(ticket.nodes)} nodes of pool {ticket.pool} have"
+            if ticket.beside
+            else f"a node of pool {ticket.pool} has"
         )
-    return there[: ticket.gpus]
+        raise ConfigError(
+            f"{whose} {needed} devices ({ticket.devices}); found {len(there)} here: {', '.join(there) or 'none'}"
+        )
+    return there[:needed]
 
 
 def this_machine(devices: Sequence[DeviceName], site: str = "") -> NodeMachine:
@@ -125,12 +139,21 @@ class NodeSession:
         write_whole(self._path, f"{self._ticket} {token}".encode())
 
 
+async def _stay_all(nodes: Sequence[tuple[NodeAgentTicket, NodeSession]], files_bytes: int) -> int:
+    """Be all nodes until the pool lets them go, or a signal; returns the largest of their exit codes."""
+    tasks = [asyncio.create_task(_stay(known, session, files_bytes), name=known.node) for known, session in nodes]
+
+    def end() -> None:
+        for task in tasks:
+            task.cancel()
+
+    act_on(TERMINATION, end)
+    return max(await asyncio.gather(*tasks))
+
+
 async def _stay(known: NodeAgentTicket, session: NodeSession, files_bytes: int) -> int:
-    """Be the node until the pool lets it go, or a signal. Nothing of it lives on."""
-    task = asyncio.current_task()
-    assert task is not None
+    """Be the node until the pool lets it go, or it is cancelled. Nothing of it lives on."""
     assert known.records is not None
-    act_on(TERMINATION, task.cancel)
     known.records.mkdir(exist_ok=True)
     try:
         while True:

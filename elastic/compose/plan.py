@@ -311,6 +311,11 @@ def _check_engine(config: Config, own: dict[str, Any], where: str, *section: str
     resolve_engine(validate(EngineConfig, config.engine.overlaid(own), where, *section), where, section)
 
 
+def rollout_gpus(config: Config) -> int:
+    """Return the GPUs that a worker of a pool's job takes on its node: those of its engine's ranks."""
+    return resolve_engine(config.engine, "")[1].ranks
+
+
 def acquisitions(plan: RunPlan, asked_usd: Mapping[str, float] | None = None) -> list[Acquisition]:
     """The trainer's device, and the most that each provider would be asked for.
 

@@ -425,10 +425,16 @@ def pool_devices(config: PoolConfig, gpus: Callable[[], Sequence[DeviceName]] = 
 
 
 def job_request(
-    name: str, job: JobNeeds, steps: int, plan: JobPlanConfig | None, train_gpus: int | None = None
+    name: str,
+    job: JobNeeds,
+    steps: int,
+    plan: JobPlanConfig | None,
+    train_gpus: int | None = None,
+    rollout_gpus: int = 1,
 ) -> JobRequest:
     """Return the request of a job of this name; without a `plan` a few of its steps are timed first. A live job's
-    trainer has so many ranks, and is no faster on more nodes. Raises `ConfigError`."""
+    trainer has so many ranks, and is no faster on more nodes, and its workers take so many GPUs each. Raises
+    `ConfigError`."""
     try:
         return JobRequest(
             id=name,
@@ -436,6 +442,7 @@ def job_request(
             plan=None if plan is None else phase_plan(plan),
             steps=steps,
             rollout_nodes=job.rollout_nodes,
+            rollout_gpus=rollout_gpus,
             train_nodes=job.train_nodes,
             train_gpus=train_gpus or 1,
             rollout_bytes=round(job.rollout_memory_gb * GB),

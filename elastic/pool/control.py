@@ -152,7 +152,8 @@ class PoolCommandManager:
 
     def _mint(self, request: MintTicket, command: DoneCommand) -> PoolAnswer:
         try:
-            ticket = self._tickets.mint(request.label, request.valid_s, self._shell.nodes, request.kind)
+            there = self._shell.nodes
+            ticket = self._tickets.mint(request.label, request.valid_s, there, request.kind, request.nodes)
         except ValueError as error:
             return PoolRefusal(kind="invalid", message=str(error))
         self._journal.keep(command)
@@ -314,8 +315,9 @@ def _words(request: PoolRequest) -> str:
             return f"{job} is {'within its quota' if quota is None else f'beyond its quota: {quota.reason}'}"
         case PutBackDevice(device=device):
             return f"put back {device}"
-        case MintTicket(label=label, kind=kind):
-            return f"mint a ticket for {label!r}{f' as {kind}' if kind else ''}"
+        case MintTicket(label=label, kind=kind, nodes=nodes):
+            as_nodes = f" as {kind}" if kind else ""
+            return f"mint a ticket for {label!r}{as_nodes}{f', {nodes} nodes' if nodes > 1 else ''}"
         case DrainNode(node=node):
             return f"drain {node}"
         case StopPool(now=now):

@@ -17,7 +17,7 @@ from elastic.pool.ports import JobEntry
 from elastic.pool.status import JobStatus, PlacementPlan, PoolStatus, TurnStatus
 from elastic.protocol.run_control import CommandRefused, ControlError, ControlLine, new_command_id
 
-POOL_CONTROL_VERSION = "7"
+POOL_CONTROL_VERSION = "8"
 """Version of these messages. A pool's process names its own in `PoolVersion`."""
 
 CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -87,12 +87,13 @@ class PutBackDevice(_PoolRequest, frozen=True, tag="put_back"):
 
 
 class MintTicket(_PoolRequest, frozen=True, tag="ticket"):
-    """Mint a ticket with which a machine joins as a node of this `kind`, or of the only one that may join, within
-    `valid_s`; answered by `TicketMinted`."""
+    """Mint a ticket with which a machine joins as so many `nodes` of this `kind`, or of the only one that may join,
+    within `valid_s`; answered by `TicketMinted`."""
 
     id: CommandId
     label: str = ""
     kind: str = ""
+    nodes: Annotated[int, msgspec.Meta(ge=1)] = 1
     valid_s: Annotated[float, msgspec.Meta(gt=0)] = 3600.0
 
 
@@ -249,9 +250,9 @@ class PoolControl:
     async def put_back(self, device: str, command: str = "") -> PoolAcknowledged:
         return await self._ask(PutBackDevice(id=command or new_command_id(), device=device), PoolAcknowledged)
 
-    async def ticket(self, label: str, valid_s: float, command: str = "", kind: str = "") -> NodeTicket:
+    async def ticket(self, label: str, valid_s: float, command: str = "", kind: str = "", nodes: int = 1) -> NodeTicket:
         """Mint a ticket for a machine. One that was minted under this command's id already is refused."""
-        asked = MintTicket(id=command or new_command_id(), label=label, valid_s=valid_s, kind=kind)
+        asked = MintTicket(id=command or new_command_id(), label=label, valid_s=valid_s, kind=kind, nodes=nodes)
         return (await self._ask(asked, TicketMinted)).ticket
 
     async def drain(self, node: str, command: str = "") -> PoolAcknowledged:

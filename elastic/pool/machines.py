@@ -26,12 +26,19 @@ def check_site(site: str) -> str:
     return site
 
 
+class NodeBeside(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A further node of a ticket's machine, and the token by which it joins."""
+
+    node: NodeId
+    token: str
+
+
 class NodeTicket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a machine needs to join a pool as a node, as its ticket file has it. Never log it.
+    """What a machine needs to join a pool as a node, or as several, as its ticket file has it. Never log it.
 
     `join` (host:port) is where to dial, `fingerprint` that of the certificate there; empty for plain text on loopback.
-    The node takes `gpus` devices of its machine, of the kind that `devices` names as `pool.devices` does. It is at this
-    `site`, if the pool says where.
+    Each node takes `gpus` devices of its machine, of the kind that `devices` names as `pool.devices` does. It is at
+    this `site`, if the pool says where. `beside`: the machine's nodes besides `node`.
     """
 
     pool: str
@@ -42,6 +49,12 @@ class NodeTicket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gpus: int
     devices: str
     site: str = ""
+    beside: tuple[NodeBeside, ...] = ()
+
+    @property
+    def nodes(self) -> Sequence[NodeBeside]:
+        """All nodes that the machine joins as."""
+        return (NodeBeside(self.node, self.token), *self.beside)
 
 
 class JoinTerms(msgspec.Struct, frozen=True):
@@ -71,15 +84,18 @@ def node_names(kind: KindName, most: int) -> Sequence[NodeId]:
     return [f"{kind}-{number}" for number in range(1, most + 1)]
 
 
-def free_name(kind: KindName, most: int, taken: Collection[NodeId]) -> NodeId:
-    """Return the name of the next node of a kind of at most so many. Raises `ValueError` if all are taken."""
+def free_names(kind: KindName, most: int, taken: Collection[NodeId], count: int = 1) -> Sequence[NodeId]:
+    """Return the names of the next `count` nodes of a kind of at most so many. Raises `ValueError` if fewer are
+    free."""
     names = node_names(kind, most)
-    for name in names:
-        if name not in taken:
-            return name
+    free = [name for name in names if name not in taken]
+    if len(free) >= count:
+        return free[:count]
+    held = [name for name in names if name in taken]
+    wanted = f"{count} more are asked for" if count > 1 else "each has a machine or a ticket that waits for one"
     raise ValueError(
-        f"pool.{kind}.nodes: found {most}, and each has a machine or a ticket that waits for one: "
-        f"{', '.join(names)}; allowed: `elastic pool drain NODE` first, or a pool of more nodes"
+        f"pool.{kind}.nodes: found {most}, and {wanted}: taken are {', '.join(held) or 'none'}; allowed: "
+        "`elastic pool drain NODE` first, or a pool of more nodes"
     )
 
 

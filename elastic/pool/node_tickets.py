@@ -9,7 +9,7 @@ from elastic.core.cluster.types import KindName, NodeId
 from elastic.core.types import NS_PER_S
 from elastic.pool.gateway import PoolTokens
 from elastic.pool.journal import PoolJournal
-from elastic.pool.machines import JoinRules, JoinTerms, NodeTicket, free_name, kind_of_node
+from elastic.pool.machines import JoinRules, JoinTerms, NodeBeside, NodeTicket, free_names, kind_of_node
 from elastic.protocol.endpoint import Endpoint
 from elastic.system.host import here
 
@@ -31,11 +31,13 @@ class NodeTickets:
         self._journal, self._tokens = journal, tokens
         self._pool, self._endpoint, self._joins, self._asked = pool, endpoint, joins, asked
 
-    def mint(self, label: str, valid_s: float, there: Collection[NodeId], kind: KindName = "") -> NodeTicket:
-        """Return a new ticket, which nobody can be told again, for a node of this kind, or of the only one that may
-        join. `there`: the nodes that the pool has.
+    def mint(
+        self, label: str, valid_s: float, there: Collection[NodeId], kind: KindName = "", count: int = 1
+    ) -> NodeTicket:
+        """Return a new ticket, which nobody can be told again, for `count` nodes of this kind, or of the only one that
+        may join, on one machine. `there`: the nodes that the pool has.
 
-        Raises `ValueError` where no machine may join.
+        Raises `ValueError` where no machine may join, or not as so many nodes.
         """
         by_ticket = {name: rules for name, rules in self._joins.items() if name not in self._asked}
         if not by_ticket:
@@ -47,8 +49,10 @@ class NodeTickets:
             raise ValueError(f"a ticket's kind of node: found {kind!r}; allowed: {', '.join(by_ticket)}")
         terms, now_s = self._journal.joined(), _now_s()
         taken = {name for name, its in terms.items() if self._is_taken(name, its, now_s)}
-        node = free_name(kind, by_ticket[kind].kind.nodes, taken | {*there})
-        return self._minted(node, JoinTerms(label, now_s + valid_s))[0]
+        names = free_names(kind, by_ticket[kind].kind.nodes, taken | {*there}, count)
+        first, *others = (self._minted(node, JoinTerms(label, now_s + valid_s))[0] for node in names)
+        beside = tuple(NodeBeside(other.node, other.token) for other in others)
+        return msgspec.structs.replace(first, beside=beside)
 
     def renew(self, node: NodeId, label: str) -> tuple[NodeTicket, int]:
         """Return a new ticket for a node that is asked of a cluster, and its number. It is good until there is another

@@ -66,6 +66,7 @@ def test_a_job_is_billed_the_nodes_that_it_has() -> None:
             "needed 17 GPUs for its trainer's ranks, on train nodes of one kind; largest: 16",
         ),
         (timed_job("job", rollout_bytes=6), "needed 6 bytes of host memory; largest: 5"),
+        (timed_job("job", rollout_gpus=9), "needed 9 GPUs for a worker; largest: 8"),
     ],
 )
 def test_a_job_larger_than_any_site_is_rejected_with_what_is_the_largest(request_: JobRequest, words: str) -> None:
@@ -97,6 +98,24 @@ def test_what_waits_is_told_of_the_free_nodes_that_fit_it() -> None:
 def test_a_job_that_is_larger_than_any_pool_would_pay_for_all_that_it_asks_for() -> None:
     most = JobRequest(id="job", slo=2.0, rollout_nodes=WHOLE_MAX, train_nodes=3)
     assert TWO_SITES.price_alone(most) == WHOLE_MAX * 2 * S + 3 * 6 * S
+
+
+@pytest.mark.parametrize("policy", ["ours", "weave", "gavel", "random", "most_idle", "naive"])
+def test_a_worker_of_several_gpus_is_on_nodes_that_have_them(policy: str) -> None:
+    spec = PoolSpec(rollout=(kind("pair", 4, 1, gpus=2), kind("one", 2, 2, gpus=1)), train=(kind("trainers", 9, 2),))
+    shared = pool(policy, spec)
+    shared.run(timed_job("small", 40, 20, slo=9.0), timed_job("wide", 40, 20, slo=9.0, rollout_gpus=2))
+    assert places(shared, "wide")[0] == ("pair-1",)
+    with pytest.raises(ClusterError, match="needed 2 rollout nodes; largest: 1"):
+        shared.cluster.dry_run(timed_job("wider", rollout_nodes=2, rollout_gpus=2))
+
+
+def test_a_group_that_cannot_grow_says_how_many_gpus_its_nodes_have() -> None:
+    spec = PoolSpec(rollout=(kind("one", 2, 1, gpus=1), kind("pair", 4, 1, gpus=2)), train=(kind("trainers", 9, 2),))
+    shared = pool("gavel", spec)
+    shared.run(timed_job("small", slo=9.0))
+    (refusal,) = shared.cluster.dry_run(timed_job("wide", slo=9.0, rollout_gpus=2))[1]
+    assert str(refusal) == "group-1: GPUs of its largest rollout node: 2; allowed: 1"
 
 
 @pytest.mark.parametrize("policy", ["ours", "weave", "gavel", "random", "most_idle", "naive"])

@@ -73,31 +73,34 @@ def up(*nodes: str) -> Callable[[Mapping[str, Any]], bool]:
     )
 
 
-async def test_a_job_runs_on_a_machine_that_joins_though_the_pool_s_process_is_killed(
+async def test_a_job_runs_on_a_machine_that_joins_as_two_nodes_though_the_pool_s_process_is_killed(
     tmp_path: Path, elsewhere: OtherMachine
 ) -> None:
-    """A pool, a node agent that joins over TLS and a job, all as processes."""
+    """A pool, a machine that joins over TLS with a node for each device, and a job, all as processes."""
     async with running(tmp_path, host="0.0.0.0", kind="joined", silence_s=30.0) as pool:
         await pool.until(up(), "there are rollout nodes")
         await pool.begin("one", steps=10_000, rollout_s=0.5)
         assert (await pool.job("one"))["state"] == "queued"
-        ticket = await pool.control.ticket("mine", 600, "mint")
+        ticket = await pool.control.ticket("mine", 600, "mint", nodes=2)
+        names = [one.node for one in ticket.nodes]
         assert ticket.fingerprint
         with pytest.raises(CommandRefused, match="not shown again"):
-            await pool.control.ticket("mine", 600, "mint")
+            await pool.control.ticket("mine", 600, "mint", nodes=2)
         node_agent = elsewhere.join(ticket)
         await pool.until(lambda status: any(one["phase"] == "rollout" for one in status["permits"]), "no turn", 120.0)
-        (node,) = [node for node in (await pool.status())["nodes"] if node["phase"] == "rollout"]
-        assert (node["name"], node["devices"]) == (ticket.node, [f"cpu:0@{ticket.node}"])
-        assert node["machine"]["label"] == "mine"
-        assert node["machine"]["memory_bytes"] > 0
-        assert ticket.token not in (pool.directory / "logs" / "pool.log").read_text() + elsewhere.said(ticket)
+        await pool.until(up(*names), "not all of its nodes join")
+        there = {node["name"]: node for node in (await pool.status())["nodes"] if node["phase"] == "rollout"}
+        assert [there[name]["devices"] for name in names] == [[f"cpu:{at}@{name}"] for at, name in enumerate(names)]
+        assert {there[name]["machine"]["label"] for name in names} == {"mine"}
+        assert there[ticket.node]["machine"]["memory_bytes"] > 0
+        said = (pool.directory / "logs" / "pool.log").read_text() + elsewhere.said(ticket)
+        assert not any(one.token in said for one in ticket.nodes)
 
-        there = records(elsewhere)
+        kept = records(elsewhere)
         pool.kill()
         pool.start()
-        await pool.until(up(ticket.node), "its node agent is not back", 120.0)
-        assert records(elsewhere) == there, "it went on with what it has"
+        await pool.until(up(*names), "its node agents are not back", 120.0)
+        assert records(elsewhere) == kept, "it went on with what it has"
         await goes_on(pool)
         await pool.control.cancel("one")
         await pool.until_over("one")

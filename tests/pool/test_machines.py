@@ -12,7 +12,7 @@ from elastic.core.cluster import NodeKind
 from elastic.pool import messages as w
 from elastic.pool.gateway import PoolTokens
 from elastic.pool.journal import PoolJournal
-from elastic.pool.machines import JoinRules, NodeTicket, free_name, read_node_ticket
+from elastic.pool.machines import JoinRules, NodeBeside, NodeTicket, free_names, read_node_ticket
 from elastic.pool.node_tickets import NodeTickets
 from elastic.protocol.endpoint import Endpoint
 from elastic.protocol.tickets import TicketRefused
@@ -67,9 +67,12 @@ def test_a_pool_of_one_kind_of_device_takes_no_other() -> None:
 
 
 def test_a_name_is_one_node_s_and_there_are_no_more_than_the_pool_has() -> None:
-    assert free_name("rollout", 3, {"rollout-1", "rollout-3"}) == "rollout-2"
+    assert free_names("rollout", 3, {"rollout-1", "rollout-3"}) == ["rollout-2"]
+    assert free_names("rollout", 3, {"rollout-2"}, 2) == ["rollout-1", "rollout-3"]
     with pytest.raises(ValueError, match=r"pool.rollout.nodes: found 1, .*rollout-1; allowed: .* drain"):
-        free_name("rollout", 1, {"rollout-1"})
+        free_names("rollout", 1, {"rollout-1"})
+    with pytest.raises(ValueError, match=r"found 3, and 3 more are asked for: taken are rollout-2; allowed: "):
+        free_names("rollout", 3, {"rollout-2"}, 3)
 
 
 def test_tickets_are_one_for_each_node_and_void_ones_give_their_names_back(tmp_path: Path) -> None:
@@ -87,6 +90,21 @@ def test_tickets_are_one_for_each_node_and_void_ones_give_their_names_back(tmp_p
     again = tickets.mint("", 60, ())
     assert (again.node, again.token == one.token) == ("rollout-1", False)
     assert read_node_ticket(msgspec.json.encode(again)) == again
+    journal.close()
+
+
+def test_a_machine_s_ticket_has_a_token_for_each_of_its_nodes(tmp_path: Path) -> None:
+    journal, tokens = PoolJournal(tmp_path), PoolTokens(b"secret")
+    rules = msgspec.structs.replace(RULES, kind=msgspec.structs.replace(RULES.kind, nodes=3))
+    tickets = NodeTickets(journal, tokens, "lab", Endpoint("host:1"), {"rollout": rules})
+    ticket = tickets.mint("two GPUs", 60, (), count=2)
+    assert [(one.node, one.token) for one in ticket.nodes] == [
+        (name, tokens.ticket(name, 1)) for name in ("rollout-1", "rollout-2")
+    ]
+    assert read_node_ticket(msgspec.json.encode(ticket)) == ticket
+    with pytest.raises(ValueError, match="2 more are asked for"):
+        tickets.mint("", 60, (), count=2)
+    assert tickets.mint("", 60, ()).node == "rollout-3", "what was refused has taken no name"
     journal.close()
 
 
@@ -122,9 +140,15 @@ def test_a_node_takes_the_devices_that_are_named_or_the_first_of_its_machine(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert node_devices(TICKET, ()) == ["cpu:0", "cpu:1"]
     assert node_devices(TICKET, ("cpu:2", "cpu:3")) == ("cpu:2", "cpu:3")
+    machine = msgspec.structs.replace(TICKET, gpus=1, beside=(NodeBeside("rollout-2", "u"),))
+    assert node_devices(machine, ()) == ["cpu:0", "cpu:1"]
+    with pytest.raises(ConfigError, match="--devices: found cpu:2; allowed: 2 of"):
+        node_devices(machine, ("cpu:2",))
     cuda = msgspec.structs.replace(TICKET, devices="cuda")
     with pytest.raises(ConfigError, match=r"has 2 devices \(cuda\); found 0 here: none"):
         node_devices(cuda, ())
+    with pytest.raises(ConfigError, match=r"2 nodes of pool lab have 2 devices \(cuda\); found 0 here: none"):
+        node_devices(msgspec.structs.replace(machine, devices="cuda"), ())
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     stand_in(tmp_path, "nvidia-smi", NVIDIA)
     assert node_devices(TICKET, ()) == ["cuda:0", "cuda:1"]

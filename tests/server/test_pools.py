@@ -124,6 +124,7 @@ def test_a_dry_run_starts_nothing(pool: StandIn, ours: httpx.Client, job: dict[s
         ({"providers": ["moon"]}, "invalid-configuration", "unknown"),
         ({"job": {**JOB, "train_nodes": 2}}, "job-rejected", "needed 2 train nodes; largest: 1"),
         ({"job": {**JOB, "rollout_memory_gb": 3}}, "job-rejected", "needed 3000000000 bytes"),
+        ({"engine": {"kind": "vllm", "vllm": {"tensor_parallel": 2}}}, "job-rejected", "needed 2 GPUs for a worker"),
         ({"job": {**JOB, "slo": 0}}, "invalid-configuration", "job.slo"),
         ({"run": {"directory": "/tmp"}}, "invalid-configuration", "run/directory"),
     ],
@@ -131,7 +132,7 @@ def test_a_dry_run_starts_nothing(pool: StandIn, ours: httpx.Client, job: dict[s
 def test_what_is_no_job_leaves_nothing(
     pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any], change: dict[str, Any], kind: str, words: str
 ) -> None:
-    for section in ("job", "run"):
+    for section in ("job", "run", "engine"):
         if section in change:
             job["config"][section] = job["config"].get(section, {}) | change.pop(section)
     answer = ours.post(JOBS, json=job | change)

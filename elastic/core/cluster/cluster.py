@@ -389,6 +389,9 @@ class Cluster:
             memory = max(kind.memory_bytes for kind in self.spec.of(phase))
             if host_bytes > memory:
                 return f"it fits no {phase} node: needed {host_bytes} bytes of host memory; largest: {memory}"
+        gpus = max(kind.gpus for kind in self.spec.rollout)
+        if request.rollout_gpus > gpus:
+            return f"it fits no rollout node: needed {request.rollout_gpus} GPUs for a worker; largest: {gpus}"
         most = {kind.name: self._most(kind) for kind in self.spec.kinds.values()}
         rollout = sum(most[kind.name] for kind in self.spec.rollout if request.fits(kind, _ROLLOUT))
         if request.rollout_nodes > rollout:

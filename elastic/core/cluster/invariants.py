@@ -58,7 +58,7 @@ def _permits(cluster: Cluster) -> Iterator[str]:
 
 
 def _nodes(cluster: Cluster) -> Iterator[str]:
-    """A node belongs to one group or is free. The states on it fit its host memory."""
+    """A node belongs to one group or is free. The states on it fit its host memory, and workers its GPUs."""
     state = cluster.state
     for node in state.nodes.values():
         free = node.id in state.free[node.kind]
@@ -73,6 +73,10 @@ def _nodes(cluster: Cluster) -> Iterator[str]:
         memory = cluster.kind(node.id).memory_bytes
         if sum(node.residents.values()) > memory:
             yield f"{node.id} has {sum(node.residents.values())} bytes of states; its host memory is {memory}"
+        if node.phase is PhaseKind.ROLLOUT:
+            for job in node.residents:
+                if (needed := cluster.request(job).rollout_gpus) > (gpus := cluster.kind(node.id).gpus):
+                    yield f"a worker of job {job} takes {needed} GPUs; {node.id} has {gpus}"
     for group in state.groups.values():
         if not group.members:
             yield f"{group.name} has no member"

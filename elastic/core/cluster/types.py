@@ -100,8 +100,8 @@ class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The request of a job: nodes, ranks of its trainer (`train_gpus`), each with a GPU, host memory on each node, and
-    the largest slowdown that the job accepts.
+    """The request of a job: nodes, the GPUs of each that its worker there uses (`rollout_gpus`), ranks of its trainer
+    (`train_gpus`), each with a GPU, host memory on each node, and the largest slowdown that the job accepts.
 
     `plan` is None until a step of the job has been timed. `steps` says how long the job runs. `train_efficiency` is the
     share of each additional training node that speeds the job up. `restart_ns` is the cost of moving the job, besides
@@ -113,6 +113,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     plan: PhasePlan | None = None
     steps: int = 1
     rollout_nodes: int = 1
+    rollout_gpus: int = 1
     train_nodes: int = 1
     train_gpus: int = 1
     rollout_bytes: int = 0
@@ -126,7 +127,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise ClusterError(
                 f"job {self.id}: slo: found {self.slo}; allowed: at least 1, a step's time over that alone"
             )
-        for name in ("steps", "rollout_nodes", "train_nodes", "train_gpus"):
+        for name in ("steps", "rollout_nodes", "rollout_gpus", "train_nodes", "train_gpus"):
             self._check(name, 1)
         for name in ("rollout_bytes", "train_bytes", "restart_ns", "max_resubmissions"):
             self._check(name, 0)
@@ -166,9 +167,11 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.train_bytes * self.train_gpus // sum(self.ranks_on(nodes, kind)))
 
     def fits(self, kind: "NodeKind", phase: PhaseKind) -> bool:
-        """Return whether nodes of this kind, as many as it asks for, hold the job's state of a phase."""
-        needed = self.rollout_bytes if phase is PhaseKind.ROLLOUT else self.train_bytes
-        return needed <= kind.memory_bytes
+        """Return whether nodes of this kind, as many as it asks for, hold the job's state of a phase, and a worker of
+        its rollouts."""
+        if phase is PhaseKind.TRAIN:
+            return self.train_bytes <= kind.memory_bytes
+        return self.rollout_bytes <= kind.memory_bytes and self.rollout_gpus <= kind.gpus
 
     @property
     def limit_ns(self) -> Nanoseconds:

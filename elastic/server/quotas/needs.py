@@ -2,7 +2,7 @@
 
 import msgspec
 
-from elastic.compose.plan import RunPlan, acquisitions, kind_of, longest_increment_s, reward_calls
+from elastic.compose.plan import RunPlan, acquisitions, kind_of, longest_increment_s, reward_calls, rollout_gpus
 from elastic.core.ledger import NANO_USD_PER_USD
 
 SLICE_S = 900.0
@@ -20,9 +20,11 @@ class ProviderNeeds(msgspec.Struct, frozen=True):
 
 
 class RunNeeds(msgspec.Struct, frozen=True):
-    """A run's trainer's GPUs, its other providers by the names of their sections, and one slice of its budget."""
+    """A run's trainer's GPUs, those of a worker if a pool's nodes generate, its other providers by the names of their
+    sections, and one slice of its budget."""
 
     trainer_gpus: int = 1
+    rollout_gpus: int = 1
     slice_nano_usd: int = 0
     providers: dict[str, ProviderNeeds] = {}
 
@@ -38,6 +40,7 @@ def needs_of(plan: RunPlan) -> RunNeeds:
         usd += calls.concurrency * (calls.usd_per_call + calls.usd_per_s * slice_s)
     return RunNeeds(
         trainer_gpus=config.trainer.gpus,
+        rollout_gpus=rollout_gpus(config),
         slice_nano_usd=round(usd * NANO_USD_PER_USD),
         providers={
             name: ProviderNeeds(

@@ -158,7 +158,7 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
     project, config, needs = _checked(state, body, write.caller)
     command = _command_id(write)
     job = ids.new_id(ids.JOB) if not write.key else f"{ids.JOB}_{command[:26]}"
-    request = _request(job, config)
+    request = _request(job, config, needs.rollout_gpus)
     asked(control.plan(request))
     _settle_for_quota(state, project)
     gpus, fingerprint = train_gpus(settings, pool, request), write.fingerprint(body)
@@ -207,7 +207,7 @@ def dry_run_job(pool: PoolId, body: JobSubmission, caller: CallerDep, state: Sta
     control = control_of(state.settings, pool)
     project, config, needs = _checked(state, body, caller)
     _settle_for_quota(state, project)
-    request = _request("job", config)
+    request = _request("job", config, needs.rollout_gpus)
     with state.store.reading() as connection:
         gpus = train_gpus(state.settings, pool, request)
         beyond = beyond_quota(connection, project, needs, gpus)
@@ -258,10 +258,10 @@ def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
         raise
 
 
-def _request(job: str, config: Config) -> JobRequest:
+def _request(job: str, config: Config, rollout_gpus: int) -> JobRequest:
     """Raises `ApiProblem`."""
     try:
-        return job_request(job, config.job, config.run.steps, config.job.plan, config.trainer.gpus)
+        return job_request(job, config.job, config.run.steps, config.job.plan, config.trainer.gpus, rollout_gpus)
     except ConfigError as error:
         raise invalid_configuration(configuration_errors(error.problems)) from error
 

@@ -76,6 +76,8 @@ DRAINS_SHARE = 1 / 4
 """Share of worlds in which people let rollout nodes go, several times."""
 KINDS_SHARE = 0.25
 """Share of worlds without a market whose nodes are of several kinds, if there are enough."""
+WIDE_SHARE = 0.5
+"""Share of worlds with several kinds of rollout nodes in which one has fewer GPUs, and some workers take more."""
 RANKS_SHARE = 0.25
 """Share of worlds with two training nodes or more in which trainers have ranks on several."""
 PROGRESS_NS = 3 * 3600 * S
@@ -218,7 +220,18 @@ def _of_several_kinds(plan: PoolSetting) -> PoolSetting:
         return msgspec.structs.replace(kind, nodes=kind.nodes - 1), far
 
     spec = PoolSpec(rollout=split(plan.spec.rollout, 2), train=split(plan.spec.train, 3))
-    return msgspec.structs.replace(plan, spec=spec)
+    plan = msgspec.structs.replace(plan, spec=spec)
+    wide = Random(f"{plan.seed}/wide")
+    if len(spec.rollout) < 2 or wide.random() >= WIDE_SHARE:
+        return plan
+    near, far = spec.rollout
+    narrow = msgspec.structs.replace(far, gpus=1, nano_usd_per_hour=near.nano_usd_per_hour // 2)
+    spec = PoolSpec(rollout=(near, narrow), train=spec.train)
+    jobs = [
+        msgspec.structs.replace(job, request=msgspec.structs.replace(job.request, rollout_gpus=wide.choice((1, 2))))
+        for job in plan.jobs
+    ]
+    return msgspec.structs.replace(plan, spec=spec, jobs=tuple(jobs))
 
 
 def _adrift(plan: PoolSetting) -> PoolSetting:
@@ -332,20 +345,25 @@ class PoolWorld:
             self.loop.after(5 * S, partial(self._submit, shape))
             return
         entry = JobEntry(job=job, directory="", max_restarts=shape.max_restarts, script=command)
+        quota = BeyondQuota("a project", "it has enough") if job in self._beyond else None
+        self._commanded(lambda shell: shell.submit(shape.request, entry, quota=quota))
+        self.loop.after(60 * S, partial(self._submit, shape))
+
+    def _commanded(self, act: Callable[[PoolShell], object]) -> None:
+        """Have the shell do what somebody asks for, who is told if it is at a job that code fails at."""
         try:
-            quota = BeyondQuota("a project", "it has enough") if job in self._beyond else None
-            self.within(lambda: shell.submit(shape.request, entry, quota=quota))
+            self.to_shell(act)
         except Unexpected:
             self.faults_seen[FaultKind.UNEXPECTED] += 1
-            if cluster_digest(shell.cluster) != cluster_digest(self.replayed(self.policies)):
+            shell = self.shell
+            if shell is not None and cluster_digest(shell.cluster) != cluster_digest(self.replayed(self.policies)):
                 self.fail("an event that the cluster could not take has changed it")
-        self.loop.after(60 * S, partial(self._submit, shape))
 
     def _let_in(self, job: JobId) -> None:
         """Say that a job is within its quota, until the pool has noted that."""
         record = self.records().get(job)
         if record is None or record.quota is not None:
-            self.to_shell(lambda shell: shell.set_quota(job, None))
+            self._commanded(lambda shell: shell.set_quota(job, None))
             self.loop.after(60 * S, partial(self._let_in, job))
 
     def _drain(self) -> None:
