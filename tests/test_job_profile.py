@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
+from elastic.compose.plan import resolve
 from elastic.config import Config, JournalConfig, load_config
 from elastic.core.events import LeaseGranted, WorkerJoined
 from elastic.core.types import NS_PER_S, Capabilities
+from elastic.engine import resolve_engine
+from elastic.engine.vllm import VllmSettings
 from elastic.runtime.journal import GroupRow, RunDirectory, StepRow, event_row
 from tests.journal_rows import step_record
 
@@ -76,14 +79,28 @@ def test_phases_at_a_quantile_are_those_that_were_seen(config: Config, tmp_path:
 
 @pytest.mark.parametrize(
     ("kind", "device", "sleep_level", "parks"),
-    [("torch", "cuda", 0, True), ("vllm", "cuda", 0, False), ("vllm", "cuda", 1, True), ("vllm", "cpu", 0, True)],
+    [("torch", "cuda", 0, True), ("vllm", "cuda", 0, False), ("vllm", "cuda", None, True), ("vllm", "cpu", 0, True)],
 )
 def test_a_cold_start_is_that_of_the_slowest_worker_and_the_engine_tells_how_often(
-    config: Config, tmp_path: Path, kind: str, device: str, sleep_level: int, *, parks: bool
+    config: Config, tmp_path: Path, kind: str, device: str, sleep_level: int | None, *, parks: bool
 ) -> None:
-    changed = load_config(tmp_path / "run.toml", [f"engine.kind={kind}", f"engine.vllm.sleep_level={sleep_level}"])
+    own = [] if sleep_level is None else [f"engine.vllm.sleep_level={sleep_level}"]
+    changed = load_config(tmp_path / "run.toml", [f"engine.kind={kind}", *own])
     plan = plan_of_run(timed(tmp_path / "run", (4.0, 3.0, 6.0), device=device), changed)
     assert (plan.rollout_cold_s, plan.rollout_parks) == (60.0, parks)
+
+
+@pytest.mark.parametrize(
+    ("provider", "own", "level"),
+    [("pool", [], 1), ("pool", ["sleep_level=0"], 0), ("pool", ["base=base"], None), ("spot", [], None)],
+)
+def test_vllm_sleeps_between_a_job_s_slices_unless_it_is_said_otherwise(
+    config: Config, tmp_path: Path, provider: str, own: list[str], level: int | None
+) -> None:
+    vllm = load_config(tmp_path / "run.toml", ["engine.kind=vllm", *(f"engine.vllm.{one}" for one in own)])
+    _, settings = resolve_engine(resolve(vllm, [provider], "test").config.engine, "test")
+    assert isinstance(settings, VllmSettings)
+    assert settings.sleep_level == level
 
 
 def test_one_step_is_better_than_none_and_none_is_said(config: Config, tmp_path: Path) -> None:

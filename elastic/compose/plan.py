@@ -181,14 +181,17 @@ def _picked(kind: str, name: str, where: str, *key: str) -> Any:
         raise ConfigError(ConfigProblem(str(error), key, where)) from error
 
 
-def _in_turns(config: Config) -> Config:
-    """Fill in open settings as they are best for a job that shares its devices."""
-    provisioning, seeding = config.provisioning, config.seeding
+def _in_turns(config: Config, where: str) -> Config:
+    """Fill in open settings as they are best for a job that shares its devices. Raises `ConfigError`."""
+    provisioning, seeding, engine = config.provisioning, config.seeding, config.engine
+    kind, own = resolve_engine(engine, where)
+    if filled := kind.in_turns(own):
+        engine = EngineConfig.model_validate(engine.overlaid({engine.kind: dict(filled)}))
     if provisioning.hold == "auto":
         provisioning = provisioning.model_copy(update={"hold": "rollouts"})
     if seeding.policy == "auto":
         seeding = seeding.model_copy(update={"policy": "none"})
-    return config.model_copy(update={"provisioning": provisioning, "seeding": seeding})
+    return config.model_copy(update={"provisioning": provisioning, "seeding": seeding, "engine": engine})
 
 
 def _from_hub(config: Config) -> Config:
@@ -240,7 +243,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
     environments = tuple(_chosen(config, number, where) for number in range(len(config.mixture)))
     reward = config.rewards.name and _pick("reward", config.rewards.name, where, "rewards", "name").value
     if any(types[name].trainer_of_turns for name in names):
-        config = _in_turns(config)
+        config = _in_turns(config, where)
     _check_pool(config.rewards, where)
     resolve_engine(config.engine, where)
     resolve_trainer(config.trainer, where)

@@ -220,8 +220,14 @@ class EngineKind(Protocol):
 
     @staticmethod
     def parks(settings: Any, device: str) -> bool:
-        """Whether its engines keep their process while another job has the device, which is "cpu" or a GPU's name."""
+        """Whether a pool's job keeps its engines' processes while another job has the device, which is "cpu" or a GPU's
+        name."""
         return True
+
+    @staticmethod
+    def in_turns(settings: Any) -> Mapping[str, Any]:
+        """Return those of its settings that are open, as they are best for a job that shares its devices."""
+        return {}
 
     @staticmethod
     def create(

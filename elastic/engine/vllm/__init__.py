@@ -29,12 +29,12 @@ class VllmSettings(EngineSettings):
         None, gt=0, le=1, description="share of a GPU's memory to take; its KV blocks are then as many as fit"
     )
     enforce_eager: bool = Field(True, description="without CUDA graphs and compilation, which take time to start")
-    sleep_level: int = Field(
-        0,
+    sleep_level: int | None = Field(
+        None,
         ge=0,
         le=2,
         description="asleep, or parked by a pool, a GPU's weights are kept (0, so that a pool closes vLLM after each "
-        "slice), moved to the host or freed",
+        "slice), moved to the host or freed; else 1 in a pool, but 0 with a base, and 0 elsewhere",
     )
     start_timeout_s: float = Field(300.0, gt=0, description="longest a start of its process takes")
     max_restarts: int = Field(3, ge=0, description="deaths of its process after which the worker ends as well")
@@ -51,6 +51,11 @@ class VllmSettings(EngineSettings):
     @property
     def ranks(self) -> int:
         return self.tensor_parallel
+
+    @property
+    def sleeps(self) -> int:
+        """The level of vLLM's sleep that takes effect; 0 for none."""
+        return self.sleep_level or 0
 
     @model_validator(mode="after")
     def _keeps_the_base(self) -> "VllmSettings":
@@ -77,7 +82,11 @@ class Vllm(EngineKind):
 
     @staticmethod
     def parks(settings: VllmSettings, device: str) -> bool:
-        return settings.sleep_level > 0 or device == "cpu"
+        return device == "cpu" or bool(Vllm.in_turns(settings) or settings.sleeps)
+
+    @staticmethod
+    def in_turns(settings: VllmSettings) -> Mapping[str, Any]:
+        return {"sleep_level": 1} if settings.sleep_level is None and settings.base is None else {}
 
     @staticmethod
     def create(
@@ -96,8 +105,9 @@ class Vllm(EngineKind):
         from elastic.engine.vllm.engine import VllmEngine
         from elastic.engine.vllm.parking import ParkableVllmEngine
 
-        parks = Vllm.parks(settings, "cpu" if name == OF_CPUS else "cuda")
-        kind = ParkableVllmEngine if parks else VllmEngine
+        if name == OF_CPUS:
+            settings = settings.model_copy(update={"sleep_level": 0})  # vLLM's sleep is of GPUs.
+        kind = ParkableVllmEngine if name == OF_CPUS or settings.sleeps else VllmEngine
         return kind(model_config, config, settings, devices=devices)
 
 

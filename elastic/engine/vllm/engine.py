@@ -307,7 +307,7 @@ class VllmEngine:
             failing.callback(_kill, process)
             failing.callback(line.hang_up)
             try:
-                line.send(m.Begin(self._model_config, self._arguments(), self._settings.sleep_level))
+                line.send(m.Begin(self._model_config, self._arguments(), self._settings.sleeps))
                 if not connection.poll(self._settings.start_timeout_s):
                     raise ValueError(
                         f"engine.vllm.start_timeout_s: vLLM did not start in {self._settings.start_timeout_s:g} s; "
@@ -364,7 +364,7 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "tensor_parallel_size": settings.tensor_parallel,
             "enforce_eager": settings.enforce_eager,
-            "enable_sleep_mode": settings.sleep_level > 0,
+            "enable_sleep_mode": settings.sleeps > 0,
             "worker_extension_cls": "elastic.engine.vllm.extension.Extension",
             "logits_processors": ["elastic.engine.vllm.sampling:NoiseRows"],
             **memory,
