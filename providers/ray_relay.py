@@ -9,12 +9,13 @@
 """
 
 import contextlib
+import math
 import os
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
@@ -30,7 +31,8 @@ NODE_VARIABLE = "ELASTIC_RAY_CLUSTER"
 HEAD = "node:__internal_head__"
 """A resource that only the head of a cluster has."""
 
-ANSWER_TIMEOUT_S = 60.0
+OPTION, ANSWER_TIMEOUT_S = "answer_timeout_s", 60.0
+"""What a URL's query may say: the longest time that the cluster may take for one call. Without it, so long."""
 EMPTY_S, UNUSED_S = 10.0, 6 * 3600.0
 """How long an index waits without a blob, and with blobs that nobody asks for: a run's trainer asks at each version."""
 ATTEMPTS, RETRY_S = 5, 0.2
@@ -79,11 +81,13 @@ class BlobIndex:
 
 
 class RayRelay:
-    """`elastic.weights.relay.Relay` at `ray://HOST:PORT/NAME`: the client server of a cluster, and the relay there."""
+    """`elastic.weights.relay.Relay` at `ray://HOST:PORT/NAME?answer_timeout_s=…`: the client server of a cluster, and
+    the relay there."""
 
     def __init__(self, url: str, token: str | None = None, anchor: str = "", *, unused_s: float = UNUSED_S) -> None:
         parts = urlsplit(url)
         self._url = url
+        self._answer_timeout_s = _answer_timeout_s(url)
         self.name = parts.path.strip("/") or "elastic"
         """The name of its actor in the cluster."""
         self._unused_s = unused_s
@@ -110,7 +114,7 @@ class RayRelay:
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
-            called(ANSWER_TIMEOUT_S, self._connection.close)
+            called(self._answer_timeout_s, self._connection.close)
 
     def _ask(self, what: str, *arguments: Any, make: bool = False) -> Any:
         """Ask the index. Returns None if there is none and `make` is false."""
@@ -118,7 +122,7 @@ class RayRelay:
         exceptions = ray().exceptions
         for attempt in range(ATTEMPTS):
             try:
-                return called(ANSWER_TIMEOUT_S, self._answer, what, arguments, make)
+                return called(self._answer_timeout_s, self._answer, what, arguments, make)
             except (exceptions.RayActorError, exceptions.ActorAlreadyExistsError) as error:
                 if attempt == ATTEMPTS - 1:
                     raise RelayUnavailable(f"{self._url}: its actor has ended: {told(error)}") from error
@@ -137,10 +141,13 @@ class RayRelay:
         if index is None:
             return None
         if what != "read" or not self._node:
-            return _got(getattr(index, what).remote(*arguments))
+            return self._got(getattr(index, what).remote(*arguments))
         key, start, length = arguments
-        found = _got(index.find.remote(key))
-        return _slice(_got(found[0]), start, length) if found else None
+        found = self._got(index.find.remote(key))
+        return _slice(self._got(found[0]), start, length) if found else None
+
+    def _got(self, reference: Any) -> Any:
+        return ray().get(reference, timeout=self._answer_timeout_s)
 
     def _found(self) -> Any:
         try:
@@ -162,13 +169,17 @@ class RayRelay:
 
     def _connect(self) -> None:
         try:
-            self._connection.open(ANSWER_TIMEOUT_S)
+            self._connection.open(self._answer_timeout_s)
         except RayUnusable as error:
             raise (RelayUnavailable if error.passing else RelayError)(f"{self._url}: {error}") from error
 
 
-def _got(reference: Any) -> Any:
-    return ray().get(reference, timeout=ANSWER_TIMEOUT_S)
+def _answer_timeout_s(url: str) -> float:
+    options = dict(parse_qsl(urlsplit(url).query, keep_blank_values=True))
+    with contextlib.suppress(ValueError):
+        if 0.0 < (found := float(options.pop(OPTION, ANSWER_TIMEOUT_S))) < math.inf and not options:
+            return found
+    raise RelayError(f"relay {url}: expected ray://HOST:PORT/NAME, and of ?name=value only {OPTION}, a time in seconds")
 
 
 def _slice(content: Any, start: int, length: int | None) -> bytes:

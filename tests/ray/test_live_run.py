@@ -102,7 +102,7 @@ class OnRay:
 
 
 def test_nodes_and_the_orchestrator_are_lost_under_load(tmp_path: Path, checkpoint: Path, nodes: RayNodes) -> None:
-    relay = f"weights.relay={nodes.address}"
+    relay = f"weights.relay={nodes.address}?answer_timeout_s={PATIENCE_S:g}"
     patient = f"run.orchestrator_timeout_s={PATIENCE_S}"
     live = OnRay(tmp_path, checkpoint, nodes, "providers.ray.max_workers=2", relay, patient)
     with contextlib.ExitStack() as undo:

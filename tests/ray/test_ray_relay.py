@@ -103,3 +103,9 @@ def test_a_cluster_that_is_not_there_is_named() -> None:
         pytest.raises(RelayError, match=r"ray://127.0.0.1:9/x: the Ray cluster at .* does not answer .*is its head up"),
     ):
         relay.list_keys()
+
+
+@pytest.mark.parametrize("query", ["answer_timeout_s=", "answer_timeout_s=0", "answer_timeout_s=inf", "patience=9"])
+def test_what_a_url_may_say_is_told(query: str) -> None:
+    with pytest.raises(RelayError, match=r"expected ray://HOST:PORT/NAME, and of \?name=value only answer_timeout_s"):
+        open_relay(f"ray://127.0.0.1:9/x?{query}")
