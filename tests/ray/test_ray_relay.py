@@ -1,10 +1,9 @@
-"""The relay `ray` on a real cluster: the conformance suite of relays, by the client and from a node."""
+"""The relay `ray` on a real cluster: what it leaves, what ends it, and what it says of a cluster that is not there."""
 
 import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,17 +12,6 @@ from elastic.weights.errors import RelayError
 from elastic.weights.relay import Relay, open_relay
 from providers.ray_connection import NAMESPACE, ray
 from providers.ray_relay import NODE_VARIABLE, RayRelay
-from tests.weights.test_relay import (  # noqa: F401
-    test_a_blob_does_not_change,
-    test_a_blob_is_read_back_whole,
-    test_a_deleted_blob_is_gone_and_its_key_free,
-    test_a_key_cannot_leave_the_relay,
-    test_a_range_is_a_slice,
-    test_an_empty_blob_is_a_blob,
-    test_keys_are_listed_by_prefix_and_sorted,
-    test_of_concurrent_writers_one_wins_whole,
-    test_what_is_not_a_blob_is_not_found,
-)
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -38,18 +26,6 @@ def unused(nodes: RayNodes) -> str:
 
 def opened(nodes: RayNodes) -> Relay:
     return open_relay(unused(nodes))
-
-
-@pytest.fixture(params=["client", "node"])
-def relay(request: pytest.FixtureRequest, nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
-    if request.param == "node":
-        monkeypatch.setenv(NODE_VARIABLE, nodes.cluster.address)
-    relay = opened(nodes)
-    yield relay
-    for key in relay.list_keys():
-        relay.delete(key)
-    relay.close()
-    relay.close()
 
 
 def test_what_the_client_puts_a_node_reads(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> None:
