@@ -15,13 +15,13 @@ from providers.ray_relay import NODE_VARIABLE, RayRelay
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 _numbers = itertools.count()
 
 
 def unused(nodes: RayNodes) -> str:
     """The URL of a relay that nobody has used yet."""
-    return f"{nodes.address}/test-{os.getpid()}-{next(_numbers)}"
+    return f"{nodes.address}/test-{os.getpid()}-{next(_numbers)}?answer_timeout_s={PATIENCE_S:g}"
 
 
 def opened(nodes: RayNodes) -> Relay:
