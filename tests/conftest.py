@@ -14,7 +14,7 @@ from tests.processes import pytest_addoption, pytest_runtestloop  # noqa: F401
 from tests.seeds import NIGHTLY
 
 # How long an example takes depends on what else the machine does; pytest's timeout bounds the whole test.
-settings.register_profile("change", deadline=None, max_examples=10)
+settings.register_profile("change", deadline=None, max_examples=6)
 settings.register_profile(NIGHTLY, deadline=None, max_examples=50)
 settings.load_profile("change")
 
@@ -27,6 +27,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # only where a certificate has to be looked for.
 os.environ.setdefault("SSL_CERT_DIR", str(Path(__file__).parent))
 
+# Much of what is tested waits until the disk has it: a file system in memory answers at once.
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
 # Whoever starts the tests in the background may have switched these off, and what a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -34,7 +39,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ROOT = Path(__file__).parents[1]
 
 
-HOMES = (Path(tempfile.gettempdir()), Path("/dev/shm"), ROOT, Path(os.environ.get("HOME", "/")))
+HOMES = (Path(tempfile.gettempdir()), MEMORY, ROOT, Path(os.environ.get("HOME", "/")))
 FOLDERS = sorted({str(parent) for home in HOMES for parent in (home, *home.parents) if parent.is_dir()})
 IGNORED = {line.strip().strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
 

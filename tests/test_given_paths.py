@@ -29,6 +29,7 @@ from elastic.server.store.database import sqlite_path
 from elastic.simulation.jobs.simulate import load_workload
 from elastic.system.given import expanded
 from elastic.weights.relay import open_relay
+from tests.seeds import examples
 
 ROOT = Path(__file__).parents[1]
 HOSTILE = ["#", "?", "%41", "%", "&", "=", " ", "'", '"', "\n", "\t", "\\", ":", ";", "[", "]", "{", "*", "$HOME", "~"]
@@ -51,7 +52,7 @@ def places(room: Path, name: str, slashes: int) -> Iterator[Path]:
     assert [path.name for path in alone.iterdir()] == [name]
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(6, 15))
 @example(name="exp#3", slashes=1)
 @example(name="h?mode=ro", slashes=1)
 @example(name="h50%25", slashes=1)

@@ -29,6 +29,7 @@ from elastic.core.types import (
 )
 from elastic.protocol import wire
 from elastic.protocol.sampled import Sampled, pack_ids
+from tests.seeds import examples
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=8, device="cpu")
 
@@ -398,7 +399,7 @@ def test_a_frame_full_of_tokens_is_no_larger_than_what_is_read() -> None:
 
 
 @given(st.lists(st.integers(0, 3 * wire.PART_BYTES // 4 // 8), max_size=12))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(8, 20), deadline=None)
 def test_a_group_goes_to_the_trainer_in_frames_that_it_reads(lengths: list[int]) -> None:
     data = [
         wire.TrajectoryData(str(n), bytearray(4 * tokens), Sampled([(0, tokens)], bytearray(4 * tokens)))

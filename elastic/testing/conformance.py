@@ -21,10 +21,10 @@ from elastic.weights.publisher import Publisher
 from elastic.weights.signing import SigningKey
 from elastic.weights.source import RelaySource
 
-LONG = 200
+LONG = 80
 EXACT = 1e-3
 """A tolerance below which two models cut off the same tokens."""
-PACED = {"pacing": {"prefill_tokens_per_s": 1e6, "decode_step_s": {1: 0.002, 16: 0.002}}}
+PACED = {"pacing": {"prefill_tokens_per_s": 1e6, "decode_step_s": {1: 0.005, 16: 0.005}}}
 
 
 def counting(length):
@@ -289,7 +289,7 @@ def test_only_what_was_prefetched_last_is_put_in_force(make_engine, published):
 
 
 def test_sleep_ends_what_runs_and_frees_the_cache(make_engine, turn):
-    recorder = make_engine(max_batch=1)
+    recorder = make_engine(max_batch=1, **PACED)
     requests = [turn("a", max_new_tokens=LONG), turn("b", max_new_tokens=LONG)]
     recorder.engine.submit(requests)
     recorder.until_tokens("a", 1)

@@ -114,6 +114,7 @@ def test_a_paced_engines_times_come_back(configured, probing) -> None:
     assert 0.5 <= prefill_s / 0.032 <= LATE
 
 
+@pytest.mark.nightly
 def test_an_engine_in_its_own_process_makes_a_profile(configured, tmp_path: Path) -> None:
     """Unpaced: the real thing. Whatever is not the engine's says that it is an estimate."""
     config, path = configured(), tmp_path / "machine.toml"

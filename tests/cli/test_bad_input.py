@@ -424,6 +424,7 @@ def test_provider_that_has_nothing_to_give(refused, elastic, config: Path, proce
     assert not list((config.parent / "runs").iterdir())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_full_disk(start, config: Path, small_disk: Path, processes_of) -> None:
     """Real commands on a real device that is always full."""

@@ -62,6 +62,7 @@ def test_a_run_that_is_over_answers_by_an_engine_here(elastic, over: RunDirector
         assert words in told.err
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_pipe_has_one_message(over: RunDirectory) -> None:
     """The command as a process with a real pipe, and an engine that loads a checkpoint."""

@@ -40,6 +40,7 @@ def test_a_trainer_that_cannot_start_ends_the_run(
     assert not (run / "logs" / "trainer-3.log").exists()
 
 
+@pytest.mark.nightly
 def test_a_provider_whose_workers_cannot_start_is_stopped_and_the_run_goes_on(
     elastic: Callable[..., Ended], config: Path, failing: Callable[[str], None]
 ) -> None:

@@ -83,6 +83,7 @@ def open_to_others(directory: Path) -> Iterator[Path]:
             yield path
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_keeps_its_secrets_and_ends_what_a_killed_one_left(
     start, config: Path, site: Path, processes_of, monkeypatch: pytest.MonkeyPatch

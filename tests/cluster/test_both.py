@@ -12,6 +12,7 @@ from elastic.core.cluster.history import ClusterEntry, ClusterOpening, cluster_d
 from elastic.core.cluster.types import JobState, PhaseKind
 from policies.clusters import CLUSTER_POLICIES
 from tests.cluster.conftest import THREE_OF_EACH, Driver, S, grants, timed_job
+from tests.seeds import examples
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 PHASES = ("rollout", "train", "both")
@@ -110,7 +111,7 @@ def test_a_journal_from_before_there_were_such_phases_is_read():
     assert entry.event == e.PhaseAsked(job="a", phase=TRAIN)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(24, 60), deadline=None)
 @given(seed=st.integers(0, 10**9), moves=st.booleans())
 def test_nobody_waits_in_a_circle_and_nobody_is_overtaken_for_ever(seed: int, moves: bool):
     """Jobs of any scripts, on any nodes, asking and ending in any order; `moves`: time passes meanwhile."""

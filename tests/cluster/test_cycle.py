@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from elastic.core.cluster.cycle import cycle_ns, load_ns, shortest_cycle_ns, whole_jobs_ns
 from elastic.core.cluster.groups import PlannedMember
+from tests.seeds import examples
 
 
 def member(job: str, rollout: int, train: int, sync: int, nodes: tuple[str, ...]) -> PlannedMember:
@@ -68,7 +69,7 @@ def scheduled_ends(members: Sequence[PlannedMember], cycles: int, shorter: Seque
 
 
 @given(on_several_nodes())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(24, 60), deadline=None)
 def test_a_cycle_lasts_as_long_as_the_schedule_says(members: list[PlannedMember]) -> None:
     # After a start of at most some cycles the schedule repeats every few cycles: 60 is a multiple of their numbers.
     ends = scheduled_ends(members, 240)
@@ -79,7 +80,7 @@ def test_a_cycle_lasts_as_long_as_the_schedule_says(members: list[PlannedMember]
 
 
 @given(on_one_node_each())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(16, 40), deadline=None)
 def test_with_one_rollout_node_for_each_the_bounds_are_the_cycle(members: list[PlannedMember]) -> None:
     ends = scheduled_ends(members, 240)
     assert (ends[-1][0] - ends[-61][0]) / 60 == cycle_ns(members) == shortest_cycle_ns(members)
@@ -103,7 +104,7 @@ def test_rollouts_over_several_nodes_follow_one_another_though_no_node_has_them_
 
 
 @given(on_several_nodes(), st.lists(st.floats(0.1, 1.0), min_size=60, max_size=60))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(16, 40), deadline=None)
 def test_in_a_fixed_order_whoever_ends_early_delays_nobody(members: list[PlannedMember], shorter: list[float]) -> None:
     planned, actual = scheduled_ends(members, 8), scheduled_ends(members, 8, shorter)
     assert all(

@@ -13,6 +13,7 @@ from elastic.core.cluster.policy import Relocation
 from policies.placement import PLACEMENTS
 from policies.regrouping import LOOKED_AT, TAKERS, GroupsAfter, Newcomer, brought_together
 from tests.cluster.conftest import SPEC, View, group, job, view
+from tests.seeds import examples
 
 OURS = PLACEMENTS["ours"]
 ROLLOUT, TRAIN = SPEC.rollout[0].nano_usd_per_hour, SPEC.train[0].nano_usd_per_hour
@@ -103,7 +104,7 @@ def pools(draw: st.DrawFn) -> Some:
 
 
 @given(pools())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60, 150), deadline=None)
 def test_the_move_of_a_job_that_is_alone_is_the_cheapest_there_is(pool: Some) -> None:
     stay = bill(pool.groups, {name: pool.remaining_ns(name) for name in pool.requests})
     moves = brought_together(OURS, pool, list(pool.groups))

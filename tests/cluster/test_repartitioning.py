@@ -12,6 +12,7 @@ from policies.placement import PLACEMENTS, PlacementRules
 from policies.regrouping import brought_together
 from policies.repartitioning import NEIGHBOURS, formed_anew
 from tests.cluster.conftest import SPEC, View, group, job, view
+from tests.seeds import examples
 
 OURS = PLACEMENTS["ours"]
 
@@ -126,7 +127,7 @@ def moved(pool: View, moves: Sequence[Relocation]) -> View:
 
 
 @given(st.lists(st.lists(st.integers(5, 90), min_size=1, max_size=3), min_size=2, max_size=4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12, 30), deadline=None)
 def test_moves_come_to_an_end_and_never_to_dearer_groups(lengths: list[list[int]]) -> None:
     groups = [[trains(f"{i}-{j}", ns) for j, ns in enumerate(each)] for i, each in enumerate(lengths)]
     groups = [each for each in groups if bears(each)]
@@ -200,7 +201,7 @@ def lasting(block: Sequence[JobRequest]) -> int:
         max_size=6,
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(20, 50), deadline=None)
 def test_what_is_paid_until_they_end_moves_included_is_the_least_there_is(
     told_of: list[tuple[int, int, int, int]],
 ) -> None:

@@ -25,7 +25,7 @@ class CountedRouting:
         return TurnWiseRouting().route(turn, fleet)
 
 
-@pytest.mark.parametrize("seed", [*seeds(4, 12), pytest.param(99, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seed", [*seeds(2, 12), pytest.param(99, marks=pytest.mark.nightly)])
 def test_who_looks_at_everything_with_every_event_decides_the_same(seed: int) -> None:
     """Worlds are lived through twice, the second time without any shortcut."""
     outcome = simulate(seed)

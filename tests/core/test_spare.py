@@ -98,7 +98,7 @@ class Beside:
         assert not held or len(worker.turns) + held <= worker.places, f"{name} has more turns than places"
 
 
-@pytest.mark.parametrize("seed", [3, 11, 20])
+@pytest.mark.parametrize("seed", [20, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (3, 11))])
 def test_rollouts_are_placed_as_if_there_were_no_chats(seed: int) -> None:
     """Whole runs of the modelled world, with all of its faults, are gone through again with chats beside them."""
     outcome = simulate(seed)

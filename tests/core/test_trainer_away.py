@@ -368,7 +368,7 @@ def test_it_goes_in_every_mode() -> None:
     pytest.fail(f"it went in {modes} alone")
 
 
-@settings(max_examples=examples(15, 40), deadline=None)
+@settings(max_examples=examples(7, 40), deadline=None)
 @example(taken={44: "redial"}, lost={}, helpers=1, bound=1, seed=0)
 @given(
     taken=st.dictionaries(st.integers(1, 300), st.sampled_from(BLIPS), max_size=12),
@@ -383,7 +383,7 @@ def test_the_trainer_goes_again_and_again(
     ends_well(Play(bound, helpers, taken | lost, seed).run())
 
 
-@settings(max_examples=examples(10, 25), deadline=None)
+@settings(max_examples=examples(5, 25), deadline=None)
 @given(at=st.integers(1, 200), way=st.sampled_from((*BLIPS, *LOSSES)), soon=st.integers(1, 8), bound=st.integers(0, 1))
 def test_a_run_that_is_stopped_while_its_trainer_is_away_ends(at: int, way: str, soon: int, bound: int) -> None:
     play = Play(bound, 1, {at: way, at + soon: "stop"}).run()

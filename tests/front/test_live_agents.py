@@ -103,6 +103,7 @@ async def asked(run: Any, agents: list[Agent], strike: Callable[[], object]) -> 
     return await calls.answers()
 
 
+@pytest.mark.nightly
 async def test_fronts_a_worker_and_the_orchestrator_are_killed(run: Any) -> None:
     """A live run whose processes are killed while agents play: each must find its way back to the others."""
 

@@ -23,6 +23,7 @@ from elastic.engine.model.stored import (
     stored_tensors,
 )
 from tests.model.test_checkpoint import misshapen, missing, unexpected
+from tests.seeds import examples
 from tests.trainer.hugging_face import change_config
 
 
@@ -39,7 +40,7 @@ from tests.trainer.hugging_face import change_config
         tie_word_embeddings=st.booleans(),
     )
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 def test_shapes_are_those_of_the_model(config):
     with torch.device("meta"):
         model = Qwen3(config)

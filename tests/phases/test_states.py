@@ -69,7 +69,7 @@ def step(model: nn.Module, optimiser: torch.optim.Optimizer, seed: int) -> None:
         optimiser.zero_grad()
 
 
-@settings(deadline=None, max_examples=examples(10, 40))
+@settings(deadline=None, max_examples=examples(5, 40))
 @given(st.sampled_from(OPTIMISERS), st.integers(1, 90), st.lists(st.integers(0, 2), min_size=1, max_size=5))
 def test_steps_with_parking_between_them_are_those_without(
     kind: type[torch.optim.Optimizer], width: int, plan: list[int]

@@ -198,7 +198,7 @@ class JobAndPool(RuleBasedStateMachine):
 
 
 TestJobAndPool = JobAndPool.TestCase
-TestJobAndPool.settings = settings(max_examples=examples(50, 120), stateful_step_count=40, deadline=None)
+TestJobAndPool.settings = settings(max_examples=examples(25, 120), stateful_step_count=40, deadline=None)
 
 
 def membership(address: str) -> PoolMembership:

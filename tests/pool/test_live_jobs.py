@@ -22,6 +22,7 @@ def pool(tmp_path: Path, checkpoint: Path) -> Iterator[LivePool]:
     pool.stop()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_two_jobs_take_turns_and_survive_kills_of_each_others_processes(pool: LivePool) -> None:
     with ThreadPoolExecutor() as both:  # One after the other, the first may be over before the second is there.

@@ -23,6 +23,7 @@ from elastic.pool.node_agent_state import (
     Untaken,
     WakeupDue,
 )
+from tests.seeds import examples
 
 JOBS = st.sampled_from(["a", "b", "c"])
 PICKS = st.integers(0, 5)
@@ -269,5 +270,5 @@ class AnyNodeAgent(RuleBasedStateMachine):
         assert not self.unanswered, "a device that is taken becomes free"
 
 
-AnyNodeAgent.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AnyNodeAgent.TestCase.settings = settings(max_examples=examples(24, 60), stateful_step_count=40, deadline=None)
 TestAnyNodeAgent = AnyNodeAgent.TestCase

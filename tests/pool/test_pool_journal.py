@@ -16,6 +16,7 @@ from elastic.pool.journal import SNAPSHOT_EVERY, PoolJournal, PoolJournalError
 from elastic.pool.ports import DoneCommand, ForgottenJob, JobEntry
 from elastic.testing.faults.pool.pool_worlds import PoolSetting, PoolWorld, Unexpected
 from policies.clusters import CLUSTER_POLICIES
+from tests.seeds import examples
 
 S = 1_000_000_000
 KIND = NodeKind(gpus=8, memory_bytes=100, nano_usd_per_hour=S)
@@ -93,7 +94,7 @@ def test_another_program_is_noticed_behind_a_snapshot(tmp_path: Path) -> None:
         Pool(tmp_path)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12, 30), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2)), max_size=24), st.integers(1, 5))
 def test_pages_hold_each_forgotten_job_once(
     tmp_path_factory: pytest.TempPathFactory, named: list[tuple[str, int]], most: int

@@ -194,30 +194,20 @@ async def finished(pool: Pool, *jobs: str) -> None:
         assert (pool.jobs[name] / "steps").read_text() == str(job["steps"])
 
 
-async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_certificate_says_nothing(
-    tmp_path: Path,
-):
-    """A pool of processes that dies and comes back: the certificate must outlive it."""
+async def test_beyond_loopback_all_of_it_goes_by_tls_and_a_script_that_cannot_be_run_has_failed(tmp_path: Path):
+    """A pool of processes, with strangers before it; a job's script in it has the last word by its exit status."""
     async with running(tmp_path, host="0.0.0.0") as pool:
-        for name in ("one", "two"):
-            await pool.begin(name, steps=4, rollout_s=0.6)
-        await pool.until(lambda status: any(job["steps_done"] for job in status["jobs"]), "nobody comes on")
-        pool.kill()
-        pool.start()  # It shows the same certificate: node agents and jobs come back to it.
-        await pool.until(
-            lambda status: all(node["node_agent"]["up"] for node in status["nodes"]), "node agents are not back"
-        )
-
+        await pool.begin("bad", script=True, exits=2)
         with sqlite3.connect(pool.directory / JOURNAL) as notes:
             ((listens,),) = notes.execute("select value from notes where key = 'address'")
         address = f"127.0.0.1:{listens.rpartition(':')[2]}"
         right = run_certificate(pool.directory, []).fingerprint
-        token = PoolTokens(pool_secret(pool.directory)).job("one", 1)
+        token = PoolTokens(pool_secret(pool.directory)).job("bad", 1)
         wrong = hashlib.sha256(b"another certificate").hexdigest()
         nothing = "closed the connection|did not answer|broke|was silent"
         for fingerprint, refused, wait_s in ((wrong, "not to be believed", 60.0), ("", nothing, 1.0)):
             endpoint = Endpoint(address, fingerprint=fingerprint)
-            member = PoolMembership(endpoint=endpoint, job="one", placement=1, token=token)
+            member = PoolMembership(endpoint=endpoint, job="bad", placement=1, token=token)
             with pytest.raises(PoolUnavailable, match=refused):
                 await PoolClient(member).open(wait_s)
             ticket = NodeAgentTicket(endpoint=endpoint, pool="lab", node="rollout-1", token="none", wait_s=wait_s)
@@ -226,7 +216,10 @@ async def test_beyond_loopback_all_of_it_goes_by_tls_and_who_is_told_of_another_
             endpoint=Endpoint(address, fingerprint=right), pool="lab", node="rollout-1", token="guessed", wait_s=5.0
         )
         assert "wrong token" in (await NodeAgent(foreign).run()).reason
-        await finished(pool, "one", "two")
+        await pool.until_over("bad")
+        bad = await pool.job("bad")
+        assert (bad["state"], bad["restarts"]) == ("failed", 0)
+        assert "status 2" in bad["reason"]
 
 
 async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
@@ -401,16 +394,6 @@ async def test_a_job_whose_process_dies_too_often_has_failed_and_may_come_again(
         await pool.control.resubmit("frail")
         await pool.until_over("frail")
         assert (await pool.job("frail"))["state"] == "finished"
-
-
-async def test_a_script_that_cannot_be_run_has_failed(tmp_path: Path):
-    """A pool of processes with a real script: its exit status is what counts."""
-    async with running(tmp_path) as pool:
-        await pool.begin("bad", script=True, exits=2)
-        await pool.until_over("bad")
-        bad = await pool.job("bad")
-        assert (bad["state"], bad["restarts"]) == ("failed", 0)
-        assert "status 2" in bad["reason"]
 
 
 @pytest.mark.nightly

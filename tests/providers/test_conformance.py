@@ -10,7 +10,6 @@ MACHINES = ["reserved", "trainer", "spot", "serving"]
 """Whose leases are of machines that can be told apart."""
 KINDS = ["memory", "reserved", "trainer", "serverless", "spot", "serving", "pool"]
 WITH_HOSTS = [
-    "test_what_a_byzantine_worker_stood_on_is_not_leased_again_and_the_rest_is",
     "test_closing_at_once_leaves_nothing",
     "test_any_interleaving_answers_each_request_once_and_ends_each_grant_once",
 ]

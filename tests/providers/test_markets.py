@@ -102,7 +102,7 @@ def test_what_is_offered_is_had_and_no_place_is_had_twice(kind: str, trace: str,
         assert market.free() == MOST + 1 - len(places) - barred
 
 
-@settings(max_examples=examples(60, 200))
+@settings(max_examples=examples(30, 200))
 @given(acts=st.lists(st.sampled_from(["take", "forget", "advance"]), max_size=60), unheard=st.integers(0, 12))
 def test_a_market_that_is_told_what_is_leased_takes_it_back_as_it_would_have(
     trace: str, acts: list[str], unheard: int

@@ -107,7 +107,7 @@ def page_of(text: str) -> ElementTree.Element:
     return ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>"))
 
 
-@settings(max_examples=examples(10, 50), deadline=None)
+@settings(max_examples=examples(5, 50), deadline=None)
 @given(st.text(min_size=1, max_size=60) | st.just(HOSTILE))
 def test_no_text_becomes_markup(text: str) -> None:
     page, plain = page_of(text), page_of("x" * len(text))

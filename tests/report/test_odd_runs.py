@@ -87,7 +87,7 @@ def _write_book(run, worker, provider, at_s, usd_per_gpu_hour, gpus, reports, en
         run.end(worker, cause, at_s + after_s, clean)
 
 
-@settings(max_examples=examples(10, 25), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(5, 25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fill=odd_runs())
 def test_the_summary_adds_up_and_every_format_can_be_read(summary_of, fill):
     books = []

@@ -11,6 +11,7 @@ from elastic.report import as_markdown, summarise, tables
 from elastic.report.html import as_html
 from elastic.runtime.journal import JournalError, event_row
 from elastic.runtime.status import ProviderStatus
+from tests.seeds import examples
 
 
 def killed(run):
@@ -130,7 +131,7 @@ def test_an_earlier_segment_that_cannot_be_read_is_named(run_of):
         summarise(run)
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(5, 10), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fills=st.lists(st.sampled_from((killed, resumed)), min_size=1, max_size=4))
 def test_any_segments_add_up(summary_of, fills):
     whole = summary_of(*fills)

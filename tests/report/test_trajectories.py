@@ -232,7 +232,7 @@ def test_what_trajectories_say_is_text_in_a_report(small: tuple[RunDirectory, Re
         assert not set(one) & set("\x1b\x00\x07\x9b\r\u202e\u2066")
 
 
-@settings(max_examples=examples(15, 40), deadline=None)
+@settings(max_examples=examples(7, 40), deadline=None)
 @given(text=st.text(max_size=80) | st.just(MARKUP) | st.just(CONTROLS), name=st.text(max_size=20))
 def test_no_text_of_a_run_is_markup_in_its_report(small: tuple[RunDirectory, Reading], text: str, name: str) -> None:
     detail = told(*small, "2/1/0")

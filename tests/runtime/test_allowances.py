@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from elastic.core.types import SamplingParameters, WeightMode
 from elastic.protocol import wire
 from elastic.runtime.allowances import BEATS_BURST, BEATS_PER_INTERVAL, FAR_BEYOND, HELD_SHARE, SessionAllowances
+from tests.seeds import examples
 
 INTERVAL_S, FLUSH_S, SILENCE_S = 0.5, 0.03, 5.0
 
@@ -31,7 +32,7 @@ def test_honest_sessions_are_never_held(turns: list[tuple[int, float]], late_s: 
             assert not allowed.wait_s(now_s)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(5, 10))
 @given(st.integers(200, 4 << 20), st.integers(0, 2))
 def test_a_flood_is_held_and_ten_times_as_much_is_the_end(size_bytes: int, turns: int) -> None:
     allowed = SessionAllowances(INTERVAL_S, SILENCE_S, 0.0)

@@ -23,6 +23,7 @@ from elastic.runtime.blame import ALONE_MAX, NO_DEATHS, TOGETHER_MAX, WAITED_MAX
 from elastic.runtime.hosted import EpisodeLost
 from tests.runtime.agents.test_agent_rollouts import Bench
 from tests.runtime.test_hosted import Adding, Workers, workers
+from tests.seeds import examples
 from tests.standing_clock import StandingClock
 
 __all__ = ["workers"]  # A fixture.
@@ -114,7 +115,7 @@ class Played:
         return turn
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(24, 60), deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 14), st.integers(0, 4), st.integers(0, ALONE_MAX - 1), st.booleans())
 def test_killers_fail_and_nobody_else(seed: int, innocents: int, killers: int, strikes: int, waiting: bool) -> None:
     played = Played(random.Random(seed), innocents + killers, killers, strikes, while_waiting=waiting)

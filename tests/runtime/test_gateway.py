@@ -20,6 +20,7 @@ from elastic.protocol.admission import UnauthenticatedLimits
 from elastic.runtime.allowances import FAR_BEYOND, OPENINGS_BURST
 from elastic.runtime.gateway import CODEC, Gateway, GatewayError
 from elastic.runtime.refusals import RefusalCount
+from tests.seeds import examples
 
 PATIENCE_S = 10.0
 READY = wire.Ready(Capabilities(engine="test", replayable_sampling=True, max_context_tokens=8, device="cpu"), None)
@@ -278,7 +279,7 @@ async def test_a_resumed_session_begins_the_next_epoch_and_ends_the_old(house: H
         old = peer
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(st.lists(st.sampled_from(["resume", "speak", "speak as old", "vanish"]), max_size=12))
 def test_frames_of_an_old_epoch_never_surface(script: list[str]) -> None:
     asyncio.run(_old_epochs_are_mute(script))
@@ -385,7 +386,7 @@ def _garbage(peer: Peer) -> None:
         peer.writer.write(b"\x00\x00\x00\x01\xc1")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12, 30), deadline=None)
 @given(st.lists(st.sampled_from(sorted(HARM)), max_size=6))
 def test_runs_cannot_hear_or_harm_each_other(script: list[str]) -> None:
     """Two runs at one gateway, each with a worker of the same name: whatever becomes of one, the other is as alone."""
@@ -442,7 +443,7 @@ async def test_a_held_run_is_not_read_from_until_it_is_let_go(house: House) -> N
     await house.ear.until("ready", "late", 1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(
     st.lists(st.lists(st.floats(0, 1, exclude_max=True), max_size=6), min_size=1, max_size=3),
     st.lists(st.booleans(), max_size=8),

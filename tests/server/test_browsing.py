@@ -108,7 +108,7 @@ def expected(directory: RunDirectory, wanted: TrajectoryFilter) -> set[tuple[str
     }
 
 
-@settings(max_examples=examples(15, 40), deadline=None)
+@settings(max_examples=examples(7, 40), deadline=None)
 @given(
     journals=runs(),
     step=st.none() | st.integers(0, 3),

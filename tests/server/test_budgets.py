@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.server.quotas import budgets
 from elastic.server.quotas.budgets import ProjectAccount, RunAccount, SpendingLimits, returned, slices, taken_back
+from tests.seeds import examples
 
 USD = NANO_USD_PER_USD
 
@@ -122,7 +123,7 @@ class Project(RuleBasedStateMachine):
         assert not over or free == 0
 
 
-Project.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+Project.TestCase.settings = settings(max_examples=examples(16, 40), stateful_step_count=30)
 TestProject = Project.TestCase
 
 

@@ -9,6 +9,7 @@ from elastic.server import ids
 from elastic.server.store import Store, audit
 from elastic.server.store.pages import Cursor, page
 from elastic.server.store.tables import audit as table
+from tests.seeds import examples
 from tests.server.conftest import Site, Submission
 
 
@@ -19,7 +20,7 @@ def add(store: Store, count: int) -> list[str]:
         return list(tx.execute(sa.select(table.c.id).order_by(table.c.id.desc())).scalars())
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(12, 30))
 @given(count=st.integers(0, 25), limit=st.integers(1, 12), joins=st.lists(st.integers(0, 3), max_size=4))
 def test_a_walk_sees_every_entry_once(site: Site, count: int, limit: int, joins: list[int]) -> None:
     with site.store.writing() as tx:

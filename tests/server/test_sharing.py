@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.server.quotas.sharing import LeaseClaim, SharedProvider, caps, shares
+from tests.seeds import examples
 
 PERIOD_US = 600_000_000
 TICK_US = PERIOD_US // 60
@@ -123,7 +124,7 @@ class Market:
         self.tick, self.now_us = self.tick + 1, self.now_us + TICK_US
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(6, 15))
 @given(gpus=st.integers(1, 5), runs=st.integers(1, 12), wants=st.integers(1, 6), data=st.data())
 def test_nobody_waits_longer_than_a_period(gpus: int, runs: int, wants: int, data: st.DataObject) -> None:
     weights = {f"p{n}": data.draw(st.sampled_from([1.0, 1.0, 4.0])) for n in range(3)}

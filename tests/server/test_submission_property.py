@@ -16,6 +16,7 @@ from elastic.server import ids
 from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
 from elastic.system.installed import installed
+from tests.seeds import examples
 from tests.server.conftest import CONFIG, Site
 
 Place = tuple[str, ...]
@@ -132,7 +133,7 @@ def foreign(site: Site) -> list[str]:
 PLACES = [place for place in all_places() if place[0] != "simulation"]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(40, 100), deadline=None)
 @given(data=st.data())
 def test_nothing_foreign_is_ever_accepted(site_with_files: Site, data: st.DataObject) -> None:
     """A property over configurations, each of which is submitted."""

@@ -8,7 +8,7 @@ from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.testing.faults.core.world import SimulatedOutcome, simulate
 from elastic.testing.faults.outcome import WorldFailed
 
-SEEDS = 5
+SEEDS = 3
 
 
 def live(seed: int, *, digests: bool = False) -> SimulatedOutcome:
@@ -18,7 +18,7 @@ def live(seed: int, *, digests: bool = False) -> SimulatedOutcome:
 def test_commands_hold_in_every_world() -> None:
     """Several worlds, since a command may come at any moment."""
     ends = [live(seed).incarnations[-1].scheduler.stopped.partition(":")[0] for seed in range(SEEDS)]
-    assert ends.count(BUDGET_EXHAUSTED) >= SEEDS // 5
+    assert ends.count(BUDGET_EXHAUSTED) >= 1
 
 
 def test_a_commanded_world_replays_and_repeats_itself() -> None:

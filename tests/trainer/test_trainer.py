@@ -25,7 +25,7 @@ from tests.small_files import small_files
 
 GROUPS = 6
 
-few = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+few = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(4, 10))
 
 
 def state_of(trainer: GRPOTrainer, path: Path) -> dict[str, torch.Tensor]:
@@ -373,21 +373,21 @@ def test_a_group_of_no_use_is_left_out_whole_and_named(
     trainer, group, problem: str, updates: int, micro_batch_tokens: int
 ):
     """As if it had been skipped, however far its gradient had come."""
-    good = groups_of(group, 10)
-    bad = replace(good[3], trajectories=[DAMAGE[problem](t) for t in good[3].trajectories])
+    good = groups_of(group, 10, 4)
+    bad = replace(good[2], trajectories=[DAMAGE[problem](t) for t in good[2].trajectories])
     if problem == "magnitude nan":
-        bad = replace(bad, trajectories=[*good[3].trajectories[:-1], bad.trajectories[-1]])
+        bad = replace(bad, trajectories=[*good[2].trajectories[:-1], bad.trajectories[-1]])
     if (updates, micro_batch_tokens) not in skipped:
-        without = trainer(updates_per_step=updates, micro_batch_tokens=micro_batch_tokens)
-        for one in (*good[:3], *good[4:]):
+        without = trainer(4, updates_per_step=updates, micro_batch_tokens=micro_batch_tokens)
+        for one in (*good[:2], good[3]):
             without.train_group(one)
-        without.skip_group(3)
+        without.skip_group(2)
         skipped[updates, micro_batch_tokens] = without.update(), without.tensors()
     expected, tensors = skipped[updates, micro_batch_tokens]
-    with_bad = trainer(updates_per_step=updates, micro_batch_tokens=micro_batch_tokens)
-    metrics = step(with_bad, [*good[:3], bad, *good[4:]])
-    assert list(with_bad.unusable) == ["g3"]
-    assert problem in with_bad.unusable["g3"]
+    with_bad = trainer(4, updates_per_step=updates, micro_batch_tokens=micro_batch_tokens)
+    metrics = step(with_bad, [*good[:2], bad, good[3]])
+    assert list(with_bad.unusable) == ["g2"]
+    assert problem in with_bad.unusable["g2"]
     assert metrics == expected | {"groups_unusable": 1.0}
     assert equal(with_bad.tensors(), tensors)
     step(with_bad, good)

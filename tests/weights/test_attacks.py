@@ -43,6 +43,7 @@ from elastic.weights.server import relay_app
 from elastic.weights.sharding import cells, whole
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import published_versions
+from tests.seeds import examples
 from tests.weights.conftest import serve
 from tests.weights.signed import KEY, TRUST, assert_same, opened, overwrite, sharing
 
@@ -50,7 +51,9 @@ SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, 
 MODEL = {"model_type": "qwen3"}
 THIEF = SigningKey()
 
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+many = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(12, 30), deadline=None
+)
 
 
 def weights(version: int) -> dict[str, Tensor]:

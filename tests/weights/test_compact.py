@@ -12,9 +12,12 @@ from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import RelayError
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
+from tests.seeds import examples
 from tests.weights.signed import KEY, TRUST, assert_same, full_disk
 
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
+many = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(10, 25), deadline=None
+)
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")),

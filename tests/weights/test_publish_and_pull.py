@@ -16,11 +16,12 @@ from elastic.weights.records import SCHEMA_VERSION, Manifest, keyframe_key, mani
 from elastic.weights.relay import Relay
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import collect_garbage, discard_all, published_versions
+from tests.seeds import examples
 from tests.weights.signed import KEY, TRUST, assert_same, pull
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(8, 20))
 
 
 def from_bits(shape: tuple[int, ...], patterns: list[int]) -> Tensor:

@@ -25,6 +25,7 @@ from elastic.weights.records import (
     open_part,
 )
 from elastic.weights.signing import Signable
+from tests.seeds import examples
 from tests.weights.signed import KEY, TRUST
 
 TENSORS = (
@@ -101,7 +102,7 @@ def test_a_changed_byte_is_refused(kind: str, at: int, flip: int, cut: bool):
 
 @every_kind
 @given(data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(60, 150))
 def test_what_is_sealed_and_makes_no_sense_is_refused_or_harmless(kind: str, data: st.DataObject):
     record, decode = RECORDS[kind]
     forged = replaced(msgspec.to_builtins(record), data)

@@ -12,8 +12,9 @@ from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobConflict, BlobNotFound, InvalidKey, RelayError
 from elastic.weights.http import HttpRelay
 from elastic.weights.relay import Relay, open_relay
+from tests.seeds import examples
 
-shared_relay = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+shared_relay = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(16, 40))
 
 
 def test_a_blob_is_read_back_whole(relay: Relay):

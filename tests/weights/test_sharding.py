@@ -92,7 +92,7 @@ def test_any_trainer_layout_to_any_worker_layout(
 
 
 @given(data=st.data(), shapes=models)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(10, 25))
 def test_cells_are_the_common_refinement(data: st.DataObject, shapes):
     trainer, workers = data.draw(layouts(shapes)), data.draw(layouts(shapes))
     found = cells(shapes, trainer, workers)

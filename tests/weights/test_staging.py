@@ -18,6 +18,7 @@ from elastic.weights.puller import Puller
 from elastic.weights.records import TensorEntry, state_of
 from elastic.weights.sharding import whole
 from elastic.weights.staging import Overwrite, ResidentWeights, StagedVersion
+from tests.seeds import examples
 from tests.weights.signed import TRUST
 
 TILE = 16
@@ -27,7 +28,7 @@ ENTRIES = (
     TensorEntry(name="c", shape=(3,), dtype="bfloat16", offset=180),
 )
 
-many = settings(max_examples=25, deadline=None)
+many = settings(max_examples=examples(10, 25), deadline=None)
 
 
 class Stopped(BaseException):

@@ -22,6 +22,7 @@ from elastic.worker.accounts import process_start_ns
 from elastic.worker.agent import Ticket, run_agent
 from elastic.worker.service import Intervals
 from tests.bad_link import BadLink
+from tests.seeds import examples
 from tests.worker.conftest import FETCHED, PATIENCE_S, Orchestra, ScriptedEngine, generate, token_at
 
 FINISH = WeightMode.FINISH
@@ -48,7 +49,7 @@ async def test_credit_is_announced_right_after_ready(orchestra: Orchestra) -> No
     assert beat.capacity_turns == 8
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(5, 12), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     turns=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40), st.booleans()), min_size=1, max_size=12),
@@ -444,7 +445,7 @@ async def test_a_worker_whose_orchestrator_stays_away_exits(patience: dict[str, 
         assert engine.closed
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(5, 12), deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.lists(st.sampled_from(["cut", "kill", "kill, and forget", "turn", "weights"]), min_size=1, max_size=8),

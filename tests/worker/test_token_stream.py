@@ -14,6 +14,7 @@ from elastic.engine.base import NO_VERSION, TokenChunk
 from elastic.protocol import wire
 from elastic.protocol.sampled import pack_ids
 from elastic.worker.token_stream import TokenStream
+from tests.seeds import examples
 from tests.standing_clock import StandingClock
 
 TURNS = ("a", "b", "c", *(f"t{number}" for number in range(64)), *map(str, range(8)))
@@ -170,7 +171,7 @@ def test_no_token_is_late_and_frames_are_few(iterations: list, interval_ms: int)
     assert all(wait_s <= 1e-9 for wait_s in first_s.values()), "a first token does not wait"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(5, 12), deadline=None)
 @given(st.lists(st.integers(1, 3 * CHUNK_TOKENS_MAX // 2), min_size=1, max_size=6))
 def test_long_turns_leave_in_frames_that_the_orchestrator_reads(lengths: list[int]) -> None:
     """Each turn's tokens come in pieces of at most a thousand, all before the next flush."""

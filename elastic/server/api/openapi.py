@@ -1,11 +1,13 @@
 """The API's description: as FastAPI makes it, with an example for every body and the ways to show a key."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from elastic.server.api import routes
 from elastic.server.api.auth import COOKIE, CSRF_HEADER
 from elastic.server.api.examples import example
 from elastic.server.problems import MEDIA_TYPE
@@ -29,20 +31,20 @@ SCHEMES = {
 
 
 def install(app: FastAPI) -> None:
-    """Have `app.openapi` describe the application, once."""
+    """Have `app.openapi` describe the application."""
+    app.openapi = lambda: _description(app.version)
 
-    def describe() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(title="Elastic", version=app.version, description=DESCRIPTION, routes=app.routes)
-            schema.setdefault("components", {})["securitySchemes"] = SCHEMES
-            for operation in operations(schema):
-                _polish(operation, schema["components"]["schemas"])
-            schema["components"]["schemas"].pop("HTTPValidationError", None)
-            schema["components"]["schemas"].pop("ValidationError", None)
-            app.openapi_schema = schema
-        return app.openapi_schema
 
-    app.openapi = describe
+@functools.cache
+def _description(version: str) -> dict[str, Any]:
+    """Describes all routes, once a process: that takes a second, and every application has the same."""
+    schema = get_openapi(title="Elastic", version=version, description=DESCRIPTION, routes=routes.all_routes())
+    schema.setdefault("components", {})["securitySchemes"] = SCHEMES
+    for operation in operations(schema):
+        _polish(operation, schema["components"]["schemas"])
+    schema["components"]["schemas"].pop("HTTPValidationError", None)
+    schema["components"]["schemas"].pop("ValidationError", None)
+    return schema
 
 
 def operations(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

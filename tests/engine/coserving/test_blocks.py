@@ -103,7 +103,7 @@ class TwoModels(RuleBasedStateMachine):
             assert model.used == len({block for m, held in self.held if m is model for block in held})
 
 
-TwoModels.TestCase.settings = settings(max_examples=examples(25, 60), stateful_step_count=30, deadline=None)
+TwoModels.TestCase.settings = settings(max_examples=examples(12, 60), stateful_step_count=30, deadline=None)
 TestTwoModels = TwoModels.TestCase
 
 

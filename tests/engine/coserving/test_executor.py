@@ -32,8 +32,8 @@ def test_both_models_give_what_each_gives_alone(make_device, turn, vmm):
     """Neither sees the other's memory, whatever passes from hand to hand."""
     together, alone = make_device(vmm=vmm), make_device()
     rollout = together.lend()
-    serves = [turn(f"s{i}", prompt=30 + 40 * i, max_new_tokens=20) for i in range(5)]
-    turns = [turn(f"r{i}", prompt=50 + 10 * i, max_new_tokens=40) for i in range(6)]
+    serves = [turn(f"s{i}", prompt=30 + 40 * i, max_new_tokens=10) for i in range(5)]
+    turns = [turn(f"r{i}", prompt=50 + 10 * i, max_new_tokens=20) for i in range(6)]
     for request, rolled in zip([*serves, None], turns, strict=True):
         rollout.submit([rolled])
         if request is not None:
@@ -137,8 +137,8 @@ def test_serving_runs_first_at_every_tick(make_device, turn):
             order.append(name if busy else name.upper())
 
         engine.iterate = noted
-    rollout.submit([turn(f"r{i}", max_new_tokens=100) for i in range(4)])
-    device.serve(turn("s", max_new_tokens=40))
+    rollout.submit([turn(f"r{i}", max_new_tokens=50) for i in range(4)])
+    device.serve(turn("s", max_new_tokens=20))
     device.rolled.finish(*(f"r{i}" for i in range(4)))
     assert "rr" not in "".join(order)
     assert "s" in order
@@ -267,7 +267,7 @@ def test_an_idle_host_keeps_its_headroom(make_device, turn):
             device.executor.memory.share(time.monotonic_ns() + 3600 * 1000 * MS)
     rollout = device.lend()
     assert device.executor.statistics().budget.pages == 12
-    rollout.submit([turn(f"r{i}", prompt=150, max_new_tokens=100) for i in range(8)])
+    rollout.submit([turn(f"r{i}", prompt=150, max_new_tokens=40) for i in range(8)])
     device.rolled.finish(*(f"r{i}" for i in range(8)))
     assert device.executor.statistics().budget.cuts == 0
     device.check_pages()

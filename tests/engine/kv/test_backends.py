@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.engine.kv import OutOfPages, PagePool, PageSpace
+from tests.seeds import examples
 
 
 def page_of(space: PageSpace, index: int, page_bytes: int) -> torch.Tensor:
@@ -14,7 +15,7 @@ def page_of(space: PageSpace, index: int, page_bytes: int) -> torch.Tensor:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(0, 7)), max_size=100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(24, 60), deadline=None)
 def test_no_page_is_lost_or_in_two_spaces_and_each_keeps_what_was_written(
     make_pool, operations: list[tuple[int, bool, int]]
 ) -> None:

@@ -78,7 +78,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=examples(25, 60), stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=examples(12, 60), stateful_step_count=30, deadline=None)
 
 
 def test_the_least_recently_used_is_forgotten_first_and_tails_before_their_beginnings():

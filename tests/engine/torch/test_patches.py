@@ -13,8 +13,11 @@ from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.engine.torch.runner import Runner
 from elastic.weights.source import TensorSource, WeightChanges
+from tests.seeds import examples
 
-many = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(
+    max_examples=examples(8, 20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def moved(tensors: dict[str, Tensor], share: float, seed: int) -> tuple[dict[str, Tensor], list]:
@@ -101,7 +104,7 @@ def test_where_much_changes_everything_is_loaded(make_engine, turn, weights):
 
 
 @given(share=st.sampled_from([0.0, 0.002, 0.01]), tied=st.booleans(), seed=st.integers(0, 2**30))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(8, 20), deadline=None)
 def test_the_pause_is_for_what_changed_alone(share: float, tied: bool, seed: int):
     config = model_config(tied)
     _, changes = moved(model_tensors(Qwen3(config)), share, seed)

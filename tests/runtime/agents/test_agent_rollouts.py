@@ -209,7 +209,7 @@ def trained(episode: RolloutTrajectory) -> Counter[tuple[int, str]]:
     return found
 
 
-@settings(max_examples=examples(60, 200), deadline=None)
+@settings(max_examples=examples(30, 200), deadline=None)
 @given(st.data())
 def test_each_token_of_an_answer_is_trained_once_whatever_agents_do(data: st.DataObject) -> None:
     bench = Bench(replace(LIMITS, idle_s=1e6, deadline_s=1e7))

@@ -106,7 +106,7 @@ class Ledgered:
         return status
 
 
-@settings(max_examples=examples(30, 80), deadline=None)
+@settings(max_examples=examples(15, 80), deadline=None)
 @given(st.data())
 def test_bounds_hold_and_nothing_is_lost_whoever_dies(data: st.DataObject) -> None:
     bench = Ledgered()
