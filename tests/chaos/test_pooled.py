@@ -18,6 +18,7 @@ FIXED = 3
 PLANTED = "parked_is_said_too_early", "resident_parks_no_engine", "trainer_computes_while_parked"
 
 
+@pytest.mark.nightly
 def test_jobs_in_a_pool_come_to_their_end_and_one_seed_gives_one_history() -> None:
     """A world of production shells is lived through twice, once where texts hash to other numbers."""
     program = "from elastic.system.imports import importing\nwith importing():\n"

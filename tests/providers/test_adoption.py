@@ -32,7 +32,7 @@ without_hosts = pytest.mark.parametrize(
     indirect=True,
 )
 """Hosts, which take seconds to start, are tried nightly: what becomes of them with every change is shown by those that
-live on, that died, that nobody knows, and that were killed anywhere."""
+live on, that died, and that nobody knows."""
 
 pytestmark = pytest.mark.usefixtures("stub_pool")
 
@@ -211,6 +211,7 @@ async def test_what_nothing_is_left_of_is_over_or_may_be_asked_for_again(
     await recorder.leased(provider, 2)
 
 
+@without_hosts
 @pytest.mark.parametrize("death", DEATHS)
 async def test_wherever_it_is_killed_a_lease_is_had_once_or_not_at_all(
     incarnations: Incarnations, recorder: ProviderRecorder, death: str

@@ -105,8 +105,10 @@ def tokens(chunks: list[TokenChunk]) -> list[int]:
 
 
 @pytest.mark.slow
-async def test_a_turn_of_a_killed_worker_continues_elsewhere_token_for_token(workers: Workers) -> None:
-    victim, _ = await asyncio.gather(workers.spawn("victim"), workers.spawn("heir"))
+async def test_turns_of_a_killed_worker_continue_elsewhere_and_one_told_to_leave_gives_its_back(
+    workers: Workers,
+) -> None:
+    victim, heir = await asyncio.gather(workers.spawn("victim"), workers.spawn("heir"))
     workers.send(turn("whole"), worker="heir")
     workers.send(turn("cut"), worker="victim")
     await workers.until(lambda: len(tokens(workers.chunks("cut"))) > TURN_TOKENS // 4)
@@ -122,6 +124,19 @@ async def test_a_turn_of_a_killed_worker_continues_elsewhere_token_for_token(wor
     await workers.finished("whole")
     await workers.finished("cut", 2)
     assert [*accepted, *tokens(workers.chunks("cut", 2))] == tokens(workers.chunks("whole"))
+
+    workers.send(turn("left"), worker="heir")
+    await workers.until(lambda: workers.chunks("left"))
+    heir.terminate()
+    output, _ = await asyncio.wait_for(heir.communicate(), 10)
+    assert heir.returncode == 0
+    assert output.decode().splitlines()[-1] == "terminated"
+    assert workers.chunks("left")[-1].finish is FinishReason.ABORTED
+    await workers.until(lambda: len(workers.gone) == 2)
+    assert workers.gone[-1] == ("heir", 1, True)
+    goodbye = workers.heard[-1][2]
+    assert isinstance(goodbye, wire.Goodbye)
+    assert goodbye.accounts_ns[Account.BOOTING] > 200_000_000, "imports are part of booting"
 
 
 @pytest.mark.nightly
@@ -140,23 +155,6 @@ async def test_a_frozen_worker_falls_silent_and_is_sent_away_when_it_thaws(worke
     assert process.returncode == 1
     assert "silent for too long" in output.decode()
     assert len(workers.heard) == before
-
-
-@pytest.mark.slow
-async def test_a_worker_told_to_leave_gives_its_turns_back_and_says_goodbye(workers: Workers) -> None:
-    process = await workers.spawn("w")
-    workers.send(turn("t"))
-    await workers.until(lambda: workers.chunks("t"))
-    process.terminate()
-    output, _ = await asyncio.wait_for(process.communicate(), 10)
-    assert process.returncode == 0
-    assert output.decode().splitlines()[-1] == "terminated"
-    assert workers.chunks("t")[-1].finish is FinishReason.ABORTED
-    await workers.until(lambda: workers.gone)
-    assert workers.gone == [("w", 1, True)]
-    goodbye = workers.heard[-1][2]
-    assert isinstance(goodbye, wire.Goodbye)
-    assert goodbye.accounts_ns[Account.BOOTING] > 200_000_000, "imports are part of booting"
 
 
 @pytest.mark.slow

@@ -164,7 +164,8 @@ def migrate(store: Store, versions: Path | None = None) -> None:
     config.set_main_option("script_location", MIGRATIONS.replace("%", "%%"))
     config.set_main_option("path_separator", "newline")
     config.set_main_option("version_locations", str(versions or f"{MIGRATIONS}/versions").replace("%", "%%"))
-    known = {revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()}
+    scripts = ScriptDirectory.from_config(config)
+    known = {revision.revision for revision in scripts.walk_revisions()}
     with store.writing() as connection:
         found = MigrationContext.configure(connection).get_current_revision()
         if found is not None and found not in known:
@@ -177,7 +178,7 @@ def migrate(store: Store, versions: Path | None = None) -> None:
         if found is None:
             metadata.create_all(connection)
             command.stamp(config, "head")
-        else:
+        elif found != scripts.get_current_head():
             command.upgrade(config, "head")
 
 
