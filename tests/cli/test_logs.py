@@ -15,6 +15,7 @@ from providers.serving_messages import HOST_VARIABLE, HostSettings, LendOrder, L
 START_TIMEOUT_S = 60
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_worker_that_fails_leaves_a_traceback_without_tokens(start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real serving host and its worker: their logs are what is looked at."""

@@ -32,7 +32,7 @@ without_hosts = pytest.mark.parametrize(
     indirect=True,
 )
 """Hosts, which take seconds to start, are tried nightly: what becomes of them with every change is shown by those that
-live on, that died, and that nobody knows."""
+live on, that nobody speaks to, and whose worker has ended."""
 
 pytestmark = pytest.mark.usefixtures("stub_pool")
 
@@ -141,6 +141,7 @@ async def test_what_lives_goes_on_as_it_is_and_is_given_back_by_the_next(
     assert (incarnations.pids(), incarnations.left()) == ([], [])
 
 
+@without_hosts
 async def test_what_the_run_does_not_know_is_ended_and_named(
     incarnations: Incarnations, recorder: ProviderRecorder
 ) -> None:
@@ -167,6 +168,7 @@ async def test_another_run_and_another_provider_touch_nothing(
     assert incarnations.pids() == before
 
 
+@without_hosts
 async def test_what_died_meanwhile_ends_with_its_cause(incarnations: Incarnations, recorder: ProviderRecorder) -> None:
     """Real processes die while no provider looks, and the next one must say why."""
     await incarnations.first()

@@ -95,6 +95,7 @@ def elastic(
     return run
 
 
+@pytest.mark.nightly
 def test_whatever_is_killed_goes_on(served: Served, checkpoint: Path, elastic: Callable[..., tuple[str, str]]) -> None:
     """The server, its runner and a live run are killed in turn: the only test of all three as processes."""
     served.start()

@@ -22,7 +22,7 @@ from elastic.weights.codecs.base import PADDING, CodecError
 from elastic.weights.codecs.sums import apply_update, tile_sums
 from elastic.weights.errors import WeightsCorrupted
 
-CASES = 300
+CASES = 150
 ENDS = np.array([0, 1, 70, 700, 764, 764, 3000])
 EDGES = [0, 1, -1, 7, 8, 9, 127, 128, 2**31, 2**32 - 1, 2**62, 2**63 - 1, -(2**63)]
 
