@@ -11,7 +11,6 @@ from elastic.core.types import EndCause, FinishReason, LoadPhase, WorkerState
 from elastic.testing.faults.core.settings import SMALL_LIMITS
 from policies.seeding import FixedWindow
 from tests.core.conftest import CoreHarness
-from tests.seeds import examples
 
 A, B = "3/0/0", "3/0/1"
 LOAD_S = SMALL_LIMITS.load_timeout_ns / 1e9
@@ -200,7 +199,7 @@ class TestSaturation:
         assert QUEUE_S <= busy.now_s - gone_s <= QUEUE_S + 2
 
     @given(asked=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(("0/0/0", "0/0/1"))), min_size=1, max_size=6))
-    @settings(max_examples=examples(8, 20), deadline=None)
+    @settings(max_examples=20, deadline=None)
     def test_where_agents_wait_their_turns_are_given_up_and_the_run_goes_on(self, asked) -> None:
         """Each of them in time; who asks again later, with a worker there, has a turn."""
         core = CoreHarness(seeding=FixedWindow(10**15), driven_outside=True)

@@ -4,7 +4,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.simulation.jobs.simulate import PoolNodes, Workload, WorkloadJob, WorkloadPool, simulate_jobs
-from tests.seeds import examples
 
 SECONDS = st.integers(1, 600).map(float)
 
@@ -36,7 +35,7 @@ def jobs(draw: st.DrawFn) -> list[WorkloadJob]:
     return found
 
 
-@settings(max_examples=examples(16, 40), deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(jobs(), st.integers(2, 8), st.integers(0, 2**32))
 def test_a_workload_under_solo_costs_what_its_jobs_cost_alone_whenever_they_arrive(
     wanted: list[WorkloadJob], nodes: int, seed: int

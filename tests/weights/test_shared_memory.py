@@ -16,7 +16,6 @@ from elastic.weights import directory
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobConflict, BlobNotFound
 from elastic.weights.shared_memory import in_memory, kept_in_memory
-from tests.seeds import examples
 from tests.small_files import small_files
 from tests.weights.signed import full_disk
 
@@ -59,7 +58,7 @@ class Usage(NamedTuple):
     free: int
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(16, 40))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(sizes=st.lists(st.integers(0, 40), max_size=12), total=st.integers(0, 200), deleted=st.sets(st.integers(0, 11)))
 def test_what_finds_no_room_is_on_the_disk(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], total: int, deleted: set[int]

@@ -48,8 +48,8 @@ class Workers(Orchestra):
     def __init__(self, relay: Path) -> None:
         super().__init__(
             engine=ENGINE.model_dump(mode="json"),  # type: ignore[arg-type]
-            model=MODEL.to_dict(),
-            relay=str(relay),
+            model=MODEL.to_dict(),  # type: ignore[arg-type]
+            relay=str(relay),  # type: ignore[arg-type]
             run="run",  # type: ignore[arg-type]
             heartbeat_interval_s=0.2,
             silence_timeout_s=2.0,

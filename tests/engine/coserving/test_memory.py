@@ -13,7 +13,6 @@ from elastic.engine.coserving.spec import PageLending
 from elastic.engine.kv import KvLayout
 from elastic.engine.kv.slab import SlabBackend
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
-from tests.seeds import examples
 
 MS = 1_000_000
 LAYOUT = KvLayout(page_bytes=4 * 64, slot_bytes=16, layers=1, block_tokens=4)
@@ -178,5 +177,5 @@ class Sharing(RuleBasedStateMachine):
             self.rollout.pool.check()
 
 
-Sharing.TestCase.settings = settings(max_examples=examples(24, 60), stateful_step_count=30, deadline=None)
+Sharing.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestSharing = Sharing.TestCase

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from elastic.config import EngineConfig
 from elastic.engine.torch.pacing import IterationLoad
 from elastic.engine.torch.scheduler import BatchScheduler, load_of
-from tests.seeds import examples
 
 CONTEXT = 40
 
@@ -46,7 +45,7 @@ def _check(scheduler: BatchScheduler, config: EngineConfig, work) -> None:
 
 
 @given(scenes())
-@settings(deadline=None, max_examples=examples(60, 150))
+@settings(deadline=None, max_examples=150)
 def test_everything_ends_whatever_the_memory(turn, scene):
     config, sizes, events = scene
     scheduler = BatchScheduler(config)

@@ -12,7 +12,6 @@ from elastic.weights.codecs._integers import change_of, changed
 from elastic.weights.codecs.base import CodecError
 from elastic.weights.codecs.exponent_class import ExponentClass
 from elastic.weights.codecs.sums import apply_update, tile_sums
-from tests.seeds import examples
 
 SPECIALS = np.array([0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F7F], np.uint16)
 
@@ -81,7 +80,7 @@ def test_decoding_gives_the_new_bits_and_their_sums(name, case):
 
 
 @given(weights())
-@settings(max_examples=examples(8, 20))
+@settings(max_examples=20)
 def test_sums_are_those_of_the_reference(case):
     _, new, ends = case
     assert tile_sums(new, ends).tolist() == sums_reference(new, ends)
@@ -89,7 +88,7 @@ def test_sums_are_those_of_the_reference(case):
 
 @pytest.mark.parametrize("name", sorted(CODECS))
 @given(weights(), st.data())
-@settings(max_examples=examples(12, 30))
+@settings(max_examples=30)
 def test_a_tile_decodes_alone(name, case, data):
     old, new, ends = case
     codec = CODECS[name]
