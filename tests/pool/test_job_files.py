@@ -362,9 +362,7 @@ async def test_files_of_a_node_take_no_more_than_is_allowed_under_any_of_their_n
         both.programs.submitted[:] = files_below(roots[1], "policy", MB, follow=True)
         both.entry_of = lambda job, placement: both.entry
         token = both.programs.files_token("two", 1, NODE)
-        await both.node.bring(
-            both.order(job="two", directory="jobs/two/1/run", files_token=token, script=script, returned=())
-        )
+        await both.node.bring(both.order(job="two", directory="jobs/two/1/run", files_token=token, script=script))
         held = {
             its.st_ino: its.st_size
             for path in (tmp_path / "node").rglob("*")
