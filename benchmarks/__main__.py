@@ -2,7 +2,7 @@
 
 Exits with 1 where one of them failed; the others are run all the same. SIGTERM and SIGINT end them with a table of
 those before. With `--kept FILE` the next time goes on from there: each is kept in that file as it ends, and those that
-have ended well are not run again.
+have ended well, as short or as long, are not run again.
 """
 
 import json
@@ -34,13 +34,14 @@ BEGINS = '{"name": "'
 
 class Played(NamedTuple):
     """A benchmark that was run. `cpu_s` is that of its processes but for those that outlived it; `failed` says how it
-    ended, empty where it ended well."""
+    ended, empty where it ended well; `quick` whether it was run in short."""
 
     name: str
     wall_s: float
     cpu_s: float
     figures: Mapping[str, Any]
     failed: str = ""
+    quick: bool = True
 
 
 def play(name: str, quick: bool) -> Played:
@@ -56,7 +57,7 @@ def play(name: str, quick: bool) -> Played:
             failed = f"printed no figures: {error}"
         except subprocess.TimeoutExpired:
             failed = f"not within {QUICK_LIMIT_S} s"
-    return Played(name, time.monotonic() - began_s, _children_s() - used_s, figures, failed)
+    return Played(name, time.monotonic() - began_s, _children_s() - used_s, figures, failed, quick)
 
 
 def _children_s() -> float:
@@ -71,9 +72,9 @@ def _object(line: str) -> dict[str, Any]:
     return found
 
 
-def read_kept(file: Path | None) -> dict[str, Played]:
-    """By name, the last of each that ended well. What was cut as it was written is left out. Raises `ValueError` for a
-    file that is none of ours, and `OSError`."""
+def read_kept(file: Path | None, *, quick: bool = True) -> dict[str, Played]:
+    """By name, the last of each that ended well, of those in short or of the others. What was cut as it was written is
+    left out. Raises `ValueError` for a file that is none of ours, and `OSError`."""
     kept: dict[str, Played] = {}
     lines = file.read_text().splitlines(keepends=True) if file is not None and file.exists() else []
     for number, line in enumerate(lines, 1):
@@ -83,7 +84,7 @@ def read_kept(file: Path | None) -> dict[str, Played]:
             if not line.endswith("\n") and line.startswith(BEGINS[: len(line)]):
                 break
             raise ValueError(f"line {number} is no benchmark's that ended ({error})") from error
-        if not one.failed:
+        if not one.failed and one.quick == quick:
             kept[one.name] = one
     return kept
 
@@ -122,7 +123,7 @@ def main() -> None:
         options.error(f"found {', '.join(unknown)}; allowed: {', '.join(NAMES)}")
     names = given.names or NAMES
     try:
-        played = {name: one for name, one in read_kept(given.kept).items() if name in names}
+        played = {name: one for name, one in read_kept(given.kept, quick=given.quick).items() if name in names}
         if given.kept:
             given.kept.open("a").close()
     except (OSError, ValueError) as error:

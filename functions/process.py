@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from elastic.system.plain_values import plain, told
+from elastic.system.plain_values import plain, told, with_article
 
 HEADER = struct.Struct("!I")
 ANSWER_BYTES_MAX = 2**20
@@ -67,7 +67,7 @@ def load(function: str) -> Callable[[Any], Any]:
     for name in attribute.split("."):
         found = getattr(found, name)
     if not callable(found):
-        raise TypeError(f"it is a {type(found).__name__}, not a function")
+        raise TypeError(f"it is {with_article(type(found).__name__)}, not a function")
     return found
 
 

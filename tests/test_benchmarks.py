@@ -59,6 +59,7 @@ def test_those_that_have_failed_are_run_again(tmp_path: Path) -> None:
     assert read_kept(file) == {"good": GOOD}
     keep(file, mended)
     assert read_kept(file) == {"good": GOOD, "bad": mended}
+    assert read_kept(file, quick=False) == {}
 
 
 def test_what_was_cut_as_it_was_kept_is_run_again(tmp_path: Path) -> None:

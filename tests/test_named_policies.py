@@ -148,7 +148,7 @@ def test_a_third_partys_is_named_as_ours_with_settings_of_its_own() -> None:
             "cannot be loaded",
         ),
         (["routing.policy=unread"], "types that cannot be read: NameError: name 'Nowhere' is not defined"),
-        (["routing.policy=leaving"], "routing.settings: Leaving cannot be made: SystemExit"),
+        (["routing.policy=leaving"], ":Leaving cannot be made: SystemExit"),
         (["routing.policy=last", "routing.settings.wieght=2"], "routing.settings.wieght: unknown key; allowed: weight"),
         (["routing.policy=last", "routing.settings.weight=0"], "routing.settings.weight: expected `float` > 0.0"),
         (["routing.policy=last", "routing.settings.weight='x'"], "got `str` (found 'x' (str))"),

@@ -5,8 +5,10 @@ from pathlib import Path
 import msgspec
 
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, emit, say
+from elastic.compose.pool_config import PoolLimits
 from elastic.config import ConfigError
 from elastic.report.jobs import as_page, as_text
+from elastic.runtime.loop_watch import LoopWatch
 from elastic.simulation.jobs.simulate import load_workload, simulate_jobs
 from elastic.simulation.jobs.world import JobsWorldFailed
 
@@ -14,7 +16,8 @@ from elastic.simulation.jobs.world import JobsWorldFailed
 def simulate_jobs_command(workload: Path, policy: str, page: Path | None, *, as_json: bool) -> int:
     """Simulate to the end and report; returns the exit code. Raises `ConfigError`."""
     try:
-        report, slices = simulate_jobs(load_workload(workload), policy, str(workload))
+        with LoopWatch(say, PoolLimits().plug_in_s).watching_plug_ins():  # type: ignore[call-arg]
+            report, slices = simulate_jobs(load_workload(workload), policy, str(workload))
     except JobsWorldFailed as error:
         say(f"error: the simulation failed: {error}")
         return EXIT_FAILED

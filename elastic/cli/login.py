@@ -1,15 +1,16 @@
 """`elastic api`: logging in to a server, and out."""
 
+import contextlib
 import hashlib
 import os
 import re
 import secrets
+import select
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from io import BytesIO
-from typing import Annotated, BinaryIO
+from io import BufferedReader, BytesIO
+from typing import Annotated, BinaryIO, cast
 
 import typer
 
@@ -36,8 +37,8 @@ def login(
 ) -> None:
     """Log in, and keep a key for this user alone.
 
-    Where people sign in with an identity provider: prints a page to open, in a browser on whatever machine. Else a key
-    is asked for, or taken from a pipe or ELASTIC_API_KEY.
+    A key is taken from ELASTIC_API_KEY or a pipe. Else, where people sign in with an identity provider, a page to open
+    is printed, in a browser on whatever machine, and where they do not, a key is asked for.
 
     Example: elastic api login http://127.0.0.1:7430
     """
@@ -83,6 +84,13 @@ def _asked_key() -> str:
     return piped_key(sys.stdin.buffer if sys.stdin else BytesIO())
 
 
+def is_piped(pipe: BinaryIO, within_s: float = LOGIN_PATIENCE_S) -> bool:
+    """Whether something comes by this pipe soon, which is left there."""
+    with contextlib.suppress(OSError, ValueError):  # It has no descriptor.
+        return bool(select.select([pipe], [], [], within_s)[0] and cast("BufferedReader", pipe).peek(1))
+    return False
+
+
 def piped_key(pipe: BinaryIO) -> str:
     """Return the first line, of which no more is read than a key may have. Whether it is a key, the server says."""
     line = pipe.readline(KEY_BYTES_MAX + 1)
@@ -93,7 +101,7 @@ def piped_key(pipe: BinaryIO) -> str:
 
 
 def _signed_in_key(url: str) -> str:
-    """A key of the person who signs in on the server's page; empty where nobody can.
+    """A key of the person who signs in on the server's page; empty where nobody can, or a key is piped.
 
     It is made here, and the page is told its hash alone: its secret crosses nobody's hands, and the browser may be on
     another machine.
@@ -105,6 +113,8 @@ def _signed_in_key(url: str) -> str:
         with Client(url, "", patience_s=LOGIN_PATIENCE_S) as client:
             if client.info().sign_in is None:
                 return ""
+        if sys.stdin and not sys.stdin.isatty() and is_piped(sys.stdin.buffer):
+            return ""
         say(f"open {url.rstrip('/')}/#/login/{digest}/{name}")
         say(f"and confirm the code {code_of(digest)}; Ctrl-C gives up")
         ends_s = here().monotonic() + LOGIN_TIMEOUT_S
@@ -116,7 +126,7 @@ def _signed_in_key(url: str) -> str:
             return key
 
 
-@contextmanager
+@contextlib.contextmanager
 def _answering(url: str) -> Iterator[None]:
     """Around what is asked of this server: whatever keeps somebody from logging in ends the program."""
     try:

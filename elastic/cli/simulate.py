@@ -16,6 +16,7 @@ from elastic.compose.runs import claimed, discard_run, new_run_dir, private
 from elastic.config import Config, ConfigError
 from elastic.core.types import PolicyFault
 from elastic.runtime.journal import JournalError
+from elastic.runtime.loop_watch import LoopWatch
 from elastic.simulation import run as simulation
 from elastic.simulation.performance import SimulationError
 from elastic.system.signals import INTERRUPT, handled
@@ -158,8 +159,9 @@ def _simulate(config: Config, names: list[str], where: str, experiment: simulati
     experiment = simulation.settled(config, experiment)
     run_dir = new_run_dir(config)
     progress = ProgressDisplay(console(stderr=True), learns=False)
+    watch = LoopWatch(progress.say, config.scheduler.plug_in_timeout_s)
     try:
-        with claimed(run_dir), _stoppable() as stopped, progress.context:
+        with claimed(run_dir), _stoppable() as stopped, progress.context, watch.watching_plug_ins():
             outcome = simulation.simulate(
                 plan,
                 run_dir,

@@ -1,13 +1,25 @@
-"""Providers of other packages, whose markets' answers are checked before a run or a simulation acts on them."""
+"""Providers of other packages: what they raise is told as theirs, and their markets' answers are checked before a run
+or a simulation acts on them."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, get_args
 
 from elastic.core.types import INTEGER_MAX, NS_PER_S, LeaseId, Nanoseconds, Offer, PolicyFault
 from elastic.system.installed import installed, is_ours, package_of
-from elastic.system.plain_values import number, whole
+from elastic.system.plain_values import number, shown, told, whole
 from elastic.system.plug_ins import AskedPlugIn
-from providers.base import USD_MAX, Provider, ProviderContext, ProviderSettings, ProviderUnavailable
+from providers.base import (
+    USD_MAX,
+    Emit,
+    KnownLease,
+    Provider,
+    ProviderContext,
+    ProviderEvent,
+    ProviderSettings,
+    ProviderUnavailable,
+)
 from providers.markets import CapacityUnavailable, LeaseEnding, Market, TakenBack
 
 T = TypeVar("T")
@@ -33,12 +45,14 @@ def make_provider(
     context: ProviderContext,
     fault: Callable[[str], Exception],
 ) -> Provider:
-    """Make a provider; the market of one of another package checks its answers. Raises `ProviderUnavailable`, and the
+    """Make a provider; one of another package, and its market, check themselves. Raises `ProviderUnavailable`, and the
     error that `fault` makes."""
     plug_in = provider_plug_in(name, settings, fault)
     if plug_in is None:
         return kind(name, settings, context)
-    provider = plug_in.ask("its provider", lambda: kind(name, settings, context), ProviderUnavailable)
+    members = {"_checked_by": plug_in, "_begins_within_s": context.acquire_timeout_s}
+    checked = plug_in.ask("its provider", lambda: type(kind.__name__, (CheckedProvider, kind), members))
+    provider = plug_in.ask("its provider", lambda: checked(name, settings, context), ProviderUnavailable)
     if isinstance(market := getattr(provider, "market", None), Market):
         check_market(market, plug_in)
     return provider
@@ -53,6 +67,59 @@ def check_market(market: Market[Any], plug_in: AskedPlugIn) -> None:
             "its market", lambda: type(kind.__name__, (CheckedMarket, kind), {"_checked_by": plug_in})
         )
         market.__class__ = checked
+
+
+class CheckedProvider:
+    """Stands before another package's provider in the order of a class's bases. A run with one that cannot begin does
+    not begin: `ProviderUnavailable` says why."""
+
+    _checked_by: AskedPlugIn
+    _begins_within_s: float
+
+    async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
+        answer = await self._begun("adopt", known, self._checked(emit))
+        return self._beginning.made("adopt", answer, list[LeaseId], "a list of leases' ids")
+
+    async def start(self, emit: Emit) -> None:
+        await self._begun("start", self._checked(emit))
+
+    def bar(self, lease: LeaseId) -> None:
+        self._checked_by.ask("bar", lambda: self._theirs("bar")(lease))
+
+    @property
+    def waits_for(self) -> str:
+        try:
+            return str(self._theirs("waits_for"))
+        except Exception as error:
+            return f"what waits_for does not say ({told(error)})"
+
+    def _checked(self, emit: Emit) -> Emit:
+        def checked(event: ProviderEvent) -> None:
+            if not isinstance(event, ProviderEvent):
+                named = ", ".join(kind.__name__ for kind in get_args(ProviderEvent))
+                raise self._checked_by.fault(f"{self._checked_by.whose}: emit got {shown(event)}; allowed: {named}")
+            emit(event)
+
+        return checked
+
+    def _theirs(self, name: str) -> Any:
+        return getattr(super(), name)
+
+    @property
+    def _beginning(self) -> AskedPlugIn:
+        return replace(self._checked_by, fault=ProviderUnavailable)
+
+    async def _begun(self, name: str, *arguments: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._begins_within_s):
+                return await self._theirs(name)(*arguments)
+        except (ProviderUnavailable, PolicyFault, asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except TimeoutError:
+            within = f"{name} took longer than {self._begins_within_s:g} s (scheduler.acquire_timeout_s)"
+            raise ProviderUnavailable(f"{self._checked_by.whose}: {within}") from None
+        except BaseException as error:
+            raise self._beginning.raised(name, error, __file__) from error
 
 
 class CheckedMarket(Market[Any]):

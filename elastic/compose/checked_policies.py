@@ -62,6 +62,9 @@ class CheckedPolicy:
     def __repr__(self) -> str:
         return repr(self.unchecked)
 
+    def __str__(self) -> str:
+        return self._plug_in.whose
+
     def _ask(self, name: str, kind: Any, *arguments: Any) -> Any:
         def call() -> Any:
             found = getattr(self.unchecked, name)

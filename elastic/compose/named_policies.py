@@ -59,7 +59,8 @@ def named_policy(
     words that it allows in place of a policy's name.
     """
     kind = policy_kind(decision, name, where, key, others)
-    fields = _fields(kind)
+    full, fields = f"{decision}.{name}", _fields(kind)
+    point = installed(ENTRY_POINTS)[full]
     if unknown := sorted(settings.keys() - set(fields)):
         allowed = ", ".join(fields) or "none"
         problems = [ConfigProblem(f"unknown key; allowed: {allowed}", (*settings_key, one), where) for one in unknown]
@@ -75,11 +76,8 @@ def named_policy(
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise ConfigError(
-            ConfigProblem(f"{kind.__name__} cannot be made: {told(error)}", settings_key, where)
-        ) from error
-    full = f"{decision}.{name}"
-    point = installed(ENTRY_POINTS)[full]
+        problem = f"{found_point(point)} cannot be made: {told(error)}"
+        raise ConfigError(ConfigProblem(problem, settings_key, where)) from error
     return policy if is_ours(point) else CheckedPolicy(policy, decision, f"{full} of the package {package_of(point)}")
 
 

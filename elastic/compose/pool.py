@@ -5,7 +5,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,6 +53,7 @@ from elastic.protocol.endpoint import Address, Endpoint, is_loopback
 from elastic.protocol.run_control import RunControl
 from elastic.protocol.tls import Certificate, TlsError, run_certificate
 from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
+from elastic.runtime.loop_watch import LoopWatch
 from elastic.runtime.states import CHECKPOINTS
 from elastic.system.boot_clock import Began
 from elastic.system.devices import DEVICES_VARIABLE, DeviceName
@@ -319,10 +320,16 @@ def run_pool(directory: Path, wiring: PoolWiring | None = None) -> int:
         with (logs / "pool.log").open("ab") as file:
             log_to(file.fileno())
             try:
-                run_loop(serve_pool(config, directory, wiring or PoolWiring()))
+                run_loop(_watched(config, serve_pool(config, directory, wiring or PoolWiring())))
             except PoolJournalError as error:
                 raise ConfigError(str(error)) from error
     return 0
+
+
+async def _watched(config: PoolConfig, work: Coroutine[None, None, None]) -> None:
+    """Serve a pool whose policies, where they are another package's, compute only so long."""
+    with LoopWatch(lambda _: None, config.limits.plug_in_s).watching():
+        await work
 
 
 async def serve_pool(config: PoolConfig, directory: Path, wiring: PoolWiring) -> None:

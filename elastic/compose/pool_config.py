@@ -318,6 +318,9 @@ class PoolLimits(_PoolPart):
         "as long as it has lately been still before it went on; 0 for never",
     )
     park_s: float = Field(10.0, gt=0, description="for a resident that was told to park; then it is killed")
+    plug_in_s: float = Field(
+        10.0, gt=0, description="longest that a policy of another package computes; then it has given no answer"
+    )
 
 
 class PoolConfig(_PoolPart):

@@ -22,6 +22,7 @@ from elastic.core.types import (
     FinishReason,
     InfrastructureCause,
     Nanoseconds,
+    PolicyFault,
     TrajectoryId,
     TurnId,
     TurnState,
@@ -245,10 +246,25 @@ class TurnManager:
         )
 
     def _place_due(self, _: str) -> None:
+        self._check_routing()
         self._waited_too_long(
             InfrastructureCause.PROGRESS,
             "no worker that could take a queued turn has made a place, nor got on with others",
         )
+
+    def _check_routing(self) -> None:
+        """Raises `PolicyFault` for routing that leaves a turn in the queue which a worker has room for."""
+        run, routing = self._run, self._run.policies.routing
+        for _, _, head in run.turns.queue.heads:
+            turn = run.turns.live[head]
+            fleet = RemainingFleet(run.fleet, turn.avoided)
+            room = (worker for role in WorkerRole for worker in fleet.least_loaded(role, turn.oldest_version))
+            worker = next(room, None)
+            if worker is not None and routing.route(turn, fleet) is None:
+                raise PolicyFault(
+                    f"{routing}: route returned None for turn {turn.id} for too long, while {worker.id} had room for "
+                    "it; allowed: None while no worker has room"
+                )
 
     def _waited_too_long(self, cause: InfrastructureCause, detail: str) -> None:
         """Fail the run; where agents wait outside of it, their turns. Requests wait on: fronts tell their clients."""

@@ -86,7 +86,7 @@ TYPES: Mapping[str, ProblemType] = {
     ),
     "precondition-required": ProblemType(428, "If-Match is missing", "Send the ETag of what you have read."),
     "internal": ProblemType(500, "The server failed", "The server's log has the cause, under the request's id."),
-    "unavailable": ProblemType(503, "The store does not answer now", "Try again after `retry-after` seconds."),
+    "unavailable": ProblemType(503, "The server cannot do that now", "Try again after `retry-after` seconds."),
     "journal-unreadable": ProblemType(
         503, "The run's journal cannot be read", "`detail` names the file; what needs no journal is still there."
     ),

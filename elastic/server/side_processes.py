@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -33,6 +34,10 @@ NICENESS = 5
 ANSWER_BYTES_MAX = 256 * 2**20
 STUCK_S = 1.0
 """Where for so long no order was answered, they are stuck, and another process begins for one that waits."""
+PID_BYTES = 16
+USER_TIME = 11
+"""The place of this field in /proc/PID/stat, counted after the program's name."""
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _READY, _FORK = b"r", b"f"
 _ANSWERING = """
 from elastic.system.imports import importing
@@ -44,6 +49,10 @@ main({descriptor})
 
 class NoneFree(Exception):
     """Every process that the order might have had was busy for too long, or too many orders of its owner wait."""
+
+
+class Starved(TimeoutError):
+    """The answer takes too long, and its process had a processor for less than half of that time."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,8 @@ class SideProcesses:
     def ask(self, owner: Hashable, order: object, within_s: float) -> Any:
         """Return the answer to an order; both are copies.
 
-        Raises `NoneFree`; `TimeoutError` if the answer takes too long; `EOFError` or `OSError` if the process ends.
+        Raises `NoneFree`; `TimeoutError`, of which `Starved`, if the answer takes too long; `EOFError` or `OSError` if
+        the process ends.
         """
         with self._queued(owner):
             self._imported.begin()
@@ -227,10 +237,10 @@ class _ImportedModule:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             socket.send_fds(line, [_FORK], [theirs.fileno()])
-            _, descriptors, _, _ = socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            pid, descriptors, _, _ = socket.recv_fds(line, PID_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             if not descriptors:
                 raise EOFError
-            return _SideProcess(Connection(ours.detach()), descriptors[0])
+            return _SideProcess(Connection(ours.detach()), descriptors[0], int(pid))
 
     def _end(self) -> None:
         if self._line is not None:
@@ -244,8 +254,8 @@ class _ImportedModule:
 class _SideProcess:
     """The server's end of a process, which `pidfd` refers to. `owner` is whose order it answered last."""
 
-    def __init__(self, line: Connection, pidfd: int) -> None:
-        self._line, self._pidfd = line, pidfd
+    def __init__(self, line: Connection, pidfd: int, pid: int) -> None:
+        self._line, self._pidfd, self._pid = line, pidfd, pid
         self.owner: Hashable = None
 
     def is_over(self) -> bool:
@@ -254,10 +264,17 @@ class _SideProcess:
 
     def ask(self, order: object, within_s: float) -> Any:
         """Return the answer. Raises `EOFError`, `OSError`, of which `TimeoutError`; then the process is to be ended."""
+        used_s = self._used_s()
         self._line.send_bytes(pickle.dumps(order))
         if within_s <= 0 or not self._line.poll(within_s):
-            raise TimeoutError
+            used_s = self._used_s() - used_s
+            raise Starved(f"{used_s:.1f} s") if used_s < within_s / 2 else TimeoutError
         return pickle.loads(self._line.recv_bytes(ANSWER_BYTES_MAX))
+
+    def _used_s(self) -> float:
+        """Return how long it has had a processor. Raises `OSError` if it has ended."""
+        fields = Path(f"/proc/{self._pid}/stat").read_bytes().rpartition(b") ")[2].split()
+        return (int(fields[USER_TIME]) + int(fields[USER_TIME + 1])) / TICKS_PER_S
 
     def end(self) -> None:
         self._line.close()
@@ -287,7 +304,7 @@ def answer_orders(descriptor: int, answer: Callable[[Any], object]) -> None:
                 break
             os.close(descriptors[0])
             pidfd = os.pidfd_open(child)
-            socket.send_fds(line, [_READY], [pidfd])
+            socket.send_fds(line, [str(child).encode()], [pidfd])
             os.close(pidfd)
     with Connection(descriptors[0]) as line, contextlib.suppress(EOFError, OSError):
         while True:

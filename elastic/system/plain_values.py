@@ -95,3 +95,7 @@ def _dtype(value: Any) -> str:
     with contextlib.suppress(Exception):
         return str(value.dtype)
     return ""
+
+
+def with_article(noun: str) -> str:
+    return f"{'an' if noun[:1] in 'AEIOUaeiou' else 'a'} {noun}"

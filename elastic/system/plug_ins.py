@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from elastic.system.named_code import where
-from elastic.system.plain_values import plain, shown, told
+from elastic.system.plain_values import plain, shown, told, with_article
 
 T = TypeVar("T")
 
@@ -30,8 +30,11 @@ class AskedPlugIn:
         except (KeyboardInterrupt, *passed):
             raise
         except BaseException as error:  # Also `SystemExit`.
-            line = where(error, __file__, call.__code__.co_filename)
-            raise self.fault(f"{self.whose}: {name} raised {told(error)}{line}") from error
+            raise self.raised(name, error, __file__, call.__code__.co_filename) from error
+
+    def raised(self, name: str, error: BaseException, *ours: str) -> Exception:
+        """Return the fault of code that has raised, below these files."""
+        return self.fault(f"{self.whose}: {name} raised {told(error)}{where(error, *ours)}")
 
     def made(self, name: str, answer: object, kind: type[T], allowed: str = "") -> T:
         """Return the answer as a value of this type, of Python's own numbers. `allowed` are words for the type."""
@@ -55,4 +58,4 @@ def _plain(value: Any) -> Any:
 
 def _words(kind: Any) -> str:
     named = str(kind).replace("collections.abc.", "").replace("elastic.core.", "")
-    return f"a {kind.__name__}" if isinstance(kind, type) else named
+    return with_article(kind.__name__) if isinstance(kind, type) else named

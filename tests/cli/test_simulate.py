@@ -2,6 +2,7 @@
 
 import json
 import math
+import zlib
 from pathlib import Path
 
 import pytest
@@ -133,18 +134,27 @@ def test_devices_of_two_kinds(elastic, config: Path) -> None:
     assert math.isfinite(json.loads(out)["wall_s"])
 
 
+@pytest.mark.parametrize(
+    ("route", "words"),
+    [
+        ("return 'nowhere'", "route returned 'nowhere' (str); allowed: None, or the id"),
+        ("return None", "route returned None for turn "),
+        ("while True: pass", "route raised Interrupted: this held the simulation for more than 0.3 s, at "),
+    ],
+)
 def test_a_policy_of_another_package_that_decides_nonsense_is_named(
-    refused, elastic, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refused, elastic, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, words: str
 ) -> None:
-    about = tmp_path / "site" / "lost-2.dist-info"
+    about, module = tmp_path / "site" / "lost-2.dist-info", f"lost_{zlib.crc32(route.encode())}"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lost\nVersion: 2\n")
-    (about / "entry_points.txt").write_text("[elastic.policies]\nrouting.lost = lost_policy:Lost\n")
-    (about.parent / "lost_policy.py").write_text(
+    (about / "entry_points.txt").write_text(f"[elastic.policies]\nrouting.lost = {module}:Lost\n")
+    (about.parent / f"{module}.py").write_text(
         "import msgspec\nclass Lost(msgspec.Struct, frozen=True):\n"
-        "    def route(self, turn, fleet):\n        return 'nowhere'\n"
+        f"    def route(self, turn, fleet):\n        {route}\n"
     )
     monkeypatch.syspath_prepend(str(about.parent))
-    answer = elastic("simulate", config, *CALM, "--set", "routing.policy=lost")
-    refused(answer, "routing.lost of the package lost 2: route returned 'nowhere' (str); allowed: None, or the id")
+    limit = ("--set", "scheduler.plug_in_timeout_s=0.3")
+    answer = elastic("simulate", config, *CALM, *limit, "--set", "routing.policy=lost")
+    refused(answer, f"routing.lost of the package lost 2: {words}")
     assert runs(config) == []

@@ -1,5 +1,6 @@
 """Markets of other packages' providers, as simulations and live runs drive them."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -10,8 +11,9 @@ import pytest
 from elastic.compose.checked_markets import make_provider
 from elastic.core.ids import LeaseId
 from elastic.core.types import EndCause, PolicyFault
+from elastic.protocol.endpoint import Endpoint
 from elastic.simulation.performance.launchers import launcher_of
-from providers.base import Provider, ProviderSettings
+from providers.base import Provider, ProviderContext, ProviderSettings, ProviderUnavailable
 from providers.markets import LeaseEnding, Market, TakenBack
 
 NOW_NS = 7
@@ -41,6 +43,15 @@ class Looking(Answering):
         return iter(())
 
 
+CONTEXT = ProviderContext(
+    run="r",
+    run_dir=Path(),
+    endpoint=Endpoint(""),
+    worker_command=(),
+    now_ns=lambda: NOW_NS,
+    acquire_timeout_s=0.01,
+    release_timeout_s=1.0,
+)
 SETTINGS = ProviderSettings.model_validate({"kind": "lab", "max_workers": 2})
 
 
@@ -130,10 +141,48 @@ def test_what_the_market_of_a_live_provider_may_not_do_is_told_to_the_run(theirs
         told.append(words)
         return PolicyFault(words)
 
-    provider = make_provider(cast("type[Provider]", Lab), "east", SETTINGS, cast("Any", None), fault)
+    provider = make_provider(cast("type[Provider]", Lab), "east", SETTINGS, CONTEXT, fault)
     with pytest.raises(PolicyFault):
         cast("Any", provider).market.news()
     assert told == [
         "providers.east: lab of the package theirs 1.0: free returned -3 (int); allowed: a whole number from 0 to "
         "9007199254740991"
     ]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", "start raised KeyError: 'gpus'"),
+        ("hangs", "start took longer than 0.01 s (scheduler.acquire_timeout_s)"),
+        ("lies", "adopt returned 3 (int); allowed: a list of leases' ids"),
+        ("babbles", "emit got 'gpus' (str); allowed: OfferChanged, "),
+        ("refuses", "no"),
+    ],
+)
+async def test_a_provider_that_cannot_begin_is_told_with_its_package(theirs: None, how: str, words: str) -> None:
+    class Lab:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def adopt(self, known: Any, emit: Any) -> Any:
+            return 3 if how == "lies" else []
+
+        async def start(self, emit: Any) -> None:
+            if how == "refuses":
+                raise ProviderUnavailable("no")
+            if how == "raises":
+                raise KeyError("gpus")
+            if how == "babbles":
+                emit("gpus")
+            await asyncio.Event().wait()
+
+        @property
+        def waits_for(self) -> str:
+            raise ValueError
+
+    provider = make_provider(cast("type[Provider]", Lab), "east", SETTINGS, CONTEXT, PolicyFault)
+    with pytest.raises((ProviderUnavailable, PolicyFault)) as told:
+        await (provider.adopt([], print) if how == "lies" else provider.start(print))
+    whose = "" if how == "refuses" else "providers.east: lab of the package theirs 1.0: "
+    assert str(told.value).startswith(whose + words)
+    assert provider.waits_for == "what waits_for does not say (ValueError)"

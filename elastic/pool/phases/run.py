@@ -19,6 +19,7 @@ from typing import Any
 
 from elastic.pool.phases import PhaseError, ScriptPhase
 from elastic.pool.phases.files import MAIN, PhasesFile, PhasesFileError, PhaseTarget, load_phases, split
+from elastic.system.plain_values import with_article
 
 HOOK = "__elastic_wrapped__"
 EXIT_BAD_INPUT = 2
@@ -54,7 +55,7 @@ class PhaseWrapper:
             kind = type(function) if isinstance(function, staticmethod | classmethod) else None
             function = getattr(function, "__func__", function)
             if not callable(function) or isinstance(function, type):
-                found = f"{module.__name__}:{path} is a {type(function).__name__}"
+                found = f"{module.__name__}:{path} is {with_article(type(function).__name__)}"
                 raise PhasesFileError(f"phases file {self.file.path}: {found}; allowed: a function or a method")
             for wrap in wraps:
                 function = wrap(function)

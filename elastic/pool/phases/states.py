@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic.pool.phases import PhaseError
+from elastic.system.plain_values import with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +54,9 @@ class StateArena:
         """Register states of `owner`. Raises `PhaseError` for an object that cannot be parked."""
         for at, thing in enumerate(things):
             if id(thing) not in self._states:
-                self._states[id(thing)] = self._movable(thing, f"{owner}: state[{at}], a {type(thing).__name__},")
+                self._states[id(thing)] = self._movable(
+                    thing, f"{owner}: state[{at}], {with_article(type(thing).__name__)},"
+                )
                 self._kept.append(thing)
 
     def park(self) -> None:

@@ -9,7 +9,7 @@ from elastic.protocol.api import DryRun, Submission
 from elastic.server.intake import submissions
 from elastic.server.problems import ApiProblem
 from elastic.server.settings import ServerSettings
-from elastic.server.side_processes import NoneFree, SideLimits, SideProcesses, answer_orders
+from elastic.server.side_processes import NoneFree, SideLimits, SideProcesses, Starved, answer_orders
 from elastic.server.store.runs import NewRun
 from elastic.system.installed import installed, is_ours
 from traces.errors import untrusted
@@ -54,6 +54,11 @@ def checked(settings: ServerSettings, submission: Submission, project: str) -> C
         answer = _processes.ask(project, _CheckOrder(settings, submission, project), within_s)
     except NoneFree:
         raise ApiProblem("unavailable", "other submissions are being checked") from None
+    except Starved as starved:
+        busy = (
+            f"its check had a processor for {starved} of {within_s:g} s: the machine is busy, or does not get to a file"
+        )
+        raise ApiProblem("unavailable", busy) from None
     except TimeoutError:
         raise ApiProblem(
             "invalid-configuration", f"its check took longer than {within_s:g} s; allowed: fewer keys, smaller files"
