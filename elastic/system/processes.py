@@ -103,6 +103,11 @@ def is_due(pid: int) -> bool:
     return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process."""
+    return _fields(pid)[:1] == ["T"]
+
+
 def _fields(pid: int | str) -> list[str]:
     """What the system says of a process, from its state on; nothing where there is none."""
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 
@@ -44,6 +45,7 @@ class TwoNodes:
             self._agent.settimeout(SOON_S)
             with theirs:
                 variables = {w.NODE_AGENT_VARIABLE: str(theirs.fileno()), w.RANKS_VARIABLE: told(there)}
+                variables[w.BEAT_VARIABLE] = "1"
                 self.resident = subprocess.Popen(
                     [sys.executable, "-m", "elastic.cli", "worker", "--trainer", str(run_dir)],
                     env=os.environ | variables,
@@ -133,18 +135,11 @@ def test_all_ranks_park_before_any_node_is_free_and_resume_once_all_have_their_d
     assert nodes.trainer.ask("train", 0)["unusable"] == {}
 
 
-def test_whoever_does_not_know_the_token_is_none_of_the_ranks(nodes: TwoNodes) -> None:
-    with socket.create_connection(nodes.address) as nobody:
-        nobody.settimeout(SOON_S)
-        nobody.sendall(b"\0\0\0\x05never" * 9)
-        while nobody.recv(4096):
-            pass
-    assert nodes.trainer.ask("train", 0)["unusable"] == {}
-
-
-def test_the_death_of_either_node_ends_all_ranks(nodes: TwoNodes) -> None:
-    nodes.resident.kill()
-    nodes.resident.wait()
+def test_a_rank_that_is_stopped_ends_its_node_and_so_all_ranks(nodes: TwoNodes) -> None:
+    """Its node's agent hears the resident, and not the rank."""
+    (rank,) = psutil.Process(nodes.resident.pid).children()
+    rank.suspend()
+    assert nodes.resident.wait(SOON_S) == 1
     with pytest.raises(ConnectionError, match="status 137"):
         nodes.trainer.ask("train", 0)
-    assert not any(map(lives, nodes.trainer.pids))
+    assert not lives(rank.pid)

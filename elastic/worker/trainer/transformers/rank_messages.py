@@ -160,6 +160,8 @@ _from_dialler = msgspec.msgpack.Decoder(FromDialler)
 _to_node = msgspec.msgpack.Decoder(NodeLeft)
 
 
+DEATH_SHOWS_S = 1.0
+"""After what it breaks, at most: a process's sockets are closed before it counts as dead."""
 GONE_S = 20
 """After so much silence a machine that does not answer is gone."""
 
@@ -220,6 +222,9 @@ class RankLine:
         """End it at both ends."""
         with contextlib.suppress(OSError), self._socket() as connection:
             connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
 
     def _socket(self) -> socket.socket:
         return socket.socket(fileno=os.dup(self.fileno()))

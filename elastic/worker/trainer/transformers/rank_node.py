@@ -22,14 +22,17 @@ from elastic.pool.messages import RANKS_VARIABLE, DeviceResumed, Park, Parked, R
 from elastic.protocol.connection import ConnectionLost, over_socket
 from elastic.protocol.endpoint import Address
 from elastic.system.interfaces import reached_by
+from elastic.system.plain_values import told
 from elastic.system.processes import MARK_VARIABLE, RUN_VARIABLE, inherited
 from elastic.system.supervision import how_ended
 from elastic.worker.agent import AgentExit, on_termination
 from elastic.worker.trainer.transformers import rank_messages as m
+from elastic.worker.trainer.transformers.rank_stops import RankStops
 
 log = structlog.get_logger(__name__)
 
 DIAL_S = 30.0
+LOOK_S = 0.1
 RANK = "elastic.worker.trainer.transformers.rank"
 
 
@@ -45,50 +48,74 @@ class RankNode:
 
     async def run(self, node_agent: socket.socket) -> AgentExit:
         """Be them until one of them, the first rank or the node's agent is gone."""
+        works = [self._over, *map(asyncio.create_task, (self._obey(node_agent), self._be_ranks()))]
         try:
-            ranks = await self._start()
-            line = m.RankLine.of_node(self._dial())
-        except OSError as error:
-            return AgentExit(1, f"the trainer's first rank at {self._places.at} is not reached: {error}")
-        threading.Thread(target=self._hear, args=(line,), name="first rank", daemon=True).start()
-        works = [asyncio.create_task(self._obey(node_agent)), *(asyncio.create_task(self._watch(one)) for one in ranks)]
-        try:
-            return await self._over
+            ended, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+            return ended.pop().result()
         finally:
             for work in works:
                 work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+
+    async def _be_ranks(self) -> AgentExit:
+        """Start the ranks, and watch them until the end of one."""
+        ranks: list[asyncio.subprocess.Process] = []
+        try:
+            for number in self._places.here:
+                ranks.append(await self._start(number))  # noqa: PERF401  # Those that were started are ended.
+            line = m.RankLine.of_node(await self._dial())
+            threading.Thread(target=self._hear, args=(line,), name="first rank", daemon=True).start()
+            stops = RankStops()
+            while all(rank.returncode is None for rank in ranks):
+                await asyncio.sleep(LOOK_S)
+                if (stopped := stops.hang([rank.pid for rank in ranks], time.monotonic())) is not None:
+                    return AgentExit(1, f"rank {self._places.here[stopped]} hangs: it was stopped")
+            status = next(rank.returncode for rank in ranks if rank.returncode is not None)
+            if not status:  # It was cut off: whoever did that knows why.
+                await asyncio.sleep(m.DEATH_SHOWS_S)
+            return AgentExit(1 if status else 0, f"a rank {how_ended(status)}")
+        except OSError as error:
+            return AgentExit(1, f"no ranks here: {told(error)}")
+        finally:
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     rank.kill()
-            await asyncio.gather(*works, return_exceptions=True)
 
-    async def _start(self) -> list[asyncio.subprocess.Process]:
+    async def _start(self, number: int) -> asyncio.subprocess.Process:
+        """Start the rank of this number. Raises `OSError`."""
         environment = inherited(*self._config.run.pass_env, RUN_VARIABLE, MARK_VARIABLE, RANKS_VARIABLE)
         environment |= reached_by(self._places.interface)
-        found: list[asyncio.subprocess.Process] = []
-        for number in self._places.here:
-            config = os.memfd_create("configuration")
-            os.write(config, self._config.model_dump_json().encode())
-            os.lseek(config, 0, os.SEEK_SET)
-            given = [self._dial(), self._dial(), config]
-            command = [sys.executable, "-m", RANK, *map(str, (*given[:2], number, config))]
-            try:
-                found.append(
-                    await asyncio.create_subprocess_exec(
-                        *command, env=environment, pass_fds=given, stdin=asyncio.subprocess.DEVNULL, stdout=2
-                    )
-                )
-            finally:
-                for descriptor in given:
-                    os.close(descriptor)
-        return found
+        config = os.memfd_create("configuration")
+        os.write(config, self._config.model_dump_json().encode())
+        os.lseek(config, 0, os.SEEK_SET)
+        given = [config]
+        try:
+            given += [await self._dial(), await self._dial()]
+            command = [sys.executable, "-m", RANK, *map(str, (*given[1:], number, config))]
+            return await asyncio.create_subprocess_exec(
+                *command, env=environment, pass_fds=given, stdin=asyncio.subprocess.DEVNULL, stdout=2
+            )
+        finally:
+            for descriptor in given:
+                os.close(descriptor)
 
-    def _dial(self) -> int:
+    async def _dial(self) -> int:
         """Raises `OSError`."""
-        address = Address.to_dial(self._places.at)
-        return m.kept(socket.create_connection(address, timeout=DIAL_S))
+        dialling = socket.socket()
+        try:
+            dialling.setblocking(False)
+            async with asyncio.timeout(DIAL_S):
+                await asyncio.get_running_loop().sock_connect(dialling, Address.to_dial(self._places.at))
+            return m.kept(dialling)
+        except OSError as error:
+            at = self._places.at
+            raise OSError(
+                f"the trainer's first rank is not reached at {at} within {DIAL_S:g} s: {told(error)}"
+            ) from error
+        finally:
+            dialling.close()  # Unless it was kept.
 
-    async def _obey(self, node_agent: socket.socket) -> None:
+    async def _obey(self, node_agent: socket.socket) -> AgentExit:
         try:
             link = await over_socket(node_agent, TO_RESIDENT, "the node agent")
             show_life(link)
@@ -109,7 +136,7 @@ class RankNode:
                     case message:
                         log.warning("a trainer takes no order of this kind", asked=type(message).__name__)
         except ConnectionLost as loss:
-            self.end(AgentExit(1, f"the node agent is gone: {loss}"))
+            return AgentExit(1, f"the node agent is gone: {loss}")
 
     def _say(self, message: m.NodeGiven | m.NodeTaken) -> bool:
         """Return whether the first rank may have been told: it knows of nothing before it has let this node in."""
@@ -118,10 +145,6 @@ class RankNode:
         with contextlib.suppress(OSError):  # Whoever hears that line ends this process.
             self._line.send(message)
         return True
-
-    async def _watch(self, rank: asyncio.subprocess.Process) -> None:
-        status = await rank.wait()
-        self.end(AgentExit(1 if status else 0, f"a rank {how_ended(status)}"))
 
     def end(self, how: AgentExit) -> None:
         if not self._over.done():
@@ -142,6 +165,7 @@ class RankNode:
             why = "the trainer's first rank is another one"
         except (EOFError, OSError):
             pass
+        time.sleep(m.DEATH_SHOWS_S)  # The node agent of that one says first what it died of.
         with contextlib.suppress(RuntimeError):  # The loop is over.
             later(self.end, AgentExit(0, why))
 

@@ -8,9 +8,9 @@ own under the same permit, and a node gives its own back once all ranks have par
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
-from typing import NoReturn
 
 import msgspec
 import structlog
@@ -22,21 +22,26 @@ log = structlog.get_logger(__name__)
 
 PROOF_S = 10
 """For a dialler to prove that it belongs here."""
+UNPROVEN_MAX = 64
+"""Diallers that are given this time at once; with one more the first of them has had it."""
 
 
 class OtherNodes:
     """The nodes of all ranks but the first one's. `lost` ends the process: one of them is gone."""
 
-    def __init__(self, places: RankPlaces, lost: Callable[[str], NoReturn]) -> None:
+    def __init__(self, places: RankPlaces, lost: Callable[[str], object]) -> None:
         self._places, self._lost = places, lost
         self._listener = socket.socket(fileno=places.descriptor)
         self._changed = threading.Condition()
         self._lines: dict[m.LineOpened, m.RankLine] = {}
+        self._unproven: dict[m.RankLine, float] = {}
+        """When each was accepted that has not proved that it belongs here."""
+        self._strangers, self._told_s = 0, float("-inf")
         self._given: dict[int, int] = {}
         """By node, the permit under which its devices were given."""
         self._taken: set[int] = set()
         """Nodes whose devices are to be given back."""
-        self._computing = False
+        self._computing = self._closed = False
         self._nodes = range(1, len(places.counts))
 
     @property
@@ -73,7 +78,7 @@ class OtherNodes:
     def close(self) -> None:
         """Let all of them end."""
         with self._changed:
-            self._lost = _not_missed
+            self._closed = True
             for line in self._lines.values():
                 line.cut()
 
@@ -83,24 +88,49 @@ class OtherNodes:
             return self._lines[opened]
 
     def _accept(self) -> None:
+        self._listener.settimeout(PROOF_S / 4)
         while True:
-            dialled, _ = self._listener.accept()
-            threading.Thread(target=self._let_in, args=(dialled,), name="a rank dials", daemon=True).start()
+            try:
+                dialled, _ = self._listener.accept()
+                line = m.RankLine.dialled(m.kept(dialled, PROOF_S))
+            except TimeoutError:
+                pass
+            except OSError as error:
+                log.warning("who dials is not let in", cause=str(error))
+                time.sleep(PROOF_S / 10)
+            else:
+                with self._changed:
+                    self._unproven[line] = time.monotonic()
+                threading.Thread(target=self._let_in, args=(line,), name="a rank dials", daemon=True).start()
+            with self._changed:
+                while len(self._unproven) > UNPROVEN_MAX:
+                    line = next(iter(self._unproven))
+                    del self._unproven[line]
+                    line.cut()
+                for line, since_s in self._unproven.items():
+                    if time.monotonic() - since_s > PROOF_S:
+                        line.cut()
 
-    def _let_in(self, dialled: socket.socket) -> None:
-        line = m.RankLine.dialled(m.kept(dialled, PROOF_S))
+    def _let_in(self, line: m.RankLine) -> None:
+        cause: str | None = None
         try:
             line.prove(self._places.token, dials=False)
             opened = line.receive()
         except (AuthenticationError, EOFError, OSError, msgspec.DecodeError) as error:
-            log.warning("somebody dials who is none of the ranks", cause=repr(error))
-            line.cut()
-            return
-        line.wait_for_ever()
+            opened, cause = None, repr(error)
         with self._changed:
+            self._unproven.pop(line, None)
             if isinstance(opened, m.LineOpened) and opened not in self._lines:
+                line.wait_for_ever()
                 self._lines[opened] = line
                 self._changed.notify_all()
+                return
+            self._strangers += 1
+            if time.monotonic() - self._told_s > PROOF_S:
+                self._told_s = time.monotonic()
+                cause = cause or f"it says {opened}"
+                log.warning("somebody dials who is none of the ranks", such=self._strangers, cause=cause)
+        line.close()
 
     def _hear(self, node: int, line: m.RankLine) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -114,15 +144,11 @@ class OtherNodes:
                         self._taken.add(node)
                         if not self._computing:
                             self._give_back(node)
-        self._lost(f"the ranks of the trainer's node {node + 1} are gone")
+        if not self._closed:
+            self._lost(f"the ranks of the trainer's node {node + 1} are gone")
 
     def _give_back(self, node: int) -> None:
         self._taken.discard(node)
         self._given.pop(node, None)
         with contextlib.suppress(OSError):
             self._lines[m.LineOpened(node)].send(m.NodeLeft())
-
-
-def _not_missed(why: str) -> NoReturn:
-    """They were told to end."""
-    raise SystemExit(why)

@@ -42,6 +42,7 @@ from elastic.worker.trainer.transformers import rank_messages as m
 from elastic.worker.trainer.transformers.making import trainer_on
 from elastic.worker.trainer.transformers.own_part import OwnPart
 from elastic.worker.trainer.transformers.rank_nodes import OtherNodes
+from elastic.worker.trainer.transformers.rank_stops import RankStops
 from elastic.worker.trainer.transformers.settings import TransformersSettings
 from elastic.worker.trainer.transformers.trainer import TransformersTrainer
 
@@ -55,8 +56,6 @@ LOOK_S = 0.25
 """Between two looks at whether an order takes too long."""
 AGREEMENT_S = 10.0
 """For the first rank to refuse for itself what another one refuses."""
-DEATH_SHOWS_S = 1.0
-"""After what it breaks, at most: a process's sockets are closed before it counts as dead."""
 SIGNALLED = 128
 """What is added to a signal's number in the exit status of a process that ends for it (`providers.processes`)."""
 THIS_MACHINE = "lo"
@@ -147,11 +146,10 @@ class OtherRanks:
     def join(self, places: RankPlaces) -> "OtherNodes":
         """Wait for the ranks on other nodes, and watch them from now on. Blocks."""
 
-        def lost(why: str) -> NoReturn:
-            time.sleep(DEATH_SHOWS_S)
-            if self._closed:
-                raise SystemExit(self._why)
-            self._end(why, SIGNALLED + signal.SIGKILL)
+        def lost(why: str) -> None:
+            time.sleep(m.DEATH_SHOWS_S)
+            if not self._closed:
+                self._end(why, SIGNALLED + signal.SIGKILL)
 
         self._nodes = OtherNodes(places, lost)
         for orders, publications in self._nodes.join():
@@ -218,7 +216,7 @@ class OtherRanks:
 
         Where that work has failed since one of them is dead, this process ends meanwhile.
         """
-        time.sleep(DEATH_SHOWS_S)
+        time.sleep(m.DEATH_SHOWS_S)
         self.close(why)
 
     def close(self, why: str) -> None:
@@ -227,12 +225,15 @@ class OtherRanks:
         self._kill()
 
     def _watch(self) -> None:
+        stops = RankStops()
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self._processes, 1):
                 selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
             while not (died := selector.select(LOOK_S)):
                 if time.monotonic() > min([*self._deadlines_s.values()], default=math.inf):
                     self._end("a rank has not done in time what all of them do")
+                if (stopped := stops.hang(self.pids, time.monotonic())) is not None:
+                    self._end(f"rank {stopped + 1} hangs: it was stopped")
         if self._closed:
             return
         rank = died[0][0].data
@@ -241,7 +242,7 @@ class OtherRanks:
         self._end(f"rank {rank} {how_ended(status)}", SIGNALLED - status if status < 0 else 1)
 
     def _broken(self, error: Exception) -> NoReturn:
-        time.sleep(DEATH_SHOWS_S)  # The process that sees it dead, or has ended them all, says why.
+        time.sleep(m.DEATH_SHOWS_S)  # The process that sees it dead, or has ended them all, says why.
         self._check_there(error)
         self._end(f"the line to a rank is broken: {error!r}")
 
