@@ -105,13 +105,14 @@ def as_pool(settings: ServerSettings, status: PoolStatus, name: str, project: st
     return pool
 
 
-def settle_jobs(store: Store, settings: ServerSettings, project: str | None = None) -> None:
-    """Note what became of the jobs of one project or all: which go on, also again, and what they cost. Raises
-    `ApiProblem` where a pool does not answer.
+def settle_jobs(store: Store, settings: ServerSettings, project: str | None = None) -> dict[str, int]:
+    """Note what became of the jobs of one project or all: which go on, also again, and what they cost. Returns of those
+    that go on at which place their pool heard of each. Raises `ApiProblem` where a pool does not answer.
 
     Jobs of a pool that the server was not started with stay as they were: nobody knows what becomes of them.
     """
     within = "" if project is None else str((settings.pooled / project).resolve())
+    heard: dict[str, int] = {}
     for path in settings.pools:
         with store.reading() as connection:
             if not jobs.any_in(connection, path.name, project):
@@ -120,6 +121,7 @@ def settle_jobs(store: Store, settings: ServerSettings, project: str | None = No
         control = control_of(settings, path.name)
         told = {job.name: job for job in asked(control.all_jobs(within=within, going_on=True))}
         told = {name: job for name, job in told.items() if project_of_job(settings, job) is not None}
+        heard |= {name: job.arrival for name, job in told.items()}
         others = [name for name in living if name not in told]
         for first in range(0, len(others), JOBS_PAGE):
             names = others[first : first + JOBS_PAGE]
@@ -137,6 +139,7 @@ def settle_jobs(store: Store, settings: ServerSettings, project: str | None = No
                 jobs.settle(tx, job.name, usd=job.usd, over=job.over, waits=waits)
             for row in unheard:
                 jobs.remove(tx, row["id"], row["created_us"])
+    return heard
 
 
 def _has_changed(row: Mapping[Any, Any] | None, job: JobStatus) -> bool:

@@ -124,6 +124,11 @@ def test_who_finds_no_room_for_a_week_is_rejected_with_the_reason() -> None:
     told = pool.tick(7 * 24 * H)
     assert [(type(command), command.job) for command in told] == [(c.RejectJob, "d")]  # type: ignore[union-attr]
     assert told[0].reason == "no room for it in 168 h"  # type: ignore[union-attr]
+    pool = Driver()
+    pool.tell(e.JobSubmitted(request=timed_job("a"), quota=BeyondQuota("ours", "it has 2 of 2 jobs")))
+    (rejected,) = pool.tick(7 * 24 * H)
+    words = "no room for it in 168 h; its quota did not allow it: it has 2 of 2 jobs"
+    assert rejected == c.RejectJob(job="a", reason=words)
     # It was placed meanwhile: nothing is left of the wait.
     pool = Driver("solo")
     pool.run(*(timed_job(name) for name in "abcd"))

@@ -85,7 +85,7 @@ class Cluster:
         """Events that are for jobs that the cluster has; of others they are ignored."""
         self._due: Mapping[str, Callable[[str], object]] = {
             "profile": lambda job: self._over(self.jobs[job], JobState.FAILED, "its step was not timed in time"),
-            "queue": lambda job: self._reject(self.jobs[job], f"{NO_ROOM} {limits.queue_ns / 3.6e12:.6g} h"),
+            "queue": self._queue_overdue,
             "start": lambda job: self._fail(self.jobs[job], "it did not start in time"),
             "stop": self._stop_overdue,
             "time slice": self._rotation.pass_over,
@@ -382,6 +382,11 @@ class Cluster:
     def _queue(self, record: JobRecord, reason: str) -> None:
         record.to(JobState.QUEUED, self.now_ns, reason)
         self.timers.set("queue", record.request.id, self.now_ns, self.limits.queue_ns)
+
+    def _queue_overdue(self, job: JobId) -> None:
+        record = self.jobs[job]
+        beyond = "" if record.quota is None else f"; its quota did not allow it: {record.quota.reason}"
+        self._reject(record, f"{NO_ROOM} {self.limits.queue_ns / 3.6e12:.6g} h{beyond}")
 
     def _problem(self, request: JobRequest) -> str:
         """Return why no pool of this kind can ever take the job; empty if one can."""

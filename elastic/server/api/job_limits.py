@@ -5,7 +5,8 @@ Jobs of a project begin in the order in which they were submitted: none is let b
 """
 
 import asyncio
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -61,10 +62,10 @@ def waiting_projects(store: Store, settings: ServerSettings) -> list[str]:
 def admit_waiting(store: Store, settings: ServerSettings, project: str) -> None:
     """Let jobs begin that waited for their project's quota, as far as it allows them now. Raises `ApiProblem` where a
     pool does not answer: what was submitted after that pool's job waits, too."""
-    settle_jobs(store, settings, project)
+    heard = settle_jobs(store, settings, project)
     with store.reading() as connection:
         rows = jobs.waiting(connection, _pools(settings), project)
-    for row in rows:
+    for row in _as_told(rows, heard):
         with store.reading() as connection:
             quota, use = quotas.quota(connection, project), jobs.use(connection, project)
             found = _beyond(connection, quota, use, row["train_gpus"])
@@ -74,6 +75,16 @@ def admit_waiting(store: Store, settings: ServerSettings, project: str) -> None:
                 jobs.note_wait(tx, row["id"], None if found is None else found.reason)
         if found is not None:
             break
+
+
+def _as_told(rows: Sequence[sa.RowMapping], heard: Mapping[str, int]) -> Iterator[sa.RowMapping]:
+    """Yield jobs as they were submitted, those of one pool as it has heard of them: it tells their places so."""
+    of_pools: dict[str, Iterator[sa.RowMapping]] = {}
+    for pool in {row["pool"] for row in rows}:
+        its = [row for row in rows if row["pool"] == pool]
+        of_pools[pool] = iter(sorted(its, key=lambda row: heard.get(row["id"], math.inf)))
+    for row in rows:
+        yield next(of_pools[row["pool"]])
 
 
 def _pools(settings: ServerSettings) -> list[str]:
