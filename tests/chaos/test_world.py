@@ -17,7 +17,9 @@ from elastic.testing.faults.shell.simulate import simulate
 
 SEEDS = 3, 10
 """That every change is tried with: they have many faults, and few groups."""
-FRESH = 1
+FRESH = 4
+"""Of so many seeds that no list has, the one with the second fewest faults is tried with every change: some worlds take
+ten times as long."""
 LASTING_SEEDS = {"hold": 5, "trickle": 5, "badstart": 4, "spam": 3, "flap": 3}
 """Seeds of worlds with one worker that lies for as long as it lives."""
 PLANTED = "outbox_not_emptied"
@@ -30,11 +32,11 @@ def test_more_runs_come_to_their_end() -> None:
         simulate(draw_plan(seed))
 
 
-def test_fresh_seeds_do_too() -> None:
-    """Whole worlds of seeds that no list has: they find what the fixed ones do not."""
+def test_a_fresh_seed_does_too() -> None:
+    """A whole world of a seed that no list has: it finds what the fixed ones do not."""
     first = int.from_bytes(os.urandom(3), "big")
-    for seed in range(first, first + FRESH):
-        simulate(draw_plan(seed))
+    _, plan, *_ = sorted(map(draw_plan, range(first, first + FRESH)), key=lambda plan: len(plan.faults))
+    simulate(plan)
 
 
 @pytest.mark.parametrize("seed", [10, pytest.param(2, marks=pytest.mark.nightly)])

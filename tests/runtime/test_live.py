@@ -155,6 +155,7 @@ def ill_mannered(base: type) -> type:
     return IllMannered
 
 
+@pytest.mark.nightly
 async def test_an_environments_faults_are_never_scored_and_end_no_run_that_may_have_them(
     live, live_config, parity
 ) -> None:

@@ -133,6 +133,7 @@ async def _lie(bodies: list[bytes], between: list[int]) -> None:
     await gateway.aclose()
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 async def test_a_run_with_byzantine_workers_is_the_run_without_them() -> None:
     found = await lying.measure(frames=10 * len(KINDS), seed=3)
