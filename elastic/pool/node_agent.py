@@ -168,6 +168,8 @@ class NodeAgent:
         self._residents: dict[JobId, _OwnResident] = {}
         self._wakeup: asyncio.TimerHandle | None = None
         self._link: PoolLink[w.ToNodeAgent] | None = None
+        self._unsaid: list[w.FromNodeAgent] = []
+        """What has happened since the last hello, and before its welcome."""
         self._own_host = ""
         """By which the pool's machine knows this one."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -181,9 +183,9 @@ class NodeAgent:
             self._say_notice()
 
     def _say_notice(self) -> None:
-        if self._notice is not None:
+        if self._notice is not None and self._link is not None:
             at_s, reason = self._notice
-            self._say(w.NodeNotice(max(0.0, at_s - here().monotonic()), reason))
+            self._link.send(w.NodeNotice(max(0.0, at_s - here().monotonic()), reason))
 
     async def run(self) -> NodeAgentEnd:
         """Work until the end, residents included; returns why it has ended."""
@@ -219,6 +221,9 @@ class NodeAgent:
             self._own_host = link.own_host
             self._limits = SilenceLimits(welcome.stall_s, welcome.still_s)
             link.watch(welcome.silence_s)
+            for message in self._unsaid:
+                link.send(message)
+            self._unsaid.clear()
             self._say_notice()
             if self._files is not None:
                 self._files.joined(link.send, welcome.orphan_s)
@@ -262,10 +267,13 @@ class NodeAgent:
 
     def _hello(self) -> msgspec.Struct:
         ticket = self._ticket
+        self._unsaid.clear()
         return self._state.hello(ticket.node, self._token, here().pid(), ticket.devices, ticket.machine)
 
     def _say(self, message: w.FromNodeAgent) -> None:
-        if self._link is not None:
+        if self._link is None:
+            self._unsaid.append(message)
+        else:
             self._link.send(message)
 
     def _heed(self, event: NodeAgentEvent) -> None:

@@ -42,10 +42,12 @@ asyncio.run(live())
 
 
 class KeptNode:
-    """The pool's side of one node agent."""
+    """The pool's side of one node agent, and the node agent's next connections."""
 
-    def __init__(self, path: Path, link: PoolLink[FromDialler]) -> None:
-        self.path, self.link = path, link
+    def __init__(
+        self, path: Path, link: PoolLink[FromDialler], connected: asyncio.Queue[PoolLink[FromDialler]]
+    ) -> None:
+        self.path, self.link, self.connected = path, link, connected
         self._number = 0
 
     async def resident(
@@ -81,8 +83,9 @@ async def kept(
             assert isinstance(hello, w.NodeAgentHello)
             assert hello.devices == devices
             link.send(w.NodeAgentWelcome("session", 60.0, 60.0, 60.0, *silence))
-            yield KeptNode(path, link)
-            connected.put_nowait(link)
+            node = KeptNode(path, link, connected)
+            yield node
+            connected.put_nowait(node.link)
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
@@ -135,6 +138,25 @@ async def test_a_resident_that_says_nothing_is_ended_and_one_that_lives_is_not(
         assert lives.is_running()
         node.link.send(w.EndResident("lives", "it has lived"))
         assert await node.link.receive() == w.ResidentGone("lives", 1, "it has lived", code=-9)
+
+
+async def test_what_happens_between_a_hello_and_its_welcome_is_said_after_that(tmp_path: Path) -> None:
+    async with kept(tmp_path) as node:
+        command, log = (sys.executable, "-c", LIVES, str(tmp_path / "told")), str(tmp_path / "log")
+        node.link.send(w.StartResidentFrame("one", 1, PhaseKind.ROLLOUT, command, {}, os.getcwd(), log))
+        assert await node.link.receive() == w.ResidentUp("one", 1)
+        node.link.abort()
+        node.link = await node.connected.get()
+        hello = await node.link.receive()
+        assert isinstance(hello, w.NodeAgentHello)
+        assert [resident.job for resident in hello.residents] == ["one"]
+        psutil.Process(int((tmp_path / "told").read_text())).kill()
+        while any((tmp_path / "records").iterdir()):  # noqa: ASYNC110 - a process and the disk are waited for
+            await asyncio.sleep(0.01)
+        node.link.send(w.NodeAgentWelcome("session", 60.0, 60.0, 60.0, 60.0, 0.0))
+        gone = await node.link.receive()
+        assert isinstance(gone, w.ResidentGone)
+        assert (gone.job, gone.code) == ("one", -9)
 
 
 async def test_a_script_begins_with_its_files_and_one_that_is_to_end_waits_for_none(tmp_path: Path) -> None:
