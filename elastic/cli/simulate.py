@@ -178,14 +178,16 @@ def _simulate(config: Config, names: list[str], where: str, experiment: simulati
         say(f"error: the simulation failed: {error}")
         return EXIT_FAILED
     conclude(run_dir, as_json=as_json)
+    if outcome.interrupted:
+        say("interrupted; the figures are of what had been simulated by then")
+        return EXIT_INTERRUPTED
     if outcome.failed:
         say(f"error: the simulated run failed: {outcome.failed}")
-    elif outcome.stopped:
+        return EXIT_FAILED
+    if outcome.stopped:
         say(f"stopped: {outcome.stopped}")
         return EXIT_STOPPED
-    elif outcome.interrupted:
-        say("interrupted; the figures are of what had been simulated by then")
-    return EXIT_INTERRUPTED if outcome.interrupted else EXIT_FAILED if outcome.failed else 0
+    return 0
 
 
 @contextmanager
