@@ -139,6 +139,14 @@ def test_who_would_stop_first_comes_first_and_gets_what_is_left() -> None:
     assert slices(ProjectAccount(runs=alive), SpendingLimits(budget_nano_usd=10 * USD)) == {}
 
 
+def test_what_a_run_spent_before_it_heard_is_taken_back_from_others() -> None:
+    limits = SpendingLimits(day_nano_usd=75 * USD)
+    late = RunAccount(run="late", allotted_nano_usd=0, known_nano_usd=USD, committed_nano_usd=USD, alive=True)
+    other = RunAccount(run="other", allotted_nano_usd=75 * USD, known_nano_usd=75 * USD, alive=True)
+    assert taken_back(ProjectAccount(runs=[other, late]), limits) == {"other": USD}
+    assert taken_back(ProjectAccount(runs=[other, replace(late, committed_nano_usd=0)]), limits) == {}
+
+
 @given(rate=st.floats(0.5, 50), minutes=st.integers(1, 200))
 def test_the_forecast_is_of_the_last_hour(rate: float, minutes: int) -> None:
     marks: list[list[int]] = []

@@ -113,7 +113,7 @@ def slices(account: ProjectAccount, limits: SpendingLimits) -> dict[str, int]:
 def taken_back(account: ProjectAccount, limits: SpendingLimits) -> dict[str, int]:
     """Return reductions of runs' allotments, in nano-dollars by run, after their project's limit was lowered: unused
     parts of the last runs first, and before these of runs without a process."""
-    coming = sum(run.may_nano_usd - run.allotted_nano_usd for run in account.runs)
+    coming = sum(max(0, run.may_nano_usd - max(run.allotted_nano_usd, run.committed_nano_usd)) for run in account.runs)
     over, taken = -(account.left_nano_usd(limits) + coming), dict[str, int]()
     last_first = account.runs[::-1]
     for run in sorted(last_first, key=lambda run: run.alive):
