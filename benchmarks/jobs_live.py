@@ -102,7 +102,7 @@ class Jobs:
     def settings(self, name: str) -> list[str]:
         found = [f"run.steps={self.steps}", f"run.seed={self.seed}", f"job.slo={SLO}", *self.further]
         if name == RANKED and self.train_gpus > 1:
-            found += ["trainer.kind=transformers", f"trainer.gpus={self.train_gpus}"]
+            found += ["trainer.kind=transformers", f"trainer.gpus={self.train_gpus}", "trainer.engine.device=cpu"]
         small = () if self.policy is None else (f"model.checkpoint={self.policy.result()}", *SMALL)
         return [*found, *(small or PACED.get(name, ()))]
 

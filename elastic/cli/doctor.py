@@ -34,7 +34,8 @@ from elastic.protocol.run_control import ControlError
 from elastic.runtime.journal import DirectoryStore
 from elastic.runtime.left_behind import left_behind
 from elastic.system.cores import cores
-from elastic.system.installed import installed, passed_over
+from elastic.system.installed import installed, is_ours, load_point, package_of, passed_over
+from elastic.system.named_code import CodeUnusable
 from elastic.system.plain_values import told
 from providers.base import ProviderUnavailable
 from providers.vendor_calls import CALL_NAME, called
@@ -46,6 +47,7 @@ ROOM_GB_MIN = 1.0
 PACKAGES = ("elastic-rl", "torch", "safetensors", "gymnasium", "numba", "xxhash", "zstandard")
 """The packages of Elastic and of its extra `train`."""
 GROUPS = ("elastic.providers", "elastic.environments", "elastic.engines", "elastic.trainers", "elastic.policies")
+ALL_GROUPS = (*GROUPS, "elastic.rewards", "elastic.relays", "elastic.function_pools")
 """What everybody has some of; of plug-ins' other groups doctor says only what is not used."""
 
 
@@ -103,6 +105,8 @@ def findings_of(config: Config | None, within_s: float = 60.0) -> list[Finding]:
     findings = [_python(), *_packages()]
     findings += _answered("device", "torch and the GPUs' driver", within_s, _device)
     findings += [_cores(), _room(), *_entry_points()]
+    for point in _of_others():
+        findings += _answered(point.group, package_of(point), within_s, _loads, point)
     if config is None:
         return findings
     release_s = config.scheduler.release_timeout_s
@@ -255,7 +259,19 @@ def _entry_points() -> list[Finding]:
         ),
         *(
             Finding(group, True, words, fault="unused", warns=True)
-            for group in (*GROUPS, "elastic.rewards", "elastic.relays", "elastic.function_pools")
+            for group in ALL_GROUPS
             for words in passed_over(group)
         ),
     ]
+
+
+def _of_others() -> list[importlib.metadata.EntryPoint]:
+    return [point for group in ALL_GROUPS for point in installed(group).values() if not is_ours(point)]
+
+
+def _loads(point: importlib.metadata.EntryPoint) -> list[Finding]:
+    try:
+        load_point(point)
+    except CodeUnusable as error:
+        return [Finding(point.group, False, str(error), f"mend {package_of(point)}, or uninstall it", "broken")]
+    return []

@@ -97,3 +97,15 @@ def test_doctor_says_who_has_not_answered_in_time_and_what_raises(
     assert findings["silent"].found == "no answer from the vendor of silent within 0.2 s"
     assert (findings["rude"].found, findings["rude"].fault) == ("KeyError: 'nothing'", "failed")
     sys.modules["silent_vendor"].answered.set()
+
+
+def test_doctor_says_whose_package_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = tmp_path / "broken-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[elastic.engines]\nbroken = broken_engine:Engine\n")
+    (tmp_path / "broken_engine.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = [one for one in findings_of(None) if one.what == "elastic.engines" and not one.ok]
+    assert (found.fault, found.hint) == ("broken", "mend broken 1, or uninstall it")
+    assert found.found.startswith("found 'broken' of the package broken 1, whose broken_engine:Engine cannot be loaded")
