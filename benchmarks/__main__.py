@@ -115,7 +115,7 @@ def table(played: Sequence[Played]) -> Table:
 def main() -> None:
     options = ArgumentParser(prog="benchmarks", description=__doc__)
     options.add_argument("names", nargs="*", metavar="NAME", help="these alone")
-    options.add_argument("--quick", action="store_true", help="each under 50 s on two cores")
+    options.add_argument("--quick", action="store_true", help="each short: most take under a minute on two cores")
     options.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
     options.add_argument("--kept", type=Path, metavar="FILE", help="go on from what this file keeps")
     given = options.parse_args()

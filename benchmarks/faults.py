@@ -6,11 +6,11 @@ whose keys begin with `shell_`. There `needless` counts
 acts without a cause in the world, `shell_coverage` is the share of the shell's lines that its first worlds go through
 (sixteen in the quick run, at most a hundred in others), and `shell_bugs` are planted one at a time.
 
-`--quick` lives through the seeds that CI has first and checks no mutant. Without it: a million events and more of each
-kind, and a sample of mutants. `--minutes 60` lives through worlds of the production shell for an hour, from a fresh
-seed on; a world that fails is told at once, with the command that replays it. `--nightly`: ten million events of the
-cheap worlds; of the production shell three million, and three hundred thousand faults. `--all-mutants` checks every
-mutant, which takes hours.
+`--quick` lives through the seeds that CI has first and checks no mutant; it takes minutes, most of them for planted
+bugs. Without it: a million events and more of each kind, and a sample of mutants. `--minutes 60` lives through worlds
+of the production shell for an hour, from a fresh seed on; a world that fails is told at once, with the command that
+replays it. `--nightly`: ten million events of the cheap worlds; of the production shell three million, and three
+hundred thousand faults. `--all-mutants` checks every mutant, which takes hours.
 """
 
 import argparse
@@ -204,7 +204,7 @@ if __name__ == "__main__":
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument(
-        "--quick", action="store_true", help="under 50 s on two cores: a fixed set of seeds, no mutants"
+        "--quick", action="store_true", help="a fixed set of seeds, no mutants; minutes, most of them for planted bugs"
     )
     extent.add_argument("--nightly", action="store_true", help="ten million events, three million of the shell")
     extent.add_argument("--seeds", type=int, metavar="N", help="so many worlds, and no mutants")
