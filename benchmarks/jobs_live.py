@@ -16,7 +16,7 @@ training paced, on two rollout nodes and one training node, in these arms:
 site and two rollout machines of two devices each, whose nodes join by tickets; the third job's trainer has two ranks.
 Node agents are killed, links cut, and the pool's process killed. Beside it `apart_strict`. `weights_identical_share`:
 of the jobs, those whose last weights and optimizer states are the same there, bit for bit. `hit`: whether a stroke fell
-on a node where the job's rollouts were. With `--quick` three small jobs, and one stroke of each kind, in three minutes.
+on a node where the job's rollouts were. With `--quick` three small jobs, and one stroke of each kind, in some minutes.
 
 With `--quick` there are two small jobs with untrained policies, and `apart_strict` has them side by side on nodes of
 their own. `step_s` is the median of a job's cycles, `slowdown` over `apart_strict`. `identical_share` of all

@@ -26,6 +26,8 @@ NODE_AGENT_VARIABLE = "ELASTIC_NODE_AGENT_FD"
 """Environment variable with the descriptor of a resident's socket to its node agent."""
 BEAT_VARIABLE = "ELASTIC_BEAT_S"
 """Environment variable of a resident that says at least so often, in seconds, that it lives."""
+BEATS = 3
+"""So many are missed in the silence after which a resident hangs."""
 OWN_PYTHON = "python"
 """First word of a resident's command on another machine, for the interpreter of its node agent."""
 UNFIT_STATUS = 70

@@ -107,7 +107,7 @@ class SilenceLimits(NamedTuple):
     @property
     def beat_s(self) -> float:
         """How often a resident says that it lives; 0 for never."""
-        return min(filter(None, self), default=0.0) / 3
+        return min(filter(None, self), default=0.0) / w.BEATS
 
 
 class _OwnResident:
@@ -461,7 +461,7 @@ class NodeAgent:
                 if isinstance(message, w.Warm) and not resident.began:
                     resident.began = True
                     if resident.limits.stall_s:
-                        link.beat(w.StillHere(), resident.limits.stall_s / 3)
+                        link.beat(w.StillHere(), resident.limits.stall_s / w.BEATS)
                 with self._isolated.attempt(f"message of {resident.order.job}"):
                     self._heed(ResidentSaid(resident.order.job, message))
         except ConnectionLost as loss:

@@ -19,12 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import structlog
 
-from elastic.system.processes import inherited
+from elastic.system.processes import inherited, used_ticks
 
 log = structlog.get_logger(__name__)
 
@@ -35,8 +34,6 @@ ANSWER_BYTES_MAX = 256 * 2**20
 STUCK_S = 1.0
 """Where for so long no order was answered, they are stuck, and another process begins for one that waits."""
 PID_BYTES = 16
-USER_TIME = 11
-"""The place of this field in /proc/PID/stat, counted after the program's name."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _READY, _FORK = b"r", b"f"
 _ANSWERING = """
@@ -273,8 +270,10 @@ class _SideProcess:
 
     def _used_s(self) -> float:
         """Return how long it has had a processor. Raises `OSError` if it has ended."""
-        fields = Path(f"/proc/{self._pid}/stat").read_bytes().rpartition(b") ")[2].split()
-        return (int(fields[USER_TIME]) + int(fields[USER_TIME + 1])) / TICKS_PER_S
+        ticks = used_ticks(self._pid)
+        if ticks is None:
+            raise ProcessLookupError(f"process {self._pid} has ended")
+        return ticks / TICKS_PER_S
 
     def end(self) -> None:
         self._line.close()

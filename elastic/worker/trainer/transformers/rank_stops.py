@@ -3,11 +3,8 @@
 import os
 from collections.abc import Mapping, Sequence
 
-from elastic.pool.messages import BEAT_VARIABLE
+from elastic.pool.messages import BEAT_VARIABLE, BEATS
 from elastic.system.processes import is_stopped
-
-BEATS = 3
-"""In the silence after which a resident hangs, as its node agent has it."""
 
 
 class RankStops:
