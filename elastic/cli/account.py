@@ -69,11 +69,15 @@ def account() -> Login:
     return Login(url or kept.url, key or kept.key)
 
 
-def run_on_disk(directory: Path, name: str) -> RunDirectory:
-    """Raises `ConfigError`, which says where else the run may be."""
+def run_on_disk(directory: Path, name: str, *, simulated: bool = False) -> RunDirectory:
+    """As in `DirectoryStore`. Raises `ConfigError`, which says where else the run may be."""
     try:
-        return DirectoryStore(directory).find(name)
+        return DirectoryStore(directory).find(name, simulated=simulated)
     except ConfigError as error:
-        if (path := _account_path()) is None or not path.exists():
-            raise
-        raise ConfigError(f"{error}; for runs on the server: --remote") from None
+        raise ConfigError(or_remote(str(error))) from None
+
+
+def or_remote(words: str) -> str:
+    """These words about what is not on disk, and for who is logged in where else it may be."""
+    path = _account_path()
+    return words if path is None or not path.exists() else f"{words}; for runs on the server: --remote"

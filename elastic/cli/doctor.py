@@ -89,9 +89,9 @@ def doctor(
     else:
         table = Table(box=None, show_header=False)
         for finding in findings:
-            hint = f"hint: {finding.hint}" if finding.hint and not finding.ok else ""
+            hint = f"\nhint: {finding.hint}" if finding.hint and not finding.ok else ""
             judged = "ok" if finding.ok and not finding.warns else finding.fault
-            table.add_row(judged, finding.what, finding.found, hint)
+            table.add_row(judged, finding.what, finding.found + hint)
         console().print(table)
     code = 0 if healthy else EXIT_FAILED
     if any(thread.name.startswith(CALL_NAME) for thread in threading.enumerate()):

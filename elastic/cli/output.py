@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130
 UNCUT_COLUMNS = 10_000
+_PADDING = re.compile(r" +(?=\n)")
 _lost: list[OSError] = []
 """Why standard output could not be written, each time since `prepare_streams`."""
 
@@ -107,7 +109,8 @@ def program() -> str:
 
 
 def console(*, stderr: bool = False) -> "Console":
-    """On standard output, or on standard error. In pipes and files no line is cut; brackets are what they are."""
+    """On standard output, or on standard error. In pipes and files no line is cut or padded; brackets are what they
+    are."""
     from rich.console import Console  # Most commands that programs start show nothing.
 
     stream = sys.stderr if stderr else sys.stdout
@@ -136,7 +139,7 @@ class _Unfailing:
 
     def write(self, text: str) -> int:
         with _unfailing(self._stream):
-            self._stream.write(text)
+            self._stream.write(text if self._stream.isatty() else _PADDING.sub("", text))
         return len(text)
 
     def flush(self) -> None:

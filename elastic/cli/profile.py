@@ -10,10 +10,10 @@ from elastic.cli.output import bad_input, emit, say
 from elastic.cli.progress import bar
 from elastic.compose.plan import resolve
 from elastic.config import Config, ConfigError, load_config
+from elastic.runtime.journal import DirectoryStore
 from elastic.simulation.calibration import (
     CalibrationError,
     Measured,
-    find_live_run,
     measure_engine,
     profile_engine,
     profile_run,
@@ -76,7 +76,7 @@ def profile(
 
 
 def _measure(name: str, directory: Path, config: Config | None, output: Path, base: str) -> Measured:
-    run_dir = find_live_run(directory, name) if name else None
+    run_dir = DirectoryStore(directory).find(name).path if name else None
     if config is None:
         assert run_dir is not None
         return profile_run(run_dir, output, base=base)

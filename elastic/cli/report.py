@@ -48,7 +48,8 @@ def report(
     if (shared := pooled(name, pools)) is not None:
         refuse_all_but(context, "of a pool or of its job", "--output", "--json", "--pools", "--directory", "NAME")
         return pool_report_command(shared, output, as_json=as_json)
-    run, other_run = run_on_disk(directory, name), run_on_disk(directory, compare) if compare else None
+    run = run_on_disk(directory, name, simulated=True)
+    other_run = run_on_disk(directory, compare, simulated=True) if compare else None
     try:
         summary = summarise(run)
         comparison = compared(summary, summarise(other_run)) if other_run else None

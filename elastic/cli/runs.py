@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from elastic.cli.account import run_on_disk
+from elastic.cli.account import or_remote, run_on_disk
 from elastic.cli.control import stop
 from elastic.cli.logs import logs
 from elastic.cli.options import AnyRunName, AsJson, Follow, Remote, RunsDirectory
@@ -25,6 +25,7 @@ from elastic.runtime.journal import (
     PUBLISHER,
     RELAY,
     RUNNING,
+    SIMULATED,
     UNEXPECTED,
     DirectoryStore,
     JournalError,
@@ -53,7 +54,8 @@ def list_runs(
     if remote:
         _list_hosted(as_json=as_json)
     else:
-        _show_rows([_row(run) for run in DirectoryStore(directory).runs()], f"no runs in {directory}", as_json=as_json)
+        rows = [_row(run) for run in DirectoryStore(directory).runs()]
+        _show_rows(rows, or_remote(f"no runs in {directory}"), as_json=as_json)
 
 
 @runs.command("list")
@@ -95,6 +97,8 @@ def _row(run: RunDirectory) -> dict[str, str]:
         meta = {"status": unreadable if run.journal_paths() else "no journal"}
     if meta.get("status") == RUNNING and not is_claimed(run.path):
         meta["status"] = UNEXPECTED
+    if SIMULATED in meta:
+        meta["status"] = f"{meta.get('status', '')} (simulated)"
     return {"run": run.name} | {key: meta.get(key, "") for key in ("started_at", "providers", "status")}
 
 
@@ -141,7 +145,7 @@ def show(
     if remote or is_hosted(name):
         _show_hosted(name, as_json=as_json)
         return
-    run = run_on_disk(directory, name)
+    run = run_on_disk(directory, name, simulated=True)
     row, summary, now = _row(run), summarise(run), _newest_sample(run)
     if as_json:
         core = now and {

@@ -83,9 +83,9 @@ class ChosenPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_to_evaluate(store: DirectoryStore, name: str) -> RunDirectory:
-    """A run by its name; the `latest` is the latest that trains, rather than an evaluation of it. Raises
+    """A run by its name; the `latest` is the latest that trains, rather than an evaluation or a simulation. Raises
     `ConfigError`."""
-    trains = (run for run in reversed(store.runs()) if load_run_config(run.path).run.steps)
+    trains = (run for run in reversed(store.runs()) if load_run_config(run.path).run.steps and not run.is_simulated())
     found = next(trains, None) if name == "latest" else None
     return store.find(name) if found is None else found
 

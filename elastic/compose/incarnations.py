@@ -37,6 +37,7 @@ from elastic.runtime.journal import (
     JOIN,
     PUBLISHER,
     RELAY,
+    SIMULATED,
     UNEXPECTED,
     CallRow,
     EvaluationRow,
@@ -103,7 +104,7 @@ def past_incarnations(run: RunDirectory) -> PastIncarnations:
         for path in run.journal_paths():
             with JournalReader(path) as journal:
                 meta = journal.meta()
-                if "simulated" in meta:
+                if SIMULATED in meta:
                     raise ConfigError(f"{journal.path}: a simulated run; only live ones can go on")
                 steps_done = max([steps_done, *(row.step + 1 for row in journal.rows(StepRow))])
                 if "providers" in meta:

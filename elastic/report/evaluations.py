@@ -10,7 +10,7 @@ from elastic.core.scores import Estimate
 from elastic.core.types import NS_PER_S
 from elastic.report import units
 from elastic.report.history import History
-from elastic.runtime.journal import EvaluationRow
+from elastic.runtime.journal import SIMULATED, EvaluationRow
 
 
 class EvaluatedSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ def evaluations_of(history: History) -> Evaluations:
     if not rows:
         return Evaluations()
     meta = history.segments[-1].meta()
-    if "simulated" in meta:
+    if SIMULATED in meta:
         return Evaluations(versions=[_version(rows[version], learns=False) for version in sorted(rows)])
     config = msgspec.json.decode(meta.get("config", "{}"))
     metric = _metric(config.get("evaluation") or {}, rows[max(rows)])

@@ -13,7 +13,7 @@ from elastic.protocol.api import HostedContext, HostedMessage, HostedTrajectoryD
 from elastic.report.bounds import bounded, cut
 from elastic.report.history import History
 from elastic.report.trajectories import detail_of, page_of
-from elastic.runtime.journal import TrajectoryFilter
+from elastic.runtime.journal import SIMULATED, TrajectoryFilter
 from elastic.system.plain_values import printable
 
 LAST_STEPS = 3
@@ -87,7 +87,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
 def choose(history: History) -> Chosen | None:
     """Choose what of a run is shown; None where it has no trajectory, or never happened. Raises `JournalError`."""
-    simulated = any("simulated" in segment.meta() for segment in history.segments)
+    simulated = any(SIMULATED in segment.meta() for segment in history.segments)
     newest = [] if simulated else page_of(history, TrajectoryFilter(), "", 1)[0]
     if not newest:
         return None

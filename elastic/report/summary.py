@@ -47,6 +47,7 @@ from elastic.report.weights import WeightUpdates, weights_of
 from elastic.runtime.agents import CHATS_NOTE, ChatTotals, chats_of
 from elastic.runtime.journal import (
     INTERRUPTED,
+    SIMULATED,
     TRACEBACK,
     GroupRow,
     MoveRow,
@@ -248,7 +249,7 @@ def _summary(history: History) -> Summary:
     samples, books, end_ns = history.samples(), history.books(), history.end_ns
     turns, moves = history.rows(TurnRow), history.rows(MoveRow)
     trajectories = history.rows(TrajectoryRow)
-    simulated = "simulated" in meta
+    simulated = SIMULATED in meta
     steps = _steps(history.rows(StepRow), trajectories, learns=not simulated)
     ends = lease_ends(history, books)
     workers = lanes(history, books, ends, end_ns, _drain_ns(config))

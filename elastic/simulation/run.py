@@ -17,6 +17,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, WeightMode
 from elastic.runtime.journal import (
     INTERRUPTED,
+    SIMULATED,
     DirectoryStore,
     JournalError,
     JournalWriter,
@@ -319,7 +320,7 @@ def simulate(
     experiment = settled(config, experiment)
     scheduler = Scheduler(run_plan(plan), scheduling.limits(config), policies(config), 0)
     settings = config.journal.model_copy(update={"commit_interval_s": JOURNAL_INTERVAL_S})
-    told = notes_of(plan, run_dir) | {"simulated": msgspec.json.encode(experiment).decode()}
+    told = notes_of(plan, run_dir) | {SIMULATED: msgspec.json.encode(experiment).decode()}
     journal = RunDirectory(run_dir).begin_journal(settings, waits=True, notes=told)
     with journaled(journal, scheduler) as ending:
         run = build(plan, experiment, scheduler, journal)

@@ -9,16 +9,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from elastic.compose.evaluating import run_to_evaluate
 from elastic.compose.plan import resolve
 from elastic.compose.runs import claimed, new_run_dir, save_run_config
-from elastic.config import Config, ConfigError
+from elastic.config import Config
 from elastic.core import events as e
 from elastic.core.ids import parse_turn
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import NS_PER_S, Account, Capabilities, Chunk, Chunks, EndCause, Offer, WorkerRole
-from elastic.runtime.journal import CallRow, PullRow, RunDirectory, TurnRow, event_row
+from elastic.runtime.journal import CallRow, DirectoryStore, PullRow, RunDirectory, TurnRow, event_row
 from elastic.simulation import run as simulation
-from elastic.simulation.calibration import CalibrationError, EngineNumbers, find_live_run, profile_run
+from elastic.simulation.calibration import CalibrationError, EngineNumbers, profile_run
 from elastic.simulation.performance.profile import Number, ProfileError, load_profile
 from functions.base import CallOutcome
 
@@ -335,16 +336,15 @@ def test_another_base_and_one_that_is_not_there(configured, write, tmp_path: Pat
 
 
 def test_latest_passes_over_simulated_runs(configured, write, tmp_path: Path) -> None:
-    directory = tmp_path / "runs"
-    with pytest.raises(ConfigError, match="no live run"):
-        find_live_run(directory, "latest")
+    """Unless there is nothing else, or they count, too."""
+    store = DirectoryStore(tmp_path / "runs")
     simulated = write(configured(pacing=PACING), simulated="{}")
-    with pytest.raises(ConfigError, match="no live run"):
-        find_live_run(directory, "latest")
+    assert store.find("latest").path == simulated
     live = write(configured(pacing=PACING))
-    write(configured(pacing=PACING), simulated="{}")
-    assert find_live_run(directory, "latest") == live
-    assert find_live_run(directory, simulated.name) == simulated
+    newest = write(configured(pacing=PACING), simulated="{}")
+    assert store.find("latest").path == live == run_to_evaluate(store, "latest").path
+    assert store.find("latest", simulated=True).path == newest
+    assert store.find(simulated.name).path == simulated
     with pytest.raises(CalibrationError, match="simulated run"):
         profile_run(simulated, tmp_path / "machine.toml")
 

@@ -35,7 +35,7 @@ def test_a_measured_engine_can_be_simulated(elastic, config: Path, tmp_path: Pat
     [
         ((), "give a RUN, --engine CONFIG, or both"),
         (("latest", "--set", "run.steps=3"), "--set overrides keys of --engine CONFIG"),
-        (("latest",), "no live run in"),
+        (("latest",), "no run 'latest' in"),
         (("nosuch",), "no run 'nosuch'"),
         (("--engine", "nosuch.toml"), "nosuch.toml: cannot be read"),
     ],

@@ -32,6 +32,6 @@ from elastic.runtime.journal.records import (
     TrajectoryRow,
     TurnRow,
 )
-from elastic.runtime.journal.store import CONFIG, JOURNAL, DirectoryStore, RunDirectory, RunStore, StoredRun
+from elastic.runtime.journal.store import CONFIG, JOURNAL, SIMULATED, DirectoryStore, RunDirectory, RunStore, StoredRun
 from elastic.runtime.journal.tables import JournalRecord
 from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, JournalWriter, NullJournal, SqliteJournal

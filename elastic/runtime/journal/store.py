@@ -11,7 +11,7 @@ from elastic.core.ids import is_evaluated
 from elastic.core.types import TrajectoryId
 from elastic.runtime.journal.reader import JournalReader
 from elastic.runtime.journal.records import EvaluatedRow, TrajectoryRow
-from elastic.runtime.journal.writer import SqliteJournal
+from elastic.runtime.journal.writer import JournalError, SqliteJournal
 from elastic.system.files import write_whole
 
 JOURNAL = "journal.sqlite"
@@ -20,6 +20,8 @@ CONFIG = "config.json"
 """The file that makes a directory a run's."""
 START = "start"
 """The file in which a run notes when it began, in nanoseconds since 1970: files' times change, and clocks are set."""
+SIMULATED = "simulated"
+"""The key of a journal's note of what was simulated; live runs' have none."""
 _LATER = re.compile(r"journal\.(\d+)\.sqlite")
 BESIDE = ("-wal", "-shm")
 """Files that SQLite keeps beside an open journal."""
@@ -76,6 +78,13 @@ class RunDirectory:
             with suppress(OSError):
                 return (self.path / CONFIG).stat().st_mtime_ns
         return 0
+
+    def is_simulated(self) -> bool:
+        try:
+            with self.newest_journal() as journal:
+                return SIMULATED in journal.meta()
+        except JournalError:
+            return False
 
     def journal_paths(self) -> list[Path]:
         """The journals of its incarnations, the first one's first."""
@@ -148,11 +157,12 @@ class DirectoryStore:
         before = [other.start_ns() for other in self.runs() if other.path != run.path]
         write_whole(run.path / START, b"%d" % max(now_ns, *(start_ns + 1 for start_ns in before), 0))
 
-    def find(self, name: str) -> RunDirectory:
-        """As in `RunStore`. A run's path counts as one of its names."""
+    def find(self, name: str, *, simulated: bool = False) -> RunDirectory:
+        """As in `RunStore`. A run's path counts as one of its names. The `latest` is a simulation only if such count,
+        too, or there is nothing else."""
         runs = self.runs()
         if name == "latest" and runs:
-            return runs[-1]
+            return next((run for run in reversed(runs) if simulated or not run.is_simulated()), runs[-1])
         for candidate in (given_path(name), self.directory / name):
             if (candidate / CONFIG).is_file():
                 return RunDirectory(candidate)

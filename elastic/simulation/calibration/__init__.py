@@ -2,4 +2,4 @@
 
 from elastic.simulation.calibration.engine import measure_engine, profile_engine
 from elastic.simulation.calibration.numbers import DEFAULT_BASE, Base, CalibrationError, EngineNumbers, Measured
-from elastic.simulation.calibration.run import find_live_run, profile_run
+from elastic.simulation.calibration.run import profile_run

@@ -17,9 +17,9 @@ from elastic.core.types import NS_PER_S, Account, LeaseId, Nanoseconds, WorkerId
 from elastic.runtime.journal import (
     INTERRUPTED,
     RUNNING,
+    SIMULATED,
     UNEXPECTED,
     CallRow,
-    DirectoryStore,
     JournalError,
     JournalReader,
     PullRow,
@@ -42,7 +42,6 @@ from elastic.simulation.performance.profile import Number
 from functions.base import CallOutcome
 
 SERVING = "serving"
-LATEST = "latest"
 FINISHED = ("finished", f"failed: {INTERRUPTED}")
 STOPPED = "stopped: "
 """How a run may have ended to be measured; the rest of an interrupted one, or one that was stopped, is as good as
@@ -83,33 +82,12 @@ def profile_run(
     return measured
 
 
-def find_live_run(directory: Path, name: str) -> Path:
-    """Find a run as a store does, except that `latest` skips simulated runs. Raises `ConfigError`."""
-    store = DirectoryStore(directory)
-    if name != LATEST:
-        return store.find(name).path
-    live = [run.path for run in store.runs() if _is_live(run)]
-    if not live:
-        raise ConfigError(
-            f"no live run in {directory}; `elastic profile --engine CONFIG` measures an engine without one"
-        )
-    return live[-1]
-
-
-def _is_live(run: RunDirectory) -> bool:
-    try:
-        with run.newest_journal() as journal:
-            return "simulated" not in journal.meta()
-    except JournalError:
-        return False
-
-
 class RunMeasurement:
     """Raises `CalibrationError` for a run that is simulated, still going on, or failed."""
 
     def __init__(self, run_dir: Path, reader: JournalReader, base: Base) -> None:
         meta = reader.meta()
-        if "simulated" in meta:
+        if SIMULATED in meta:
             raise CalibrationError(f"{run_dir}: a simulated run; only live ones can be measured")
         if is_claimed(run_dir):
             raise CalibrationError(f"{run_dir}: still going on; it can be measured once it has ended")
