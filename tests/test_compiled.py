@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import elastic
 from elastic.system.compiled import FOLDER, VARIABLE, place_below
 
 PROGRAM = """
-import os, elastic.system.compiled, elastic.weights.codecs
-print(elastic.__file__, os.environ.get("NUMBA_CACHE_DIR", "none"))
+import os, elastic.weights.codecs, numba
+print(elastic.__file__, os.environ.get("NUMBA_CACHE_DIR", "none"), numba.config.CACHE_DIR)
 """
 
 
@@ -43,12 +44,13 @@ def imported(tree: Path, **variables: str) -> list[str]:
 
 def test_codecs_of_read_only_sources_are_kept_elsewhere(read_only: Path, tmp_path: Path) -> None:
     """New interpreters compile codecs anew."""
-    module, own = imported(read_only)
+    module, own, kept = imported(read_only)
     assert module.startswith(str(read_only))
     assert own != "none"
+    assert kept == f"{own}/numba-{version('numba')}", "another numba, which shares the place, reads nothing of it"
     assert not Path(own).exists(), "a process's own place goes with it"
     chosen = str(tmp_path / "chosen")
-    assert imported(read_only, NUMBA_CACHE_DIR=chosen)[1:] == [chosen]
+    assert imported(read_only, NUMBA_CACHE_DIR=chosen)[1:] == [chosen, f"{chosen}/numba-{version('numba')}"]
 
 
 def test_processes_of_a_run_keep_them_below_it_just_where_they_must(read_only: Path, tmp_path: Path) -> None:

@@ -213,6 +213,10 @@ def checkpoint_answers(config: Config, run_dir: Path, told: Told) -> EngineAnswe
             "and at its end"
         )
     model = served_model(config, config.front or FrontConfig())  # type: ignore[call-arg]
+    try:
+        model.renderer.prompt([{"role": "user", "content": "?"}], None, {})
+    except ValueError as error:
+        raise ConfigError(f"run {run_dir.name}: {error}; `elastic runs trajectories` shows what it does") from error
     told(f"reading {paths[-1].name}")
     import torch
 

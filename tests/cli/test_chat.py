@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -149,6 +150,12 @@ def test_runs_that_cannot_chat_are_refused(elastic, refused, tmp_path: Path, pol
     (speechless.path / "checkpoints").mkdir()
     (speechless.path / "checkpoints" / "00000001.safetensors").write_bytes(b"none")
     refused(elastic("chat", speechless.name, *runs, "-m", "x"), "tokenizer")
+    prompted = shutil.copytree(policy, tmp_path / "prompted")
+    (prompted / "chat_template.jinja").unlink()
+    without = made(tmp_path, prompted)
+    (without.path / "checkpoints").mkdir()
+    (without.path / "checkpoints" / "00000001.safetensors").write_bytes(b"none")
+    refused(elastic("chat", without.name, *runs, "-m", "x"), f"run {without.name}: this model has no chat template")
     (run.path / "checkpoints").mkdir()
     (run.path / "checkpoints" / "00000001.safetensors").write_bytes(b"none")
     refused(elastic("chat", run.name, *runs, "-m", "x"), "00000001.safetensors: cannot be read")

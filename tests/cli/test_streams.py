@@ -93,6 +93,7 @@ def test_tables_in_pipes_have_names_whole(elastic, tmp_path: Path, monkeypatch: 
     code, out, _ = elastic("runs", "--directory", tmp_path)
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[1:]] == names
+    assert all(line == line.rstrip() for line in out.splitlines())
 
 
 @pytest.mark.parametrize("columns", ["", "80", "40"])
