@@ -272,7 +272,7 @@ def _hosts_work(
     loaded: Callable[[], None],
 ) -> Coroutine[Any, Any, None]:
     """Play episodes in token ids."""
-    from elastic.environments.hosting import HostWork, load_kind, serve_episodes
+    from elastic.environments.hosting import HostWork, load_kind, serve_episodes, words_for
 
     kind = load_kind(own.kind)
     work = HostWork(
@@ -284,6 +284,7 @@ def _hosts_work(
         away_s=config.run.orchestrator_timeout_s,
         inside=inside,
         loaded=loaded,
+        named=words_for(own.kind),
     )
     return serve_episodes(work)
 

@@ -26,7 +26,7 @@ from elastic.environments.run_link import EnvRunLink, serve_run
 from elastic.protocol import front_messages as m
 from elastic.protocol.frames import WireError
 from elastic.protocol.sampled import ids_of, pack_ids
-from elastic.system.installed import installed, load_point
+from elastic.system.installed import installed, is_ours, load_point, package_of
 from elastic.system.named_code import CodeUnusable, where
 from elastic.system.plain_values import told, whole
 
@@ -56,6 +56,8 @@ class HostWork:
     """Whether it is in a container."""
     loaded: Callable[[], None] = lambda: None
     """Called once the run has let it in."""
+    named: str = "the environment"
+    """What messages call it."""
 
 
 def load_kind(name: str) -> type[Environment]:
@@ -72,6 +74,12 @@ def load_kind(name: str) -> type[Environment]:
     if not (isinstance(settings, type) and issubclass(settings, BaseModel)):
         raise CodeUnusable(f"environment.kind: found {name!r}, whose Settings are no pydantic.BaseModel")
     return kind
+
+
+def words_for(name: str) -> str:
+    """What messages call the environment that is installed under this name: another package's has its own."""
+    point = installed(GROUP)[name]
+    return "the environment" if is_ours(point) else f"the environment {name!r} of the package {package_of(point)}"
 
 
 def facts(kind: type[Environment]) -> m.EpisodesHosted:
@@ -94,7 +102,7 @@ async def serve_episodes(work: HostWork) -> None:
     if work.inside:
         end_with_input()
     hosted = facts(work.kind)
-    host = EpisodeHost(lambda: work.kind(work.settings), work.limit_s, lambda said: link.send(said))
+    host = EpisodeHost(lambda: work.kind(work.settings), work.limit_s, lambda said: link.send(said), work.named)
 
     def welcomed() -> None:
         work.loaded()
@@ -115,9 +123,17 @@ class _HostedEpisode:
 
 
 class EpisodeHost:
-    """Plays episodes as ordered. `make` makes the environment of one; `say` tells the run an answer."""
+    """Plays episodes as ordered. `make` makes the environment of one, which messages call `named`; `say` tells the run
+    an answer."""
 
-    def __init__(self, make: Callable[[], Environment], limit_s: float, say: Callable[[m.FromFront], None]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        limit_s: float,
+        say: Callable[[m.FromFront], None],
+        named: str = HostWork.named,
+    ) -> None:
+        self._named = named
         self._make = make
         self._limit_s = limit_s
         self._say = say
@@ -177,7 +193,7 @@ class EpisodeHost:
                 raise
             trace = "".join(traceback.format_exception(error))[-TRACE_CHARACTERS:]  # Without values, as of functions.
             log.warning("the environment raised", trace=trace)
-            answer = m.EpisodeFailed(number, f"the environment raised {told(error)}"[: m.CAUSE_MAX])
+            answer = m.EpisodeFailed(number, f"{self._named} raised {told(error)}"[: m.CAUSE_MAX])
         finally:
             timer.cancel()
         if not episode.over:
@@ -188,7 +204,7 @@ class EpisodeHost:
         episode.over = True
         if episode.playing is not None:
             episode.playing.cancel()
-        self._say(m.EpisodeFailed(number, f"the environment did not answer within {self._limit_s:g} s"))
+        self._say(m.EpisodeFailed(number, f"{self._named} did not answer within {self._limit_s:g} s"))
 
     async def _answer(self, order: m.EpisodeOrder, episode: _HostedEpisode) -> m.EpisodeAnswered:
         """Raises `BadAnswer`, and whatever the environment raises."""

@@ -103,7 +103,9 @@ class Workers:
         far.send(m.DriverHello(m.FRONT_VERSION, SECRETS.driver_key(driver)))
         await self.doorkeeper.welcome(near)
         assert isinstance(await far.receive(), m.FrontWelcome)
-        host = EpisodeHost(lambda: cast(Environment, kind()), 0.2, far.send)
+        host = EpisodeHost(
+            lambda: cast(Environment, kind()), 0.2, far.send, "the environment 'adding' of the package sums 1"
+        )
         far.take_over("the run", lambda said: hear_all(host, said))
         far.send(m.EpisodesHosted(kind.stop_token_ids, words))
         self.ends.append(far)
@@ -176,7 +178,9 @@ async def test_what_the_environment_does_wrong_is_its_episodes_end(workers: Work
     await workers.begin()
     environment = workers.hosts.make("theirs")
     await environment.reset(5)
-    with pytest.raises(EpisodeLost, match="the environment raised ValueError: no thirteen"):
+    with pytest.raises(
+        EpisodeLost, match="the environment 'adding' of the package sums 1 raised ValueError: no thirteen"
+    ):
         await environment.step([13])
 
 
