@@ -22,7 +22,7 @@ import structlog
 from elastic.core.cluster.types import Nanoseconds, Permit, PhaseKind
 from elastic.core.types import NS_PER_S
 from elastic.pool import messages as w
-from elastic.pool.connection import POOL, TO_JOB, PoolLink
+from elastic.pool.connection import POOL, TO_JOB, UNKNOWN_POOL, PoolLink
 from elastic.protocol.connection import ConnectionLost, Greeting, SessionRefused, dial
 from elastic.protocol.endpoint import Endpoint
 
@@ -413,7 +413,8 @@ class PoolClient:
             script, held = self._held is not None, self._held() if self._held else 0
             return w.JobHello(w.POOL_PROTOCOL_VERSION, mine.job, mine.token, mine.placement, script, held)
 
-        link, self.welcome = await dial(mine.endpoint, POOL, TO_JOB, Greeting(hello, w.JobWelcome), within_s)
+        peer = UNKNOWN_POOL if self._task is None else POOL
+        link, self.welcome = await dial(mine.endpoint, peer, TO_JOB, Greeting(hello, w.JobWelcome), within_s)
         link.watch(self.welcome.silence_s)
         self._link = link
         self.tell(self.part.welcomed(self.welcome, self._now_ns()))

@@ -16,6 +16,8 @@ from elastic.protocol.frames import WireError, framed
 
 FRAME_BYTES_MAX = 2 * 1024 * 1024
 POOL = Peer("the pool", pause_growth=1.15)
+UNKNOWN_POOL = POOL._replace(changes=False)
+"""A pool that has not welcomed the dialler yet: a wrong certificate may as well be of another machine."""
 
 M = TypeVar("M")
 W = TypeVar("W")

@@ -20,7 +20,7 @@ import structlog
 
 from elastic.core.cluster.types import JobId, PhaseKind
 from elastic.pool import messages as w
-from elastic.pool.connection import FROM_RESIDENT, POOL, TO_NODE_AGENT, PoolLink
+from elastic.pool.connection import FROM_RESIDENT, POOL, TO_NODE_AGENT, UNKNOWN_POOL, PoolLink
 from elastic.pool.file_exchange import FilesUnavailable
 from elastic.pool.node_agent_state import (
     BeginResident,
@@ -206,10 +206,10 @@ class NodeAgent:
                 await part.aclose()
 
     async def _serve(self) -> NodeAgentEnd:
-        within_s, greeting = self._ticket.wait_s, Greeting(self._hello, w.NodeAgentWelcome)
+        peer, within_s, greeting = UNKNOWN_POOL, self._ticket.wait_s, Greeting(self._hello, w.NodeAgentWelcome)
         while True:
             try:
-                link, welcome = await dial(self._ticket.endpoint, POOL, TO_NODE_AGENT, greeting, within_s)
+                link, welcome = await dial(self._ticket.endpoint, peer, TO_NODE_AGENT, greeting, within_s)
             except SessionRefused as refusal:
                 how = "unheard" if refusal.retry else "refused" if self._state.idle else "given_up"
                 return NodeAgentEnd(str(refusal), how)
@@ -217,7 +217,7 @@ class NodeAgent:
                 return NodeAgentEnd(str(loss))
             log.info("joined the pool", pool=self._ticket.pool, node=self._ticket.node)
             self._let_in(welcome.session)
-            self._link, self._token, within_s = link, welcome.session, welcome.orphan_s
+            self._link, self._token, peer, within_s = link, welcome.session, POOL, welcome.orphan_s
             self._own_host = link.own_host
             self._limits = SilenceLimits(welcome.stall_s, welcome.still_s)
             link.watch(welcome.silence_s)
