@@ -1,4 +1,4 @@
-.PHONY: run run-clouds jobs serve quick test test-shared test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-loggers test-clients test-environments test-plugin test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run run-clouds jobs serve quick test pytest test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-loggers test-clients test-environments test-plugin test-vllm chat-model fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -47,15 +47,14 @@ ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashbo
 FOLDERS_ELSEWHERE := $(foreach suite,netns ray clouds dashboard trl clients,--ignore=tests/$(suite))
 
 test: setup
-	$(MAKE) --no-print-directory --jobs=2 check test-shared
-	$(BIN)/python -m pytest -m "alone and $(ELSEWHERE)" $$(grep -rl 'mark\.alone' tests --include='test_*.py')
+	$(MAKE) --no-print-directory --jobs=2 check pytest
 
 # What many of these processes import, and decode weights with, is compiled once, before they begin; the tests are
 # collected once, and shared by processes that are forked then (tests/processes.py).
-test-shared: setup
+pytest: setup
 	$(BIN)/python -m compileall -qq -j 2 benchmarks elastic functions policies providers traces
 	$(BIN)/python -c "from elastic.weights.codecs import warm_up; warm_up()"
-	$(BIN)/python -m pytest --processes 4 $(FOLDERS_ELSEWHERE) -m "not alone and $(ELSEWHERE)"
+	$(BIN)/python -m pytest --processes 5 $(FOLDERS_ELSEWHERE) -m "$(ELSEWHERE)"
 
 # As root: a run and its worker in two network namespaces, with a bad link between them.
 test-netns: setup

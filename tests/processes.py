@@ -1,7 +1,8 @@
 """`--processes N`: tests are collected once, and N processes that are forked then share them.
 
 A process takes a few tests of one file at a time, and asks for the next few as it begins them: so fixtures of modules
-and of the session live on from one to the next. Slow tests come first: none is begun when all others have ended.
+and of the session live on from one to the next. Slow tests come first: none is begun when all others have ended. Tests
+marked `alone` come last, one by one in one process.
 """
 
 import os
@@ -31,7 +32,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     count: int = options.processes
     if count < 2 or options.collectonly or (session.testsfailed and not options.continue_on_collection_errors):
         return None
-    _Runners(session, count).run()
+    alone = [item for item in session.items if item.get_closest_marker("alone")]
+    _Runners(session, count, [item for item in session.items if item not in {*alone}]).run()
+    _Runners(session, 1, alone).run()
     return True
 
 
@@ -53,10 +56,10 @@ def shares_of(items: Sequence[pytest.Item]) -> Iterator[Share]:
 class _Runners:
     """The processes, each at the other end of a connection: it asks for shares by number, and tells of its tests."""
 
-    def __init__(self, session: pytest.Session, count: int) -> None:
+    def __init__(self, session: pytest.Session, count: int, items: Sequence[pytest.Item]) -> None:
         self._session = session
         self._count = count
-        self._shares = list(shares_of(session.items))
+        self._shares = list(shares_of(items))
         self._next = iter(range(len(self._shares)))
         self._pids: dict[Connection, int] = {}
         self._taken: dict[Connection, deque[pytest.Item]] = {}

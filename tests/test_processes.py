@@ -14,13 +14,18 @@ def begun(tmp_path_factory):
     (tmp_path_factory.getbasetemp() / str(os.getpid())).touch()
 
 @pytest.mark.parametrize("number", range(50))
-def test_each(begun, number):
+def test_each(begun, number, tmp_path_factory):
+    (tmp_path_factory.getbasetemp() / f"begun {number}").touch()
     print("told by", number)
     assert number % 20 != 5
 
 @pytest.mark.slow
 def test_that_ends_its_process():
     os._exit(3)
+
+@pytest.mark.alone
+def test_alone(tmp_path_factory):
+    print("after", len([*tmp_path_factory.getbasetemp().glob("begun *")]))
 """
 
 
@@ -48,5 +53,6 @@ def test_each_is_run_once_and_told_of(tmp_path: Path) -> None:
     assert all(f"told by {number}\n" in ran.stdout for number in failed)
     ended = re.search(r"the process that ran it ended with 3; it had taken (\d+) more tests", ran.stdout)
     assert ended is not None
+    assert f"after {len(passed) + len(failed)}\n" in ran.stdout
     assert len({*passed}) == len(passed) == 50 - len(failed) - int(ended[1])
     assert 1 <= len([each for each in (tmp_path / "t").iterdir() if each.name.isdigit()]) <= 2
