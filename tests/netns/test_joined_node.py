@@ -3,6 +3,7 @@
 Needs root and `ip`; `make test-netns`.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -15,10 +16,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks._pools import LivePool as OnePool
+from benchmarks._pools import residual_nano_usd
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
 from tests.pool.live import STEPS, LivePool
 from tests.pool.test_pool_process import leftovers
+from tests.trainer.test_ranks_in_pool import RANKS
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
 
@@ -191,6 +195,48 @@ def test_a_trainer_whose_machine_is_lost_goes_on_on_another_from_the_checkpoint_
         said = (places[1] / "nodes" / "lab-train-1" / "logs" / "resident-one.log").read_text()
         assert '"event": "resuming"' in said
         assert '"checkpoint": "none"' not in said, "it began where the other had come to"
+    finally:
+        pool.stop()
+        for node_agent in node_agents:
+            node_agent.wait(60)
+
+
+def test_a_trainer_s_ranks_on_two_machines_meet_on_their_network_and_go_on_after_one_was_killed(
+    tmp_path: Path, checkpoint: Path, machines: list[str]
+) -> None:
+    here, places = tmp_path / "here", [tmp_path / machine for machine in machines]
+    shutil.copytree(checkpoint, here / "checkpoint")
+    pool = LivePool(here, here / "checkpoint", within_s=560)
+    reached = f'host = "0.0.0.0"\nadvertise = "{POOL_HOST}"'
+    pool.start(reached=reached, train='kind = "joined"\ninterface = "eth0"', train_nodes=2, start_s=300)
+    node_agents: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, (machine, place) in enumerate(zip(machines, places, strict=True)):
+            place.mkdir()
+            pool.elastic("pool", "ticket", pool.path, "-o", place / "ticket")
+            node_agents.append(join(machine, here, place, place / "ticket", f"cpu:{number}"))
+        changes = ("run.host=0.0.0.0", f"run.advertise={POOL_HOST}")
+        settings = [word for change in changes for word in ("--set", change)]
+        pool.submit("ranks", 1, *settings, beside=RANKS, train_s=200)
+        kept = pool.run_dir("ranks") / "checkpoints"
+        pool.until(lambda _: list(kept.glob("*.shards")))
+        (rank,) = pool.processes("elastic.worker.trainer.transformers.rank")
+        has = rank.environ()
+        assert has["GLOO_SOCKET_IFNAME"] == "eth0"
+        ranks = json.loads(has["ELASTIC_RANKS"])
+        assert (ranks["counts"], ranks["interface"]) == ([1, 1], "eth0")
+        assert ranks["at"].partition(":")[0] in NODE_HOSTS
+        rank.kill()
+        jobs = pool.until(lambda jobs: jobs["ranks"]["over"])
+        assert (jobs["ranks"]["state"], jobs["ranks"]["steps_done"]) == ("finished", STEPS)
+        logs = [next(place.glob("nodes/*/logs/resident-ranks.log")).read_text() for place in places]
+        begun = [line for log in logs for line in log.splitlines() if '"event": "resuming"' in line]
+        assert ['"checkpoint": "none"' in line for line in begun] == [True, False]
+        (job,) = pool.elastic("report", pool.path)["jobs"]
+        assert job["usd"] > 0
+        shares = {node["name"]: node["slice_share"] for node in pool.elastic("report", pool.path)["nodes"]}
+        assert min(shares["train-1"], shares["train-2"]) > 0
+        assert residual_nano_usd(OnePool(pool.path)) == 0
     finally:
         pool.stop()
         for node_agent in node_agents:

@@ -17,6 +17,7 @@ import pytest
 
 from elastic.compose.incarnations import replay
 from elastic.core.events import LeaseGranted, TokensReceived
+from elastic.protocol.ticket_store import TicketBook
 from elastic.runtime.journal import JournalError, RunDirectory
 from tests.bad_link import BadLink, LinkQuality
 from tests.cli.conftest import CONFIG
@@ -173,7 +174,7 @@ async def test_a_worker_elsewhere_works_through_whatever_befalls_its_link(far: F
         await disturb()
         await far.more_far_tokens()
     assert worker.poll() is None, "the same process all the time: it came back each time"
-    assert len(list(far.directory().joinpath("tickets").iterdir())) == 1
+    assert len([*TicketBook(far.directory()).all()]) == 1
     far.run.send_signal(signal.SIGINT)
     await asyncio.to_thread(far.run.wait, PATIENCE_S)
     assert check_tokens(RunDirectory(far.directory())) == (0, 0)
