@@ -45,7 +45,9 @@ PHASES_FILE = "elastic-phases.toml"
 OUTPUTS = "outputs"
 """The directory of a pool with what its scripts have put out on other machines: by job and placement."""
 INCOMING = f"{UNFINISHED_PREFIX}incoming"
-_RETURNED = re.compile(rf"{CHECKPOINTS}/[0-9]{{8}}\.(safetensors|shards/[A-Za-z0-9][A-Za-z0-9._-]{{0,199}})")
+_RETURNED = re.compile(
+    rf"{CHECKPOINTS}/[0-9]{{8}}\.(safetensors|shards/(\.metadata|[A-Za-z0-9_][A-Za-z0-9._-]{{0,199}}))"
+)
 
 
 def run_files(config: Config) -> tuple[SubmittedFile, ...]:
@@ -87,7 +89,7 @@ def files_of(entry: JobEntry, phase: PhaseKind) -> Sequence[SubmittedFile]:
         run_dir = Path(entry.directory)
         needed.append(submitted_file(run_dir / CONFIG, CONFIG))
         for path in saved(run_dir / CHECKPOINTS)[-1:]:
-            needed += files_below(path, f"{CHECKPOINTS}/{path.name}", POLICY_BYTES_MAX, follow=False)
+            needed += files_below(path, f"{CHECKPOINTS}/{path.name}", POLICY_BYTES_MAX, follow=False, hidden=True)
     return needed
 
 

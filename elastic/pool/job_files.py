@@ -58,15 +58,15 @@ def submitted_file(source: Path, path: str) -> SubmittedFile:
     return SubmittedFile(file=its, source=str(source), mtime_ns=before.st_mtime_ns)
 
 
-def files_below(place: Path, path: str, bytes_max: int, *, follow: bool) -> list[SubmittedFile]:
-    """Read what is at a place, a file or a directory, all but what is hidden, tickets, and the directories of runs,
-    pools and nodes; it belongs at `path` on nodes. Blocks.
+def files_below(place: Path, path: str, bytes_max: int, *, follow: bool, hidden: bool = False) -> list[SubmittedFile]:
+    """Read what is at a place, a file or a directory, all but tickets, and the directories of runs, pools and nodes; it
+    belongs at `path` on nodes. Blocks.
 
-    Links to files are read with `follow`, others never. Raises `ValueError` for what no node is sent, such as more than
-    `FILES_MAX` files, or `bytes_max` bytes.
+    What is hidden is read with `hidden`, links to files with `follow`, other links never. Raises `ValueError` for what
+    no node is sent, such as more than `FILES_MAX` files, or `bytes_max` bytes.
     """
     size_bytes = 0
-    sources = list(_sources(place, PurePosixPath(path), follow=follow))
+    sources = list(_sources(place, PurePosixPath(path), follow=follow, hidden=hidden))
     if not sources:
         raise ValueError(f"{place}: has no files")
     for source, _ in sources:
@@ -76,7 +76,7 @@ def files_below(place: Path, path: str, bytes_max: int, *, follow: bool) -> list
     return [submitted_file(source, str(name)) for source, name in sources]
 
 
-def _sources(place: Path, path: PurePosixPath, *, follow: bool) -> Iterator[tuple[Path, PurePosixPath]]:
+def _sources(place: Path, path: PurePosixPath, *, follow: bool, hidden: bool) -> Iterator[tuple[Path, PurePosixPath]]:
     waiting, count = [(place, path)], 0
     while waiting:
         here, name = waiting.pop()
@@ -87,8 +87,8 @@ def _sources(place: Path, path: PurePosixPath, *, follow: bool) -> Iterator[tupl
                 allowed = "a file, or a link to one" if follow else "a file or a directory"
                 raise ValueError(f"{here}: is a symbolic link; allowed: {allowed}")
             if source.is_dir():
-                seen = (one for one in source.iterdir() if not one.name.startswith(".") and one.suffix != _TICKET)
-                below = sorted(seen, reverse=True)
+                seen = (one for one in source.iterdir() if hidden or not one.name.startswith("."))
+                below = sorted((one for one in seen if one.suffix != _TICKET), reverse=True)
                 names = {one.name for one in below}
                 if _LOCK not in names or not names & _OF_OWN:
                     waiting += [(one, name / one.name) for one in below]

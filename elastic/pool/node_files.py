@@ -312,14 +312,15 @@ def _nobody(message: w.OfFiles) -> None:
 def _looked(start: _Start, seen: Mapping[Path, _Seen], *, last: bool) -> tuple[Mapping[Path, _Seen], dict[str, str]]:
     """Return the files of a start that may go back, as they are now, and why which of a script's do not. Blocks.
 
-    What a script is writing goes back once it is as it was at the look before, and until then as it has gone already.
-    Raises `ValueError` or `OSError` where a trainer's files change meanwhile: a part of a checkpoint is none.
+    What is hidden stays, but within a trainer's checkpoint. What a script is writing goes back once it is as it was at
+    the look before, and until then as it has gone already. Raises `ValueError` or `OSError` where a trainer's files
+    change meanwhile: a part of a checkpoint is none.
     """
     script, found, stays = start.order.script, dict[Path, _Seen](), dict[str, str]()
     for name in start.order.returned:
         for source in sorted(start.place.joinpath(name).rglob("*")):
             path = source.relative_to(start.place)
-            if any(part.startswith(".") for part in path.parts):
+            if any(part.startswith(".") for part in (path.parts if script else path.parts[:2])):
                 continue
             try:
                 its = source.lstat()

@@ -203,10 +203,24 @@ async def test_files_come_whole_and_once_and_what_is_kept_goes_back(tmp_path: Pa
         place = tmp_path / "node/jobs/one/1/run/checkpoints"
         assert returned(place) == frozenset()
         for version, kept in ((1, "00000001.safetensors"), (2, "00000002.shards"), (3, "00000003.safetensors")):
-            path = written(place, **{f"{kept}__0" if version == 2 else kept: f"of {version}"}) / kept
+            path, there, parts = place / kept, tmp_path / "run/checkpoints" / kept, [".metadata", "__0_0.distcp"]
+            if version == 2:  # As `torch.distributed.checkpoint` names what it writes.
+                draft = place / ".checkpoint-2"
+                draft.mkdir()
+                for part in parts:
+                    (draft / part).write_text(f"{part} of {version}")
+                draft.rename(path)
+            else:
+                written(place, **{kept: f"of {version}"})
             await until(lambda kept=kept: kept in (returned(place) or ()))
-            there = tmp_path / "run/checkpoints" / kept
-            assert (there / "0" if there.is_dir() else there).read_text() == f"of {version}"
+            if version == 2:
+                assert {one.name: one.read_text() for one in there.iterdir()} == {
+                    part: f"{part} of {version}" for part in parts
+                }
+                sent = files_below(there, f"checkpoints/{kept}", MB, follow=False, hidden=True)
+                assert [one.file.path for one in sent] == [f"checkpoints/{kept}/{part}" for part in parts]
+            else:
+                assert there.read_text() == f"of {version}"
             assert path.exists()
             await until(lambda version=version: both.returning == [True, False] * version)
         (place / "00000001.safetensors").unlink()
