@@ -26,6 +26,7 @@ import psutil
 from benchmarks import ROOT
 from elastic.system.processes import END_S, end_with_parent
 from elastic.system.signals import INTERRUPT, TERMINATION, handled
+from elastic.weights.shared_memory import remove_leftovers
 
 SCRATCH = "TMPDIR"
 """The variable that every process of a run, a pool or a server inherits."""
@@ -93,7 +94,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def _end_in(directory: Path) -> None:
-    """SIGKILL whatever has to do with this directory, and remove it."""
+    """SIGKILL whatever has to do with this directory, and remove it, with what that had in shared memory."""
     ends_s = time.monotonic() + END_S
     while (left := processes_in(directory)) and time.monotonic() < ends_s:
         for process in left:
@@ -101,6 +102,7 @@ def _end_in(directory: Path) -> None:
                 process.kill()
         time.sleep(POLL_S)
     shutil.rmtree(directory, ignore_errors=True)
+    remove_leftovers()
 
 
 def processes_in(directory: Path) -> list[psutil.Process]:

@@ -36,8 +36,7 @@ def in_memory(root: Path, memory: Path = SHARED_MEMORY) -> Iterator[None]:
             stack.enter_context(_linked(root, memory))
         except OSError as error:
             log.info("weights on the disk", directory=str(root), reason=str(error))
-        for place in memory.glob(f"{_PREFIX}*"):
-            _remove_leftover(place)
+        remove_leftovers(memory)
         _unlink_missing(root)
         yield
 
@@ -93,6 +92,12 @@ def _locked(place: Path, flags: int) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def remove_leftovers(memory: Path = SHARED_MEMORY) -> None:
+    """Remove what killed processes have left in `memory`, and nobody keeps."""
+    for place in memory.glob(f"{_PREFIX}*"):
+        _remove_leftover(place)
 
 
 def _remove_leftover(place: Path) -> None:
