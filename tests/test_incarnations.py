@@ -18,6 +18,7 @@ import pytest
 from elastic.compose import incarnations
 from elastic.compose.execution import execute
 from elastic.compose.incarnations import (
+    BEGAN,
     MAY_DIFFER,
     PreviousIncarnation,
     check_same,
@@ -35,7 +36,7 @@ from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
 from elastic.core.scheduler import Phase, Scheduler
-from elastic.core.types import NS_PER_S, Account
+from elastic.core.types import NS_PER_S, Account, Capabilities, EndCause, Offer, WorkerRole
 from elastic.runtime import states
 from elastic.runtime.journal import (
     CONTINUES,
@@ -57,6 +58,7 @@ from elastic.runtime.recorder import JournalRecorder
 from elastic.runtime.run import Run
 from elastic.runtime.trainer import kept_steps
 from elastic.simulation import run as simulation
+from elastic.system.boot_clock import Began
 from elastic.system.host import Host, on
 from tests.retold import retell
 
@@ -254,6 +256,41 @@ def test_a_run_that_had_done_its_steps_has_no_more_to_do_unless_more_are_wanted(
     assert previous_incarnation(run, config).digest == digest(core)
     more = config.model_copy(update={"run": config.run.model_copy(update={"steps": config.run.steps + 1})})
     assert previous_incarnation(run, more) == PreviousIncarnation()
+
+
+def test_a_run_that_failed_by_its_trajectories_stays_failed_while_no_more_may_fail(tmp_path: Path) -> None:
+    """With its last step done there is nothing left that could go better."""
+    run, allowed = RunDirectory(tmp_path), "rollout.max_failed_share={}"
+    changes = ("run.steps=1", "rollout.groups=1", "rollout.group_size=2", "trainer.updates_per_step=1")
+
+    def formed(share: float) -> Config:
+        return load_config(EXAMPLE, (*changes, allowed.format(share)))
+
+    at: dict[str, Any] = {"worker": "trainer", "epoch": 1}
+    capabilities = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=4096, device="none")
+    told = (
+        e.OfferChanged(offer=Offer(provider="trainer", role=WorkerRole.TRAINER, available=1, usd_per_gpu_hour=2.0)),
+        e.LeaseGranted(lease="trainer-1", workers=("trainer",), expires_at_ns=None),
+        e.WorkerJoined(**at, capabilities=capabilities, weights_version=0),
+        *(e.TrajectoryFailed(trajectory=f"0/0/{member}", cause="no lake today") for member in range(2)),
+        e.WorkerSlept(**at),
+        e.WeightsPublished(**at, version=1),
+        e.LeaseEnded(lease="trainer-1", cause=EndCause.RELEASED),
+    )
+    notes = _notes(run, formed(0.5)) | {BEGAN: msgspec.json.encode(Began.now()).decode()}
+    with closing(run.begin_journal(formed(0.5).journal, notes=notes)) as journal:
+        for event in told:
+            journal.append(event_row(event, 0))
+    (run.path / states.CHECKPOINTS).mkdir()
+    (run.path / states.CHECKPOINTS / "1.safetensors").touch()
+    core = replay(run)
+    assert "2 of 2 trajectories of the last step have failed" in core.failed
+    for share in (0.5, 0.9):
+        former = previous_incarnation(run, formed(share))
+        assert former.digest == digest(core) == digest(replay(run))
+        assert former.taken_up()
+        went_on(run, former, formed(share))
+    assert previous_incarnation(run, formed(1.0)).state is None
 
 
 def test_what_the_trainer_publishes_again_takes_nothing_from_the_account_of_its_step(

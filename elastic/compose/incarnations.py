@@ -208,7 +208,7 @@ def previous_incarnation(run: RunDirectory, config: Config) -> PreviousIncarnati
         raise ConfigError(f"{error}; the run goes on from its checkpoint once this journal is moved away") from error
     core = found.scheduler
     done = core.phase in (Phase.STOPPING, Phase.ENDED)
-    if core.failed or (done and config.run.steps > core.plan.steps):
+    if not _stays_failed(core, config, version) and (core.failed or (done and config.run.steps > core.plan.steps)):
         log.info("the run had ended; it goes on from the trainer's checkpoint", failed=core.failed)
         return anew
     if not found.leads_from(version):
@@ -229,6 +229,13 @@ def previous_incarnation(run: RunDirectory, config: Config) -> PreviousIncarnati
         functions_usd=functions_usd,
         budget_usd=config.run.budget_usd if changed else msgspec.UNSET,
     )
+
+
+def _stays_failed(core: Scheduler, config: Config, version: int) -> bool:
+    """Whether a run has failed with no step left to do after its checkpoint's `version`, and too many of its
+    trajectories for what is allowed now."""
+    ended = bool(core.failed) and version >= config.run.steps
+    return ended and bool(core.outcomes.failing(config.rollout.max_failed_share))
 
 
 BUDGET_KEY, CAPS_KEY = "run.budget_usd", "run.caps"
@@ -487,6 +494,7 @@ MAY_DIFFER = frozenset(
         "trainer.checkpoint_every_steps",
         "front",
         "weights.port",
+        "rollout.max_failed_share",
         "rewards.timeout_s",
         "rewards.concurrency",
         "rewards.idle_s",

@@ -23,6 +23,7 @@ from elastic.core.group_manager import GroupManager
 from elastic.core.lease_manager import LeaseManager
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import NANO_USD_PER_USD, Ledger
+from elastic.core.outcomes import Outcomes
 from elastic.core.patience import Patience
 from elastic.core.policy import Policies, SeedingPlan, StepRecord
 from elastic.core.profiles import BatchProfile
@@ -255,6 +256,11 @@ class Scheduler:
     def agreement(self) -> Agreement:
         """What workers' log-probabilities have come to beside the trainer's."""
         return self._run.agreement
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """What the trajectories of the last steps came to."""
+        return self._run.outcomes
 
     @property
     def controls(self) -> Controls:

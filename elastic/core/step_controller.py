@@ -406,7 +406,10 @@ class StepController:
         return "; ".join(words)
 
     def _check_outcomes(self, *, ends: bool) -> None:
-        """Fail a run of which too much has failed, or cannot be believed, in the last steps; `ends`: in all of them."""
+        """Fail a run of which too much has failed, or cannot be believed, in the last steps; `ends`: in all of them.
+
+        What a run was judged by at its end is kept, for it is judged by that again where somebody resumes it.
+        """
         run = self._run
         cause = run.agreement.failing()
         if not cause and (ends or run.outcomes.enough):
@@ -414,7 +417,8 @@ class StepController:
         if cause:
             run.fail(cause)
         run.agreement.begin_step(run.oldest_version)
-        run.outcomes.begin_step()
+        if not (cause or ends):
+            run.outcomes.begin_step()
 
     def abandon(self, reason: str) -> None:
         """The run is over: what is not trained yet never will be."""

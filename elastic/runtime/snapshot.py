@@ -80,7 +80,7 @@ def run_status(
         environments=_environment_statuses(scheduler, lost or {}, cut_tokens or {}),
         evaluation=_evaluation_status(scheduler),
         serving=_serving_status(scheduler),
-        refilled={str(cause): count for cause, count in scheduler.pieces[0].outcomes.refilled.items()},
+        refilled={str(cause): count for cause, count in scheduler.outcomes.refilled.items()},
     )
 
 

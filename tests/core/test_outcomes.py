@@ -56,6 +56,7 @@ def test_a_run_is_judged_as_soon_as_there_are_enough_steps(make_core) -> None:
     assert core.scheduler.phase is Phase.RUNNING
     step(core, OUTCOME_STEPS - 1, BROKEN, BROKEN)
     assert f"20 of 20 trajectories of the last {OUTCOME_STEPS} steps have failed" in core.scheduler.failed
+    assert core.scheduler.outcomes.failing(0.5) == core.scheduler.failed
 
 
 def test_failures_of_long_ago_are_forgiven(make_core) -> None:
