@@ -61,6 +61,7 @@ from elastic.config import Config, ConfigError, RunConfig, apply_override, load_
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.pool.client import TRAINS_VARIABLE
 from elastic.protocol.endpoint import Address
+from elastic.protocol.run_control import SERVED_VARIABLE
 from elastic.runtime.journal import INTERRUPTED, RUNNING, DirectoryStore, JournalError, RunDirectory
 from elastic.runtime.loop_watch import LoopWatch
 from elastic.runtime.orchestrator import Orchestrator
@@ -287,7 +288,7 @@ def carry_out(
 ) -> int:
     """Carry out a run; returns the exit code. `then` tells what it has come to. `command` takes it up."""
     progress = ProgressDisplay(console(stderr=True))
-    go_on = f"go on with: {program()} {command} --resume {run_dir}"
+    logs, go_on = _what_next(run_dir, command)
     try:
         with _logging_to(run_dir / "logs" / "orchestrator.log"), progress.context:
             outcome = run_loop(_execute(plan, run_dir, resume=resume, progress=progress))
@@ -310,17 +311,29 @@ def carry_out(
         then()
     except (JournalError, OSError) as error:
         say(f"warning: no report could be written: {error}")
-    return _told(outcome, run_dir, go_on)
+    return tell_end(outcome, logs, go_on)
 
 
-def _told(outcome: RunOutcome, run_dir: Path, go_on: str) -> int:
+def _what_next(run_dir: Path, command: str) -> tuple[str, str]:
+    """Where the run's logs are, and what takes it up; of a server's run in words for whom the server tells them."""
+    if SERVED_VARIABLE in os.environ:
+        return what_next_remotely(run_dir.name)
+    return f"logs are in {run_dir / 'logs'}", f"go on with: {program()} {command} --resume {run_dir}"
+
+
+def what_next_remotely(run: str) -> tuple[str, str]:
+    """What shows the logs of a server's run, and what takes it up."""
+    return f"its logs: elastic logs {run}", f"go on with: elastic runs resume {run}"
+
+
+def tell_end(outcome: RunOutcome, logs: str, go_on: str) -> int:
     """Say how the run has ended; returns the exit code."""
     if outcome.interrupted:
         say(f"interrupted; {go_on.replace('go on', 'goes on', 1)}")
         return EXIT_INTERRUPTED
     if outcome.failed:
         say(f"error: {'' if outcome.bad_input else 'the run failed: '}{outcome.failed}")
-        say(f"hint: logs are in {run_dir / 'logs'}; {go_on}")
+        say(f"hint: {logs}; {go_on}")
         return EXIT_BAD_INPUT if outcome.bad_input else EXIT_FAILED
     if outcome.stopped:
         more = " --budget-usd USD" if outcome.stopped.startswith(BUDGET_EXHAUSTED) else ""

@@ -7,7 +7,7 @@ import msgspec
 
 from elastic.cli.output import EXIT_FAILED, EXIT_STOPPED, console, emit, say
 from elastic.cli.remote import detaching, server
-from elastic.cli.run import show_plan
+from elastic.cli.run import show_plan, what_next_remotely
 from elastic.compose.plan import Acquisition, RewardCalls
 from elastic.config import ConfigError, apply_override, read_sections
 from elastic.protocol.api import UPLOAD_SCHEME, HostedRun, RunPhase
@@ -36,7 +36,7 @@ def submit(
             if as_json:
                 emit(run.model_dump(mode="json"))
             return 0
-        return _follow_to_end(client, run.id, as_json=as_json)
+        return follow_to_end(client, run.id, as_json=as_json)
 
 
 def _sections(config: Path, overrides: list[str]) -> dict[str, Any]:
@@ -75,21 +75,29 @@ def _show_dry_run(client: Client, raw: dict[str, Any], providers: list[str], *, 
     show_plan(plan.config, rows, calls, plan.warnings, as_json=as_json)
 
 
-def _follow_to_end(client: Client, run: str, *, as_json: bool) -> int:
-    """Show a run's progress until it has ended, then what it came to; the exit code is as of a run on disk."""
+def follow_to_end(client: Client, run: str, *, as_json: bool) -> int:
+    """Show a run's progress until it has ended, then what it came to; the exit code is as of a run on disk.
+
+    Its process has said itself how it ended, as the log's last line shows, unless it died.
+    """
+    logs, go_on = what_next_remotely(run)
+    last = ""
     with detaching(run):
         for line in client.logs(run):
-            say(line.line)
+            last = line.line
+            say(last)
         ended = _ended(client, run)
     if ended.figures.step or ended.phase is RunPhase.FINISHED:
         _conclude(client, run, as_json=as_json)
-    go_on = f"go on with: elastic runs resume {run}"
+    told = go_on in last
     if ended.phase is RunPhase.STOPPED:
-        say(f"stopped{f': {ended.cause}' if ended.cause else ''}; {go_on}")
+        if not told:
+            say(f"stopped{f': {ended.cause}' if ended.cause else ''}; {go_on}")
         return EXIT_STOPPED
     if ended.phase is RunPhase.FAILED:
-        say(f"error: the run failed: {ended.cause}")
-        say(f"hint: its logs: elastic logs {run}; {go_on}")
+        if not told:
+            say(f"error: the run failed: {ended.cause}")
+            say(f"hint: {logs}; {go_on}")
         return EXIT_FAILED
     return 0
 

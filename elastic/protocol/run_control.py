@@ -22,6 +22,8 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 SOCKET = "control.sock"
+SERVED_VARIABLE = "ELASTIC_SERVED"
+"""Environment variable with the hosted run and its proof, for its process only and not for that process's children."""
 _PEER = struct.Struct("3i")
 """The kernel's record of the listening process: process, user, group."""
 REQUEST_BYTES_MAX = 16 * 1024

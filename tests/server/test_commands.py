@@ -4,14 +4,18 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import sqlalchemy as sa
 from typer.main import get_command
 
 from elastic.cli.app import app, main
-from elastic.protocol.api import AccessRole, ProviderFigures, RunFigures, RunPhase
+from elastic.cli.run import tell_end, what_next_remotely
+from elastic.cli.submission import follow_to_end
+from elastic.compose.execution import RunOutcome
+from elastic.protocol.api import AccessRole, LogLine, ProviderFigures, RunFigures, RunPhase
 from elastic.server.store.tables import runs
 from tests.pool.stand_in import POOL, StandIn
 from tests.report.chat_run import ChatRun
@@ -102,6 +106,32 @@ def test_secrets_and_webhooks(elastic: Elastic, tmp_path: Path) -> None:
     assert [one["id"] for one in json.loads(elastic("webhooks", "deliveries", made["id"], "--json"))] == [sent["id"]]
     elastic("webhooks", "delete", made["id"])
     assert "events" in elastic("webhooks", "add", url, "--event", "run.nothing", code=2)
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_how_a_followed_run_failed_is_told_once(capsys: pytest.CaptureFixture[str], died: bool) -> None:
+    """By its process, in words for a user of the server, or by the server where the process died."""
+    log: list[str] = []
+    if not died:
+        outcome = RunOutcome(run_dir=Path("/srv") / NO_RUN, failed="no lake", interrupted=False)
+        assert tell_end(outcome, *what_next_remotely(NO_RUN)) == 1
+        log = capsys.readouterr().err.splitlines()
+
+    class Followed:
+        def logs(self, _: str) -> Iterator[LogLine]:
+            return (LogLine(id=str(number), line=line) for number, line in enumerate(log))
+
+        def events(self, _: str) -> Iterator[Any]:
+            return iter(())
+
+        def run(self, _: str) -> Any:
+            return SimpleNamespace(figures=RunFigures(), phase=RunPhase.FAILED, cause="no lake")
+
+    assert follow_to_end(cast("Any", Followed()), NO_RUN, as_json=False) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "error: the run failed: no lake",
+        f"hint: its logs: elastic logs {NO_RUN}; go on with: elastic runs resume {NO_RUN}",
+    ]
 
 
 def test_the_audit_log_and_projects(elastic: Elastic) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.protocol.run_control import SOCKET, RunOfAnotherUser
+from elastic.protocol.run_control import SERVED_VARIABLE, SOCKET, RunOfAnotherUser
 from elastic.runtime.journal import SqliteJournal
 from elastic.runtime.journal.records import FRAME, TABLES
 from elastic.server.history.journals import figures_of
@@ -317,7 +317,7 @@ def test_another_users_socket_is_told_nothing(site: Site, run: HostedRunRow) -> 
 def pretending(mark: str, user: str | None) -> Iterator[int]:
     child = subprocess.Popen(
         ["/bin/sh", "-c", "printf .; exec sleep 60"],
-        env={launching.SERVED_VARIABLE: mark},
+        env={SERVED_VARIABLE: mark},
         user=user,
         cwd="/",
         stdout=subprocess.PIPE,

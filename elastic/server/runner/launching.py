@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic.compose.run_endings import ending_of, world
-from elastic.protocol.run_control import ExpectedPeer, RunControl
+from elastic.protocol.run_control import SERVED_VARIABLE, ExpectedPeer, RunControl
 from elastic.runtime.journal import CONFIG
 from elastic.server.history.apart import apart
 from elastic.server.history.journals import count_journals
@@ -26,8 +26,6 @@ from elastic.system.files import write_whole
 from elastic.system.processes import Identity, identity, inherited, marked
 from elastic.system.supervision import WatchedProcess, start_detached
 
-SERVED_VARIABLE = "ELASTIC_SERVED"
-"""Environment variable with the hosted run and its proof, for its process only and not for that process's children."""
 Begin = Callable[[ServerSettings, HostedRunRow, str | None, Mapping[str, str]], tuple["subprocess.Popen[bytes]", int]]
 EndingOf = Callable[[ServerSettings, HostedRunRow, int | None], Ending]
 LOG = Path("logs") / "process.log"
