@@ -78,10 +78,19 @@ class CheckedProvider:
 
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
         answer = await self._begun("adopt", known, self._checked(emit))
-        return self._beginning.made("adopt", answer, list[LeaseId], "a list of leases' ids")
+        return self._unavailable.made("adopt", answer, list[LeaseId], "a list of leases' ids")
 
     async def start(self, emit: Emit) -> None:
         await self._begun("start", self._checked(emit))
+
+    async def release(self, lease: LeaseId, reason: str = "") -> None:
+        """What it raises is no fault, for a release is repeated."""
+        try:
+            await self._theirs("release")(lease, reason)
+        except (PolicyFault, asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise self._unavailable.raised("release", error, __file__) from error
 
     def bar(self, lease: LeaseId) -> None:
         self._checked_by.ask("bar", lambda: self._theirs("bar")(lease))
@@ -106,7 +115,7 @@ class CheckedProvider:
         return getattr(super(), name)
 
     @property
-    def _beginning(self) -> AskedPlugIn:
+    def _unavailable(self) -> AskedPlugIn:
         return replace(self._checked_by, fault=ProviderUnavailable)
 
     async def _begun(self, name: str, *arguments: Any) -> Any:
@@ -119,7 +128,7 @@ class CheckedProvider:
             within = f"{name} took longer than {self._begins_within_s:g} s (scheduler.acquire_timeout_s)"
             raise ProviderUnavailable(f"{self._checked_by.whose}: {within}") from None
         except BaseException as error:
-            raise self._beginning.raised(name, error, __file__) from error
+            raise self._unavailable.raised(name, error, __file__) from error
 
 
 class CheckedMarket(Market[Any]):

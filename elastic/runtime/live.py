@@ -237,4 +237,4 @@ class ProviderLeases:
                 if provider in self.providers:
                     await self.providers[provider].release(lease, reason)
         except Exception as error:
-            log.warning("release failed; it will be repeated", lease=lease, error=repr(error))
+            log.warning("release failed; it will be repeated", provider=provider, lease=lease, error=repr(error))

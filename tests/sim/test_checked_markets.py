@@ -186,3 +186,18 @@ async def test_a_provider_that_cannot_begin_is_told_with_its_package(theirs: Non
     whose = "" if how == "refuses" else "providers.east: lab of the package theirs 1.0: "
     assert str(told.value).startswith(whose + words)
     assert provider.waits_for == "what waits_for does not say (ValueError)"
+
+
+async def test_a_provider_that_cannot_release_is_told_with_its_package(theirs: None) -> None:
+    class Lab:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def release(self, lease: LeaseId, reason: str) -> None:
+            raise KeyError(f"{lease}, {reason}")
+
+    provider = make_provider(cast("type[Provider]", Lab), "east", SETTINGS, CONTEXT, PolicyFault)
+    with pytest.raises(ProviderUnavailable) as told:
+        await provider.release(LEASE, "over")
+    assert str(told.value).startswith(
+        "providers.east: lab of the package theirs 1.0: release raised KeyError: 'lab-1, over'"
+    )
