@@ -46,6 +46,7 @@ def installed_plugin(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (PLUGIN, tmp_path, ROOT)))}
 
 
+@pytest.mark.nightly
 def test_the_example_passes_the_suites(installed_plugin: dict[str, str]) -> None:
     """But that of engines, and what starts Python once more: `make test-plugin` runs all, on what pip has installed."""
     left_out = ["--ignore", str(PLUGIN / "tests/test_engine.py"), "-k", "not another_process"]
