@@ -32,8 +32,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     count: int = options.processes
     if count < 2 or options.collectonly or (session.testsfailed and not options.continue_on_collection_errors):
         return None
-    alone = [item for item in session.items if item.get_closest_marker("alone")]
-    _Runners(session, count, [item for item in session.items if item not in {*alone}]).run()
+    together: list[pytest.Item] = []
+    alone: list[pytest.Item] = []
+    for item in session.items:
+        (alone if item.get_closest_marker("alone") else together).append(item)
+    _Runners(session, count, together).run()
     _Runners(session, 1, alone).run()
     return True
 
