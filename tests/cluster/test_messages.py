@@ -7,6 +7,7 @@ from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
 from elastic.core.cluster.history import cluster_digest
 from elastic.core.cluster.types import BeyondQuota, JobState, PhaseKind, PhasePlan, WaitLimits
+from elastic.pool.status import queue_places
 from tests.cluster.conftest import Driver, S, grants, timed_job
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
@@ -75,6 +76,22 @@ def test_a_job_beyond_its_quota_is_considered_once_it_is_within_it() -> None:
     assert pool.cluster.jobs["b"].state is JobState.QUEUED
     pool.tell(e.TimePassed(), WaitLimits().queue_ns / S + 5)
     assert pool.cluster.jobs["b"].state is JobState.FAILED
+
+
+def test_a_flood_that_waits_for_its_quota_keeps_nobody_out_who_waits_for_room() -> None:
+    pool, quota = Driver(), BeyondQuota("agents", "it has 1 of 1")
+    first, *beyond, innocent = (
+        timed_job(name, rollout_nodes=3, rollout_bytes=5) for name in ("a", "b", "c", "innocent")
+    )
+    pool.run(first)
+    for request in beyond:
+        pool.tell(e.JobSubmitted(request=request, quota=quota))
+    pool.tell(e.JobSubmitted(request=innocent))
+    pool.tell(e.QuotaChanged(job="b", quota=None))
+    assert queue_places(pool.cluster) == {"innocent": 1, "b": 2, "c": 1}
+    pool.tell(e.JobFinished(job="a"))
+    assert pool.cluster.jobs["innocent"].state is JobState.PLACED
+    assert pool.cluster.jobs["b"].state is JobState.QUEUED
 
 
 def test_a_job_is_timed_first_and_then_placed_with_what_was_found() -> None:

@@ -194,7 +194,7 @@ def test_jobs_beyond_their_project_s_quota_wait_and_begin_in_their_order(
     assert (second["state"], second["reason"], second["beyond_quota"]) == ("queued", words, True)
     third = third["id"]
     assert theirs.post(JOBS, json=job).json()["state"] == "running"
-    assert (now(second["id"]), now(third)) == (("queued", words, 1), ("queued", words, 2))
+    assert (now(second["id"]), now(third)) == (("queued", words, 1), ("queued", BEHIND, 2))
     with pooled.store.writing() as tx:
         # As of two that came at once, of which the pool heard the other way round.
         stored_jobs.note_again(tx, second["id"])

@@ -325,6 +325,8 @@ class Cluster:
             return
         self.timers.clear("queue", event.job)
         record.to(JobState.SUBMITTED, self.now_ns, "it is within its quota now")
+        # Who has waited for room meanwhile goes before it: a flood that waits for one quota keeps no others out.
+        self.state.jobs[event.job] = self.state.jobs.pop(event.job)
         self._consider(record)
 
     def _profiled(self, record: JobRecord, event: e.JobProfiled) -> None:

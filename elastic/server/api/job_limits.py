@@ -50,7 +50,7 @@ def beyond_quota(
         return None
     submissions.refuse_beyond(row, msgspec.structs.replace(needs, trainer_gpus=trainer_gpus))
     use = jobs.use(connection, project, but)
-    return _beyond(connection, row, use, trainer_gpus) or (BeyondQuota(project, BEHIND) if use.waiting else None)
+    return BeyondQuota(project, BEHIND) if use.waiting else _beyond(connection, row, use, trainer_gpus)
 
 
 def waiting_projects(store: Store, settings: ServerSettings) -> list[str]:
@@ -65,16 +65,18 @@ def admit_waiting(store: Store, settings: ServerSettings, project: str) -> None:
     heard = settle_jobs(store, settings, project)
     with store.reading() as connection:
         rows = jobs.waiting(connection, _pools(settings), project)
+    beyond: BeyondQuota | None = None
     for row in _as_told(rows, heard):
-        with store.reading() as connection:
-            quota, use = quotas.quota(connection, project), jobs.use(connection, project)
-            found = _beyond(connection, quota, use, row["train_gpus"])
+        if beyond is None:
+            with store.reading() as connection:
+                quota, use = quotas.quota(connection, project), jobs.use(connection, project)
+                beyond = found = _beyond(connection, quota, use, row["train_gpus"])
+        else:
+            found = BeyondQuota(project, BEHIND)
         if found is None or found.reason != row["waits"]:
             asked(control_of(settings, row["pool"]).set_quota(row["id"], found))
             with store.writing() as tx:
                 jobs.note_wait(tx, row["id"], None if found is None else found.reason)
-        if found is not None:
-            break
 
 
 def _as_told(rows: Sequence[sa.RowMapping], heard: Mapping[str, int]) -> Iterator[sa.RowMapping]:
@@ -106,9 +108,9 @@ class WaitingJobs:
             try:
                 await asyncio.to_thread(admit_waiting, self._store, self._settings, project)
             except ApiProblem as problem:
-                # A pool that is away is asked again, and may not have heard yet of a job that is being submitted.
-                # Meanwhile other projects' jobs begin.
-                if problem.kind not in ("pool-away", "not-found"):
+                # A pool that is away is asked again, may not have heard yet of a job that is being submitted, and takes
+                # no more while it is stopping. Meanwhile other projects' jobs begin.
+                if problem.kind not in ("pool-away", "not-found", "job-conflict"):
                     raise
 
 
