@@ -4,6 +4,7 @@ What a key of the configuration names belongs in a directory of that key's name.
 """
 
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -130,27 +131,32 @@ def lacking(entry: JobEntry, files: Sequence[JobFile]) -> Sequence[tuple[JobFile
             raise ValueError(f"a trainer keeps checkpoints, and no {file.path!r}")
         if _digest_at(Path(entry.directory) / file.path) != file.digest and not (incoming / file.digest).is_file():
             found.append((file, incoming / file.digest))
-    _have_room("a trainer's checkpoints", found, incoming)
+    _have_room(found, incoming)
     return found
 
 
-def _have_room(what: str, lacking: Sequence[tuple[JobFile, Path]], incoming: Path) -> None:
-    """Raise `ValueError` if the disk has no room for what is fetched to a directory, which is made."""
+def _have_room(lacking: Sequence[tuple[JobFile, Path]], incoming: Path) -> None:
+    """Raise `ValueError` if the disk has no room for what is fetched to a directory."""
     if not lacking:
         return
-    incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
-    came = sum(part.stat().st_size for part in incoming.glob(f"*{PART}"))
-    needed, free = sum(file.size_bytes for file, _ in lacking), shutil.disk_usage(incoming).free + came
-    if needed > free - FREE_BYTES_MIN:
+    needed, room = sum(file.size_bytes for file, _ in lacking), _room(incoming)
+    if needed > room:
         raise ValueError(
-            f"{what} take {needed} bytes, and the disk of {incoming.parent} has room for "
-            f"{max(0, free - FREE_BYTES_MIN)}; {FREE_BYTES_MIN} stay free"
+            f"a trainer's checkpoints take {needed} bytes, and the disk of {incoming.parent} has room for {room}; "
+            f"{FREE_BYTES_MIN} stay free"
         )
 
 
-def keep(entry: JobEntry, files: Sequence[JobFile]) -> None:
+def _room(incoming: Path) -> int:
+    """Return for how many bytes there is room on the disk of a directory, which is made, with what came in part."""
+    incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+    came = sum(part.stat().st_size for part in incoming.glob(f"*{PART}"))
+    return max(0, shutil.disk_usage(incoming).free + came - FREE_BYTES_MIN)
+
+
+def keep(entry: JobEntry, files: Sequence[JobFile]) -> Sequence[str]:
     """Give fetched checkpoints their names, and remove older ones that their trainer does not keep any more, but the
-    best. Blocks. Raises `OSError`."""
+    best. Returns the digests of all. Blocks. Raises `OSError`."""
     directory = Path(entry.directory) / CHECKPOINTS
     of_checkpoint: dict[Path, list[JobFile]] = {}
     for file in files:
@@ -171,6 +177,7 @@ def keep(entry: JobEntry, files: Sequence[JobFile]) -> None:
         if path not in of_checkpoint and int(path.stem) != best:
             remove_saved(path)
     shutil.rmtree(directory / INCOMING, ignore_errors=True)
+    return [file.digest for file in files]
 
 
 class ScriptOutputs(NamedTuple):
@@ -181,23 +188,29 @@ class ScriptOutputs(NamedTuple):
     outputs: Sequence[str]
 
     def lacking(self, files: Sequence[JobFile]) -> Sequence[tuple[JobFile, Path]]:
-        """Return which files are not here, each with where to put what is fetched of it. Blocks. Raises `ValueError`
-        for what is in no output, and for more than the disk has room for."""
+        """Return which files are not here, each with where to put what is fetched of it, the smallest first, and only
+        as many as the disk has room for. Blocks. Raises `ValueError` for what is in no output."""
         incoming, found = self.place / INCOMING, list[tuple[JobFile, Path]]()
         for file in files:
             if file.path != SCRIPT_LOG and check_path(file.path).split("/")[0] not in self.outputs:
                 raise ValueError(f"a script's node gives back its outputs, and no {file.path!r}")
             if _digest_at(self._target(file)) != file.digest and not (incoming / file.digest).is_file():
                 found.append((file, incoming / file.digest))
-        _have_room("a script's outputs", found, incoming)
-        return found
+        found.sort(key=lambda one: one[0].size_bytes)
+        room = _room(incoming) if found else 0
+        there = itertools.accumulate(file.size_bytes for file, _ in found)
+        return found[: sum(size_bytes <= room for size_bytes in there)]
 
-    def keep(self, files: Sequence[JobFile]) -> None:
-        """Give fetched files their names, and remove what the node has not any more. Blocks. Raises `OSError`."""
-        incoming = self.place / INCOMING
+    def keep(self, files: Sequence[JobFile]) -> Sequence[str]:
+        """Give fetched files their names, and remove what the node has not any more. Returns the digests of those that
+        are here. Blocks. Raises `OSError`."""
+        incoming, lacking = self.place / INCOMING, set[str]()
         for file in files:
             target = self._target(file)
             if _digest_at(target) == file.digest:
+                continue
+            if not (incoming / file.digest).is_file():
+                lacking.add(file.digest)
                 continue
             for parent in [*target.relative_to(self.place).parents][-2::-1] if target != self.log else ():
                 if (self.place / parent).is_file():
@@ -213,6 +226,7 @@ class ScriptOutputs(NamedTuple):
         wanted = {self._target(file) for file in files}
         for path in [path for path in self.place.rglob("*") if path.is_file() and path not in wanted]:
             path.unlink()
+        return [file.digest for file in files if file.digest not in lacking]
 
     def _target(self, file: JobFile) -> Path:
         return self.log if file.path == SCRIPT_LOG else self.place / file.path

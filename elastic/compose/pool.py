@@ -215,8 +215,8 @@ class PoolPrograms:
     def lacking(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
         return self._outputs(entry, placement).lacking(files) if entry.script else lacking(entry, files)
 
-    def keep(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> None:
-        self._outputs(entry, placement).keep(files) if entry.script else keep(entry, files)
+    def keep(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> Sequence[str]:
+        return self._outputs(entry, placement).keep(files) if entry.script else keep(entry, files)
 
     def _outputs(self, entry: JobEntry, placement: int) -> ScriptOutputs:
         place = self._directory / OUTPUTS / entry.job / str(placement)

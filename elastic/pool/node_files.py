@@ -28,8 +28,8 @@ from elastic.system.host import here
 
 log = structlog.get_logger(__name__)
 
-LOOK_S = 0.25
-"""How often a node agent looks for what goes back."""
+LOOK_S, LOOK_MOST_S, LOOK_TIMES = 0.25, 5.0, 10.0
+"""How often a node agent looks for what goes back: so many times as long as the look took, within these bounds."""
 LOG_BYTES, LOG_EVERY_NS = 256 * 1024, 5_000_000_000
 """How much of the end of a script's log goes back, and how often."""
 FILES, JOBS = "files", "jobs"
@@ -272,8 +272,9 @@ class NodeFiles:
         gone."""
         seen: Mapping[Path, _Seen] = {}
         left_out: Mapping[str, str] = {}
+        loop = asyncio.get_running_loop()
         while True:
-            last = not start.runs
+            last, began_s = not start.runs, loop.time()
             with contextlib.suppress(ValueError, OSError):  # Something changes just now: the next look tells.
                 if start.order.script:
                     with contextlib.suppress(OSError):
@@ -291,7 +292,7 @@ class NodeFiles:
                     self._say(said)
                 if last and {one.digest for one in files} <= {*start.kept}:
                     return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(min(max(LOOK_S, LOOK_TIMES * (loop.time() - began_s)), LOOK_MOST_S))
 
     def _note_kept(self, start: _Start, digests: Collection[str]) -> None:
         start.kept = digests
@@ -328,7 +329,7 @@ def _looked(start: _Start, seen: Mapping[Path, _Seen], *, last: bool) -> tuple[M
                     continue
                 if len(found) >= w.FILES_MAX - 1:
                     stays[path.as_posix()] = f"more than {w.FILES_MAX - 1} files"
-                    break
+                    continue
                 found[source] = _as_seen(start, source, its, seen.get(source), at_once=last or not script)
             except FileNotFoundError:
                 if not script:

@@ -38,11 +38,13 @@ class FilePrograms(Protocol):
 
     def lacking(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
         """Returns the files that the pool has not, of those that a trainer keeps or a script puts out, each with where
-        to fetch it to. Raises `ValueError` for what is none of these."""
+        to fetch it to. A trainer's come all or none; of a script's those are left out for which there is no room.
+        Raises `ValueError` for what is none of these."""
         ...
 
-    def keep(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> None:
-        """Gives what was fetched its names, and removes what is not kept there any more. Raises `OSError`."""
+    def keep(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> Sequence[str]:
+        """Gives what was fetched its names, and removes what is not kept there any more. Returns the digests of those
+        that are here: a trainer's are all. Raises `OSError`."""
         ...
 
 
@@ -188,9 +190,9 @@ class _Desk:
             self._files.shell.returns(job, goes_on=False)
 
     async def _take_once(self, there: w.FilesThere) -> None:
-        """Have what the node said, if the job has such a start. Raises `FilesUnavailable`, `OSError` and
-        `ValueError`."""
-        programs, kept = self._files.programs, tuple(one.digest for one in there.files)
+        """Have what the node said, if the job has such a start. No file of a script's keeps its others from coming.
+        Raises `FilesUnavailable`, `OSError` and `ValueError`."""
+        programs, cause = self._files.programs, ""
         entry, phase = self._files.entry(self._node, there)
         if entry is None or phase is not PhaseKind.TRAIN:
             return
@@ -198,6 +200,15 @@ class _Desk:
         if lacking and not entry.script:
             self._files.shell.returns(there.job, goes_on=True)
         for file, place in lacking:
-            await self._fetcher.fetch(file, place)
-        await asyncio.to_thread(programs.keep, entry, there.placement, there.files)
+            try:
+                await self._fetcher.fetch(file, place)
+            except (FilesUnavailable, OSError) as error:
+                if not entry.script:
+                    raise
+                cause = str(error)
+        kept = tuple(await asyncio.to_thread(programs.keep, entry, there.placement, there.files))
         self.say(w.FilesKept(there.job, there.placement, kept))
+        if left := [file for file in there.files if file.digest not in {*kept}]:
+            raise FilesUnavailable(
+                cause or f"the pool's disk has no room for {left[0].path}: {left[0].size_bytes} bytes"
+            )

@@ -119,8 +119,8 @@ class Programs:
     def lacking(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> Sequence[tuple[w.JobFile, Path]]:
         return self._outputs(entry).lacking(files) if entry.script else lacking(entry, files)
 
-    def keep(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> None:
-        self._outputs(entry).keep(files) if entry.script else keep(entry, files)
+    def keep(self, entry: JobEntry, placement: int, files: Sequence[w.JobFile]) -> Sequence[str]:
+        return self._outputs(entry).keep(files) if entry.script else keep(entry, files)
 
     def _outputs(self, entry: JobEntry) -> ScriptOutputs:
         where = Path(entry.directory)
@@ -289,6 +289,30 @@ async def test_a_fetch_goes_on_while_its_node_says_what_else_there_is(tmp_path: 
             both.pool.heard(NODE, w.FileChunk(asked.digest, asked.offset, content), say)
         await until(lambda: w.FilesKept("one", 1, (one.digest, other.digest)) in said)
         assert said == [w.FilesKept("one", 1, (one.digest,)), w.FilesKept("one", 1, (one.digest, other.digest))]
+
+
+async def test_an_output_for_which_there_is_no_room_or_that_cannot_be_had_keeps_no_others_from_coming(
+    tmp_path: Path,
+) -> None:
+    async with exchange(tmp_path, ()) as both:
+        both.entry = JobEntry(job="one", directory=str(tmp_path / "run"), script=("train",), outputs=("saved",))
+        said: list[w.OfFiles] = []
+        sizes = {"changes": 1, "huge": 10**15, "small": 1}
+        files = {
+            name: w.JobFile(f"saved/{name}", hashlib.sha256(b"x").hexdigest(), size) for name, size in sizes.items()
+        }
+        files["changes"] = msgspec.structs.replace(files["changes"], digest="0" * 64)
+        files["huge"] = msgspec.structs.replace(files["huge"], digest="1" * 64)
+        say = said.append
+        both.pool.heard(NODE, w.FilesThere("one", 1, both.order().files_token, tuple(files.values())), say)
+        for content in (b"y", b"x"):
+            await until(lambda: bool(said) and isinstance(said[-1], w.AskChunk))
+            asked = said.pop()
+            assert isinstance(asked, w.AskChunk)
+            both.pool.heard(NODE, w.FileChunk(asked.digest, asked.offset, content), say)
+        await until(lambda: bool(said))
+        assert said == [w.FilesKept("one", 1, (files["small"].digest,))]
+        assert [path.name for path in (tmp_path / "run/outputs").rglob("*") if path.is_file()] == ["small"]
 
 
 async def test_a_file_goes_on_from_where_its_connection_was_lost(tmp_path: Path) -> None:
