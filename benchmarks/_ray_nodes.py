@@ -140,13 +140,9 @@ class RayNodes:
 
     def actors_left(self, within_s: float = GONE_TIMEOUT_S) -> list[str]:
         """Names of actors, in any namespace, and of placement groups that do not end in time."""
-        ray: Any = importlib.import_module("ray")
-        ray.init(self.cluster.address, log_to_driver=False, logging_level="ERROR")
-        try:
-            until("their ends", lambda: not _named(ray.util), within_s, 0.5, must=False)
-            return _named(ray.util)
-        finally:
-            ray.shutdown()
+        state = self.cluster.global_state
+        until("their ends", lambda: not _named(state), within_s, 0.5, must=False)
+        return _named(state)
 
 
 def _not_waiting(session: Path) -> dict[str, Any]:
@@ -206,9 +202,9 @@ def _taken(state: Any) -> dict[str, dict[str, float]]:
     return taken
 
 
-def _named(util: Any) -> list[str]:
-    groups = [one["name"] for one in util.placement_group_table().values() if one["state"] != "REMOVED"]
-    return [actor["name"] for actor in util.list_named_actors(all_namespaces=True)] + groups
+def _named(state: Any) -> list[str]:
+    groups = [one["name"] for one in state.placement_group_table().values() if one["state"] != "REMOVED"]
+    return [one["Name"] for one in state.actor_table(None).values() if one["Name"] and one["State"] != "DEAD"] + groups
 
 
 @contextlib.contextmanager

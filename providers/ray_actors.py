@@ -127,23 +127,23 @@ class ActorQuestions:
         self._open = {}
 
     def ask(self, names: Iterable[str], within_s: float) -> ActorsSaid:
-        """Return what these actors answer in time. Call it on one thread at a time."""
+        """Return what these actors answer in time. A thread whose caller no longer waits may be at it, too."""
         exceptions, questions = ray().exceptions, self._open
         found = ActorsSaid(said := {}, gone := {})
         names = [*names]
-        for name in questions.keys() - set(names):
-            del questions[name]
+        for name in {*questions}.difference(names):
+            questions.pop(name, None)
         for name in names:
             try:
                 if name not in questions:
                     questions[name] = ray().get_actor(name, namespace=self._namespace).said.remote()
             except ValueError:
                 gone[name] = "no actor has this name any more"
-        asked = {reference: name for name, reference in questions.items()}
+        asked = {reference: name for name, reference in questions.copy().items()}
         answered = ray().wait(list(asked), num_returns=len(asked), timeout=within_s)[0] if asked else []
         for reference in answered:
             name = asked[reference]
-            del questions[name]
+            questions.pop(name, None)
             try:
                 said[name] = ray().get(reference, timeout=within_s)
             except exceptions.ActorUnavailableError as error:
