@@ -3,6 +3,7 @@
 The module of a command is imported when the command is asked for, so that `--help` and each command are quick.
 """
 
+import errno
 import functools
 import importlib
 import importlib.metadata
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command, get_group
 
-from elastic.cli.output import EXIT_FAILED, bad_input, prepare_streams, say, whole_output
+from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, bad_input, prepare_streams, say, whole_output
 from elastic.cli.whole_help import WholeHelp
 from elastic.system.imports import importing
 from elastic.system.logs import STANDARD_ERROR, log_to
@@ -193,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         say(f"error: {where}{error.strerror or str(error) or _origin(error)}")
-        sys.exit(EXIT_FAILED)
+        sys.exit(EXIT_BAD_INPUT if error.errno == errno.ENAMETOOLONG else EXIT_FAILED)
 
 
 def _of_input() -> tuple[type[Exception], ...]:

@@ -21,7 +21,7 @@ from elastic.cli.options import AsJson, JobCommandIdOption, PoolsDirectory, grou
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
 from elastic.cli.supervise import Standby, keep_up
 from elastic.cli.tables import FittedListing, listing
-from elastic.cli.ticket import hand_out
+from elastic.cli.ticket import check_output, hand_out
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, pool_devices, save_pool
 from elastic.compose.runs import CLAIM, claimant, claimed, is_claimed, private
 from elastic.config import ConfigError, given_path
@@ -253,6 +253,7 @@ def mint_node_ticket(
     Example: elastic pool ticket -o machine.ticket --nodes 8 --label "the lab's eight GPUs"
     """
     path = find_pool(name, directory)
+    check_output(output)
     command_id = command_id or new_command_id()
     ticket = asked(PoolControl(path).ticket(label, minutes * 60, command_id, kind, nodes), command_id)
     names = [one.node for one in ticket.nodes]

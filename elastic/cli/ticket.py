@@ -1,6 +1,7 @@
 """`elastic ticket`: mints, lists and revokes the tickets with which machines join a run."""
 
 import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from elastic.cli.output import bad_input, console, emit, say
 from elastic.cli.tables import show_listing
 from elastic.compose.plan import kind_of
 from elastic.compose.runs import is_claimed, load_run_config
+from elastic.config import ConfigError
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.ticket_store import TicketBook
 from elastic.protocol.tickets import JoinTicket, TicketRefused, TicketTerms
@@ -54,6 +56,7 @@ def ticket(
 def _mint_ticket(
     run: RunDirectory, output: Path | None, label: str, usd_per_gpu_hour: float | None, valid_s: float, *, as_json: bool
 ) -> None:
+    check_output(output)
     endpoint = _endpoint(run)
     terms, token = TicketBook(run.path).mint(label, usd_per_gpu_hour, valid_s)
     minted = JoinTicket(
@@ -69,6 +72,20 @@ def _mint_ticket(
         say(f"warning: {endpoint.address}, where the ticket's holder will dial, cannot be reached from here: {why}")
     if not endpoint.fingerprint:
         say("only workers on this machine can dial this run; others could with elastic run --listen HOST:PORT")
+
+
+def check_output(output: Path | None) -> None:
+    """Raise `ConfigError` for a file that cannot be written: a ticket that has been minted is not shown again."""
+    if output is None:
+        return
+    try:
+        if output.is_dir():
+            raise ConfigError(f"--output: {output}: is a directory; allowed: a file")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--output: {output}: cannot be written ({error.strerror})") from error
 
 
 def hand_out(ticket: msgspec.Struct, output: Path | None, told: dict[str, Any] | None) -> None:

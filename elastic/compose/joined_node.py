@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,6 +88,8 @@ def node_devices(ticket: NodeTicket, named: Sequence[DeviceName]) -> Sequence[De
     needed = ticket.gpus * len(ticket.nodes)
     there = devices_here(ticket.devices, needed)
     if named:
+        if wrong := [name for name in named if re.fullmatch(r"[a-z]+:[0-9]{1,9}", name) is None]:
+            raise ConfigError(f"--devices: found {', '.join(wrong)}; allowed: names such as cuda:2")
         try:
             arenas = kind_of(named) is DeviceKind.CPU and ticket.devices in ("auto", DeviceKind.CPU)
         except ValueError as error:

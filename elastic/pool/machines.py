@@ -5,6 +5,7 @@ A ticket is for one node, whose name it has. Who has spent it comes back by the 
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -13,6 +14,8 @@ from elastic.pool import messages as w
 from elastic.protocol.tickets import TicketRefused
 from elastic.system.devices import DeviceName, kind_of
 
+_PlainName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+"""Of a pool or a node: a part of a directory's name."""
 SITE = r"^([A-Za-z0-9][A-Za-z0-9._/:-]{0,63})?$"
 """What sites are called."""
 
@@ -29,7 +32,7 @@ def check_site(site: str) -> str:
 class NodeBeside(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A further node of a ticket's machine, and the token by which it joins."""
 
-    node: NodeId
+    node: _PlainName
     token: str
 
 
@@ -41,12 +44,12 @@ class NodeTicket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     this `site`, if the pool says where. `beside`: the machine's nodes besides `node`.
     """
 
-    pool: str
-    node: NodeId
+    pool: _PlainName
+    node: _PlainName
     join: str
     fingerprint: str
     token: str
-    gpus: int
+    gpus: Annotated[int, msgspec.Meta(ge=1, le=w.NODES_MAX)]
     devices: str
     site: str = ""
     beside: tuple[NodeBeside, ...] = ()

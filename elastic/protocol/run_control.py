@@ -187,8 +187,12 @@ class ControlLine:
     async def ask(self, request: msgspec.Struct, answers: Any) -> Any:
         """One of `answers`, a union of messages. Raises `ControlError`, and takes at most `timeout_s`."""
         try:
+            asked = msgspec.json.encode(request) + b"\n"
+        except UnicodeEncodeError as error:
+            raise CommandRefused("invalid", f"found {error.object!r}; allowed: text in UTF-8") from error
+        try:
             async with asyncio.timeout(self._timeout_s):
-                line = await self._exchange(msgspec.json.encode(request) + b"\n")
+                line = await self._exchange(asked)
         except TimeoutError:
             raise RunSilent(f"{self._name}: its process did not answer within {self._timeout_s:g} s") from None
         try:

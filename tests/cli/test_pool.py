@@ -302,6 +302,21 @@ def test_a_ticket_is_in_a_file_for_its_user_alone_and_printed_where_none_is_name
     assert (told["nodes"], told["content"]["token"]) == ([TICKET.node], TICKET.token)
 
 
+def test_no_ticket_is_minted_where_it_cannot_be_handed_out(
+    refused: Any, elastic: Any, pool: StandIn, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path, "", tmp_path / "file" / "ticket"):
+        refused(elastic("pool", "ticket", "-o", output), "error: --output: ")
+    assert not pool.commands
+
+
+def test_names_that_are_no_text_or_longer_than_a_path_are_bad_input(refused: Any, elastic: Any, pool: StandIn) -> None:
+    for command in (("drain", "\udcff"), ("put-back", "\udcff"), ("ticket", "--label", "\udcff")):
+        refused(elastic("pool", *command), r"found '\udcff'; allowed: text in UTF-8")
+    refused(elastic("pool", "status", "n" * 300), "File name too long")
+
+
 def test_a_drained_node_is_waited_for(elastic: Any, pool: StandIn) -> None:
     code, out, err = elastic("pool", "drain", "rollout-2", "--json")
     assert (code, json.loads(out)["gone"]) == (0, True)
@@ -322,6 +337,10 @@ def test_who_joins_is_told_what_is_wrong_with_the_ticket_the_address_and_the_dev
         (("--ticket-file", "other"), "other: not a ticket as `elastic pool ticket` writes it"),
         (("nowhere", "--ticket-file", "good"), "elastic pool join: "),
         (("--ticket-file", "good", "--devices", "cpu:1"), "--devices: found cpu:1; allowed: 2 of cpu:0, cpu:1"),
+        (
+            ("--ticket-file", "good", "--devices", "cpu:0,cpu:x"),
+            "--devices: found cpu:x; allowed: names such as cuda:2",
+        ),
         (("--ticket-file", "good", "--directory", "good"), "cannot be made (Not a directory)"),
     ):
         code, _, err = elastic("pool", "join", *options)

@@ -117,7 +117,7 @@ class StandIn:
         return status
 
     def _answer(self, request: PoolRequest) -> PoolAnswer:
-        if isinstance(request, SubmitJob | CancelJob | ResubmitJob | DrainNode):
+        if isinstance(request, SubmitJob | CancelJob | ResubmitJob | DrainNode | MintTicket):
             self.commands.append(request.id)
         match request:
             case AskVersion():

@@ -125,7 +125,9 @@ def test_the_pool_itself_mints_the_tickets_of_nodes_that_it_asks_a_cluster_for(t
 
 
 def test_what_is_no_ticket_is_refused_and_pools_of_this_machine_have_none(tmp_path: Path) -> None:
-    for content in (b"", b"\xff", b"{}", b'{"pool": 1}'):
+    wrong = {"pool": "../lab", "node": "../rollout-1", "gpus": 0}
+    changed = [msgspec.json.encode(msgspec.to_builtins(TICKET) | {key: value}) for key, value in wrong.items()]
+    for content in (b"", b"\xff", b"{}", b'{"pool": 1}', *changed):
         with pytest.raises(TicketRefused, match="not a ticket as `elastic pool ticket` writes it"):
             read_node_ticket(content)
     journal = PoolJournal(tmp_path)
