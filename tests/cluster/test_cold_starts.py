@@ -5,7 +5,7 @@ import pytest
 from elastic.core.cluster import PhasePlan
 from elastic.core.cluster import events as e
 from elastic.core.cluster.types import JobState, PhaseKind
-from tests.cluster.conftest import Driver, S, timed_job
+from tests.cluster.conftest import Driver, S, grants, timed_job
 
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
@@ -55,6 +55,49 @@ def test_a_move_costs_a_cold_start_besides_the_restart() -> None:
     pool = Driver()
     pool.run(timed_job("a", slo=1.5, restart_ns=60 * S, plan=cold(40, parks=True)))
     assert pool.cluster.limit_after_restart_ns("a") == 290 * S
+
+
+@pytest.mark.parametrize(
+    ("beside", "lengths"),
+    [((), [110, 230, 470, 950, 1910]), (("b",), [110, 230, 470, 230, 120])],
+    ids=["alone", "beside"],
+)
+def test_a_start_has_as_long_besides_as_those_that_failed_while_others_bear_it(
+    beside: tuple[str, ...], lengths: list[int]
+) -> None:
+    pool, at_s, found = Driver(), 0, list[int]()
+    pool.run(timed_job("a"), *map(timed_job, beside))
+    record = pool.cluster.jobs["a"]
+    while record.state is JobState.RUNNING:
+        granted = pool.ask("a", ROLLOUT, at_s)
+        if not granted:  # Nobody hears of the other job, and it is passed over.
+            granted = grants(pool.tick(at_s := at_s + 20))
+        found.append((granted[0].deadline_ns - granted[0].since_ns) // S)
+        at_s += found[-1]
+        pool.tick(at_s)
+        pool.tick(at_s := at_s + 10)
+    assert found == lengths
+    assert record.reason.startswith("its residents did not start in 5 time slices, the last of")
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "yielded before it began"])
+def test_a_start_that_has_come_about_at_last_is_no_longer_waited_for(killed: bool) -> None:
+    pool = Driver()
+    pool.run(timed_job("a"))
+    pool.ask("a", ROLLOUT, 0)
+    pool.tick(110)
+    if killed:
+        pool.tick(120)
+    else:
+        pool.end("a", 120, finished=False)
+    (permit,) = pool.ask("a", ROLLOUT, 130)
+    assert permit.deadline_ns == 360 * S
+    pool.end("a", 330, cold_s=100)
+    pool.ask("a", TRAIN, 330)
+    pool.end("a", 400)
+    pool.tell(e.ResidentLost(job="a", node="rollout-1", cause="killed"), 410)
+    (permit,) = pool.ask("a", ROLLOUT, 420)
+    assert permit.deadline_ns == 530 * S
 
 
 def test_cold_starts_are_learned_and_whether_the_engine_parks() -> None:

@@ -39,6 +39,8 @@ from elastic.core.timers import Timers, Wait
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 NO_ROOM = "no room for it in"
 """How the reason of a job begins that was queued for too long."""
+STARTS_IN_VAIN = 5
+"""Time slices in a row in which residents did not start: fewer may be a busy machine's, or have begun what goes on."""
 
 
 class Cluster:
@@ -90,7 +92,7 @@ class Cluster:
             "stop": self._stop_overdue,
             "time slice": self._rotation.pass_over,
             "permit": self._rotation.recall,
-            "yield": self._rotation.kill,
+            "yield": self._yield_overdue,
             "regroup": lambda _: self._regroup(),
         }
 
@@ -168,9 +170,8 @@ class Cluster:
 
     def limit_after_restart_ns(self, job: JobId) -> Nanoseconds:
         record = self.state.jobs[job]
-        request, spent_ns = record.request, self.now_ns - record.accepted_ns + record.request.moving_ns
-        left_ns = request.limit_ns * (request.steps - record.accepted_steps) - spent_ns
-        return min(request.limit_ns, max(0, left_ns) // record.steps_left)
+        left_ns = record.left_ns(self.now_ns) - record.request.moving_ns
+        return min(record.request.limit_ns, max(0, left_ns) // record.steps_left)
 
     def movable(self, job: JobId) -> bool:
         record = self.state.jobs[job]
@@ -520,7 +521,7 @@ class Cluster:
         permit = self.state.permits.get(event.permit)
         if permit is None or permit.job != event.job:
             return
-        phase, slice_ns = permit.phase, self._rotation.yielded(permit, event.switch_ns)
+        phase, slice_ns = permit.phase, self._rotation.yielded(permit, event)
         if permit.both:
             return  # A phase with the nodes of both pools is none of the two that are planned.
         if event.cold_ns and phase is _ROLLOUT:
@@ -532,6 +533,17 @@ class Cluster:
             record.measured_ns[phase] = _mean_lately(record.measured_ns.get(phase), took_ns)
             if phase is _TRAIN:
                 self._watch_drift(record)
+
+    def _yield_overdue(self, number: str) -> None:
+        """End a permit that was not yielded. A job whose residents do not start in all that others bear has failed."""
+        permit = self.permits[int(number)]
+        record, took_ns = self.jobs[permit.job], self.now_ns - permit.since_ns
+        before_ns = record.patience_ns
+        self._rotation.kill(number)
+        if record.in_vain >= STARTS_IN_VAIN and record.patience_ns <= before_ns:
+            cause = f"its residents did not start in {record.in_vain} time slices, the last of {took_ns / 1e9:.0f} s"
+            record.patience_ns = record.in_vain = 0
+            self._fail(record, cause)
 
     def _watch_drift(self, record: JobRecord) -> None:
         assert record.seat is not None

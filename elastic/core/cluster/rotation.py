@@ -5,7 +5,9 @@
   pass.
 - Other jobs wait for a late job until a named deadline, and then skip it once; they skip it at once while a lost
   resident of it starts anew. A job whose resident was lost asks again.
-- A time slice in which residents start cold may take as long as a restart of the job, and its engine's, besides.
+- A time slice in which residents start cold may take as long as a restart of the job, and its engine's, besides. If
+  that did not suffice, the next one may take longer by the length of those that failed, as far as the other jobs of the
+  group keep their SLOs.
 - A phase that overruns its plan is told to give way, and killed if it does not. Its rest goes on in the next time
   slice.
 - A phase that needs both pools takes a time slice of training that closes the cycle's rollouts: it begins with all of
@@ -100,16 +102,21 @@ class Rotation:
         self._timers.clear("time slice", record.request.id)
         self.grant(self._group(record))
 
-    def yielded(self, permit: Permit, switch_ns: Nanoseconds) -> Nanoseconds:
+    def yielded(self, permit: Permit, event: e.PermitYielded) -> Nanoseconds:
         """End the slice; returns its length in nanoseconds."""
         length_ns = self._state.now_ns - permit.since_ns
         for name in permit.nodes:
             node = self._state.nodes[name]
             self._books.settle(node)
-            self._books.charge_instead(node, DeviceAccount.SWITCHING, min(switch_ns, length_ns))
+            self._books.charge_instead(node, DeviceAccount.SWITCHING, min(event.switch_ns, length_ns))
         self._end(permit)
         record = self._state.jobs[permit.job]
         record.slices[permit.phase] += 1
+        if event.finished or event.switch_ns:
+            record.patience_ns = record.in_vain = 0
+        elif record.began_cold:
+            self._start_longer(record, permit)
+            record.cold.extend(phase for phase in _phases(permit) if phase not in record.cold)
         self.grant(self._group(record))
         return length_ns
 
@@ -131,11 +138,23 @@ class Rotation:
         self._end(permit)
         record = self._state.jobs[permit.job]
         record.slices[permit.phase] += 1
-        for phase in PhaseKind if permit.both else (permit.phase,):
+        if record.began_cold:
+            self._start_longer(record, permit)
+        for phase in _phases(permit):
             self.chill(record, phase)
         for node_id in permit.nodes:
             self._emit(c.StartResident(job=permit.job, node=node_id))
         self.grant(self._group(record))
+
+    def _start_longer(self, record: JobRecord, permit: Permit) -> None:
+        """Give the job's next start as long besides as the time slices that did not suffice for one, but no longer than
+        other jobs bear within their SLOs, or than a notice takes."""
+        now_ns, group = self._state.now_ns, self._group(record)
+        longer_ns = record.patience_ns + now_ns - permit.since_ns
+        others = (self._state.jobs[job] for job in group.members if job != record.request.id)
+        borne_ns = (other.left_ns(now_ns) - other.steps_left * group.cycle_ns for other in others)
+        record.patience_ns = max(self._limits.notice_ns, min(longer_ns, self._limits.start_ns, *borne_ns))
+        record.in_vain += 1
 
     def pass_over(self, job: JobId) -> None:
         """Skip one due time slice of a job for which others have waited long enough."""
@@ -246,6 +265,7 @@ class Rotation:
         if warmed:
             record.cold = [cold for cold in record.cold if cold not in warmed]
             length_ns += record.request.moving_ns if _ROLLOUT in warmed else record.request.restart_ns
+            length_ns += record.patience_ns
         deadline_ns = now_ns + length_ns
         permit = Permit(
             number=number, job=job, phase=phase, nodes=nodes, since_ns=now_ns, deadline_ns=deadline_ns, both=both
@@ -319,3 +339,8 @@ class Rotation:
         """Grant time slices that may have become due after a change of the group."""
         if name in self._state.groups:
             self.grant(self._state.groups[name])
+
+
+def _phases(permit: Permit) -> Iterable[PhaseKind]:
+    """Return the phases whose residents compute under this permit."""
+    return PhaseKind if permit.both else (permit.phase,)

@@ -60,7 +60,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
       asked since a resident of theirs was lost.
     - `measured_ns`: the latest durations of its phases, without switching. `cold_ns`: that of cold starts in its
       rollouts, 0 if none was seen. `parks`: none was seen but of residents that had started.
-    - `began_cold`: a resident of the present time slice has started since its last one.
+    - `began_cold`: a resident of the present time slice has started since its last one. `in_vain`: how many such time
+      slices in a row were too short for a start. `patience_ns`: what the next one gets besides.
     - `billed`: what it owes, in nano-dollars times nanoseconds per hour.
     - `quota`: why it is queued beyond a quota, and not considered for a place.
     """
@@ -90,6 +91,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     cold_ns: Nanoseconds = 0
     parks: bool = True
     began_cold: bool = False
+    in_vain: int = 0
+    patience_ns: Nanoseconds = 0
     phase_ns: Nanoseconds = 0
     billed: int = 0
     quota: BeyondQuota | None = None
@@ -97,6 +100,10 @@ class JobRecord(msgspec.Struct, kw_only=True):
     @property
     def steps_left(self) -> int:
         return max(1, self.request.steps - self.steps_done)
+
+    def left_ns(self, now_ns: Nanoseconds) -> Nanoseconds:
+        """Return what is left of the time that its SLO gives to all of its steps."""
+        return self.request.limit_ns * (self.request.steps - self.accepted_steps) - (now_ns - self.accepted_ns)
 
     @property
     def ended(self) -> bool:
