@@ -26,9 +26,12 @@ from elastic.core.cluster.commands import ClusterCommand
 from elastic.core.cluster.events import ClusterEvent
 from elastic.core.cluster.history import decoded, replay
 from elastic.core.cluster.types import NS_PER_HOUR, Permit
+from elastic.core.events import LeaseGranted, TokensReceived
+from elastic.core.types import WorkerId
 from elastic.pool.control_messages import PoolControl
 from elastic.pool.journal import read_records
 from elastic.protocol.run_control import ControlError
+from elastic.runtime.journal import RunDirectory
 from policies.clusters import CLUSTER_POLICIES
 
 JOBS = ROOT / "examples" / "jobs"
@@ -215,6 +218,18 @@ def residual_nano_usd(pool: LivePool) -> int:
     )
     billed = state.pool_billed + sum(record.billed for record in state.jobs.values())
     return round((cluster.books.paid(now_ns) - billed - unbilled) / NS_PER_HOUR)
+
+
+def slice_starts_s(run: Path) -> list[float]:
+    """From each grant of a time slice of rollouts until the first token under it was accepted, by the run's journal."""
+    granted_ns, found = dict[WorkerId, int](), list[float]()
+    with RunDirectory(run).newest_journal() as journal:
+        for at_ns, event in journal.events():
+            if isinstance(event, LeaseGranted) and event.lease.startswith("pool-"):
+                granted_ns |= dict.fromkeys(event.workers, at_ns)
+            elif isinstance(event, TokensReceived) and event.worker in granted_ns:
+                found.append((at_ns - granted_ns.pop(event.worker)) / 1e9)
+    return found
 
 
 @dataclass(frozen=True)

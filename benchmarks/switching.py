@@ -6,6 +6,10 @@ Live, in real processes, one for each side:
 - vllm: as rollout, with vLLM's engine, whose process is started anew or sleeps. Not with `--quick`; where vLLM is not
   installed, here or by `make test-vllm`: `skipped_because`. On a CPU its weights stay where they are as it sleeps:
   nothing is copied.
+- vllm_in_a_pool: two jobs on vLLM take turns on one rollout node of a pool, until their ends (not with `--quick`).
+  `cold_s` are the times of each job's first time slice, from its grant until its first token is accepted, `warm_s` is
+  the median of all later ones. `vllm_processes` that there have been are two if each outlives its slices;
+  `cold_planned_s` is what the jobs' plan says of a start of vLLM, `cold_measured_s` what the pool has learned of it.
 - train: a trainer with masters, moments and the gradients of a step under way; cold is a process that starts, reads its
   checkpoint and trains a group.
 
@@ -16,6 +20,7 @@ imports; `warm_s` goes from resuming until the token or the trained group is the
 `resume_s` over `memcpy_s`.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -28,15 +33,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks import ROOT
 from benchmarks._common import Arguments, Figures, benchmark, skipped_without_vllm
-from benchmarks._shapes import SHAPES
+from benchmarks._configurations import KINDS, written
+from benchmarks._pools import live_pool, residual_nano_usd, slice_starts_s
+from benchmarks._processes import processes_in
+from benchmarks._shapes import SHAPES, write_policy
 
 COLD_TIMES, WARM_TIMES = 3, 7
+POOLED_STEPS = 8
 MODELS = {"rollout": "140m", "vllm": "140m", "train": "48m"}
 """By side, the name of a shape."""
+POOLED = "vllm_in_a_pool"
 HAS_VLLM = ROOT / ".cache" / "vllm-venv" / "bin" / "python"
-PROCESS_TIMEOUT_S = 600.0
+VLLM_PROCESS = "elastic.engine.vllm.process"
+PROCESS_TIMEOUT_S, MARGIN_S = 600.0, 60.0
 
 
 def main() -> None:
@@ -44,6 +57,8 @@ def main() -> None:
         _, _, side, model, directory, times = sys.argv
         if side == "train":
             _train(model, Path(directory), int(times))
+        elif side == POOLED:
+            print(json.dumps(in_a_pool(Path(directory), model, int(times))), flush=True)
         else:
             _rollout(side, model, Path(directory), int(times))
         return
@@ -55,7 +70,7 @@ def measured(arguments: Arguments) -> Figures:
     figures: Figures = {}
     for side, model in MODELS.items():
         if side == "vllm" and (why := "it takes too long for --quick" if arguments.quick else _why_no_vllm()):
-            figures[side] = {"skipped_because": why}
+            figures[side] = figures[POOLED] = {"skipped_because": why}
             continue
         with tempfile.TemporaryDirectory() as directory:
             _run(side, model, directory, 0)
@@ -63,6 +78,8 @@ def measured(arguments: Arguments) -> Figures:
         ratios = sorted(ratio for run in runs for ratio in run.pop("ratios"))
         middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         figures[side] = {model: middle | ({"resume_over_memcpy_all": ratios} if ratios else {})}
+        if side == "vllm":
+            figures[POOLED] = _child(POOLED, "example", str(arguments.scratch), POOLED_STEPS)
     each = [figures[side][model] for side, model in MODELS.items() if model in figures[side]]
     return figures | {
         "cold_over_resume": min(figure["cold_s"] / figure["resume_s"] for figure in each),
@@ -80,7 +97,13 @@ def _run(side: str, model: str, directory: str, times: int) -> Figures:
     """One process, from its start: what it says of itself, and how long it took until it had the device. With no
     `times` it prepares weights on a relay, or a checkpoint."""
     began_s = time.monotonic()
-    python = str(HAS_VLLM) if side == "vllm" and HAS_VLLM.exists() else sys.executable
+    found = _child(side, model, directory, times)
+    return {"cold_s": found.pop("first_at_s") - began_s, **found} if found else {}
+
+
+def _child(side: str, model: str, directory: str, times: int) -> Figures:
+    """The figures that a process of this file prints, of vLLM's environment where there is one for a side of vLLM's."""
+    python = str(HAS_VLLM) if side.startswith("vllm") and HAS_VLLM.exists() else sys.executable
     done = subprocess.run(
         [python, __file__, "--child", side, model, directory, str(times)],
         stdout=subprocess.PIPE,
@@ -89,10 +112,46 @@ def _run(side: str, model: str, directory: str, times: int) -> Figures:
         timeout=PROCESS_TIMEOUT_S,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    if not times:
-        return {}
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {"cold_s": found.pop("first_at_s") - began_s, **found}
+    return json.loads(done.stdout.splitlines()[-1]) if times else {}
+
+
+def in_a_pool(directory: Path, model: str, steps: int) -> Figures:
+    """Two jobs on vLLM of so many steps, in this process's environment."""
+    policy = write_policy(directory / "policy", model)
+    job = written(directory / "job.toml", "vllm-job", policy=policy, run={"steps": steps})
+    jobs = {f"job-{seed}": (job, [f"run.seed={seed}"]) for seed in (1, 2)}
+    processes: set[int] = set()
+    with live_pool(directory, "ours", 1, 1) as pool:
+        runs = pool.submit_at_once(jobs, directory / "runs")
+
+        def over(status: dict[str, Any]) -> bool:
+            processes.update(_of_vllm(directory))
+            return all(one["over"] for one in status["jobs"])
+
+        pool.until("the jobs' ends", over, PROCESS_TIMEOUT_S - MARGIN_S)
+        reported, residual = pool.report()["jobs"], residual_nano_usd(pool)
+    starts = [slice_starts_s(run) for run in runs.values()]
+    cold, warm = [first for first, *_ in starts], sorted(start for _, *later in starts for start in later)
+    return {
+        "cold_s": cold,
+        "warm_s": statistics.median(warm),
+        "warm_s_all": warm,
+        "cold_over_warm": min(cold) / statistics.median(warm),
+        "vllm_processes": len(processes),
+        "steps_done": [one["steps"] for one in reported],
+        "cold_planned_s": KINDS["vllm-job"]["job"]["plan"]["rollout_cold_s"],
+        "cold_measured_s": [one["cold_s"] for one in reported],
+        "residual_nano_usd": residual,
+    }
+
+
+def _of_vllm(directory: Path) -> set[int]:
+    """The processes of vLLM that are children of processes which have to do with a directory."""
+    found: set[int] = set()
+    for process in processes_in(directory):
+        with contextlib.suppress(psutil.Error):
+            found.update(child.pid for child in process.children() if VLLM_PROCESS in child.cmdline())
+    return found
 
 
 def _warm(
