@@ -18,8 +18,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from elastic.system.plain_values import told
-from providers.ray_connection import ray
-from providers.ray_relay import NODE_VARIABLE
+from providers.ray_connection import NODE_VARIABLE, ray
 
 log = structlog.get_logger(__name__)
 
@@ -116,27 +115,31 @@ class ActorsSaid(NamedTuple):
 
 class ActorQuestions:
     """The open questions to actors of a namespace: each gets one at a time, for on a lost node none answers until Ray
-    knows."""
+    knows. An actor is looked up once: for each look-up Ray's client has a process of the cluster tell what it can."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
         self._open: dict[str, Any] = {}
+        self._actors: dict[str, Any] = {}
 
     def forget(self) -> None:
         """Forget them all, as of a connection that is lost."""
-        self._open = {}
+        self._open, self._actors = {}, {}
 
     def ask(self, names: Iterable[str], within_s: float) -> ActorsSaid:
         """Return what these actors answer in time. A thread whose caller no longer waits may be at it, too."""
-        exceptions, questions = ray().exceptions, self._open
+        exceptions, questions, actors = ray().exceptions, self._open, self._actors
         found = ActorsSaid(said := {}, gone := {})
         names = [*names]
-        for name in {*questions}.difference(names):
+        for name in {*actors}.difference(names):
+            actors.pop(name, None)
             questions.pop(name, None)
         for name in names:
             try:
+                if (actor := actors.get(name)) is None:
+                    actor = actors[name] = ray().get_actor(name, namespace=self._namespace)
                 if name not in questions:
-                    questions[name] = ray().get_actor(name, namespace=self._namespace).said.remote()
+                    questions[name] = actor.said.remote()
             except ValueError:
                 gone[name] = "no actor has this name any more"
         asked = {reference: name for name, reference in questions.copy().items()}
@@ -149,6 +152,7 @@ class ActorQuestions:
             except exceptions.ActorUnavailableError as error:
                 log.debug("an actor does not answer", actor=name, error=told(error))
             except exceptions.RayActorError as error:
+                actors.pop(name, None)
                 gone[name] = str(error).partition("\n")[0]
         return found
 

@@ -17,6 +17,12 @@ from providers.vendor_calls import called
 GRACE_VARIABLE, GRACE_S = "RAY_CLIENT_RECONNECT_GRACE_PERIOD", 5
 """How long Ray's client looks for a lost head before its calls fail. Callers repeat theirs."""
 
+NODE_VARIABLE = "ELASTIC_RAY_CLUSTER"
+"""The environment variable with the cluster's address for processes on its nodes."""
+
+HEAD = "node:__internal_head__"
+"""A resource that only the head of a cluster has."""
+
 NAMESPACE = "elastic-relays"
 """Ray's namespace of the connection and of relays' actors. Providers name that of other actors."""
 

@@ -34,7 +34,7 @@ from providers.ray_actors import (
     places,
     told_resources,
 )
-from providers.ray_connection import RayConnection, RayUnusable, ray
+from providers.ray_connection import HEAD, RayConnection, RayUnusable, ray
 from providers.vendor_calls import call
 
 T = TypeVar("T")
@@ -91,6 +91,35 @@ class NodeAgentActor(WorkerActor):
             ray().util.remove_placement_group(group)
 
 
+class GroupTable:
+    """The actor on the head that tells of placement groups. Ray's client would have a process of the cluster look each
+    time."""
+
+    def states(self, prefix: str) -> dict[str, str]:
+        """The states of the groups whose names begin so, by name."""
+        table = ray().util.placement_group_table().values()
+        return {
+            one["name"]: one["state"] for one in table if one["name"].startswith(prefix) and one["state"] != REMOVED
+        }
+
+
+class _Groups:
+    """A connection's questions to its `GroupTable`."""
+
+    def __init__(self, within_s: float) -> None:
+        self._within_s = within_s
+        self._table: Any = None
+
+    def forget(self) -> None:
+        """Forget the actor, as of a connection that is lost."""
+        self._table = None
+
+    def states(self, prefix: str) -> dict[str, str]:
+        if self._table is None:
+            self._table = ray().remote(GroupTable).options(num_cpus=0, resources={HEAD: 0.001}).remote()
+        return ray().get(self._table.states.remote(prefix), timeout=self._within_s)
+
+
 class _Look(NamedTuple):
     """The states of placement groups by name, what actors say, and the largest that there is for a node."""
 
@@ -116,6 +145,7 @@ class RayNodes:
         self._bundle = asked | ({"memory": kind.memory_bytes} if kind.memory_bytes else {})
         self._connection = RayConnection(settings.address, settings.runtime_env)
         self._questions = ActorQuestions(settings.namespace)
+        self._groups = _Groups(settings.answer_timeout_s)
         self._connected = False
 
     async def open(self) -> None:
@@ -124,7 +154,7 @@ class RayNodes:
         self._connected = True
 
     async def look(self) -> Sequence[NodeRequest]:
-        seen = await self._asked(_look, self._settings, self._prefix, self._questions)
+        seen = await self._asked(_look, self._settings, self._prefix, self._questions, self._groups)
         found = [self._request(name, state, seen) for name, state in sorted(seen.groups.items())]
         return found + [self._of(name, ended="it has no resources") for name in sorted(seen.named - seen.groups.keys())]
 
@@ -136,7 +166,7 @@ class RayNodes:
 
     async def give_back(self, request: NodeRequest) -> None:
         name = f"{self._prefix}{request.node}/{request.number}"
-        await self._asked(_give_back, name, self._settings.namespace, self._settings.answer_timeout_s)
+        await self._asked(_give_back, name, self._settings, self._groups)
 
     async def aclose(self) -> None:
         with contextlib.suppress(Exception):
@@ -179,6 +209,7 @@ class RayNodes:
         except Exception as error:
             self._connected = False
             self._questions.forget()
+            self._groups.forget()
             with contextlib.suppress(Exception):
                 await call(self._settings.answer_timeout_s, self._connection.reset)
             raise NodeClusterSilent(
@@ -196,15 +227,10 @@ def _ending(said: ActorStatus) -> str:
 # What is called on the cluster, by the client's threads.
 
 
-def _look(settings: RayNodesSettings, prefix: str, questions: ActorQuestions) -> _Look:
-    groups = _groups(prefix)
+def _look(settings: RayNodesSettings, prefix: str, questions: ActorQuestions, asked: _Groups) -> _Look:
+    groups = asked.states(prefix)
     actors = questions.ask(sorted(name for name, state in groups.items() if state == PLACED), settings.poll_s)
     return _Look(groups, actors, named_actors(settings.namespace, prefix), node_resources())
-
-
-def _groups(prefix: str) -> dict[str, str]:
-    table = ray().util.placement_group_table().values()
-    return {one["name"]: one["state"] for one in table if one["name"].startswith(prefix) and one["state"] != REMOVED}
 
 
 def _ask(
@@ -236,11 +262,12 @@ def _ask(
     actor.remote(list(command), dict(environment), settings.site_label)
 
 
-def _give_back(name: str, namespace: str, timeout_s: float) -> None:
+def _give_back(name: str, settings: RayNodesSettings, groups: _Groups) -> None:
     """End the actor and the group of this name, and return once neither is known. Raises `TimeoutError`."""
+    timeout_s = settings.answer_timeout_s
     deadline_s = time.monotonic() + timeout_s
-    end_actor(name, namespace, timeout_s)
-    while _groups(name).get(name) is not None:
+    end_actor(name, settings.namespace, timeout_s)
+    while groups.states(name).get(name) is not None:
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"Ray still knows placement group {name} after {timeout_s:g} s")
         with contextlib.suppress(ValueError):  # It may be gone meanwhile.

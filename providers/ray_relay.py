@@ -22,14 +22,8 @@ import numpy as np
 from elastic.system.plain_values import told
 from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
-from providers.ray_connection import NAMESPACE, RayConnection, RayUnusable, ray
+from providers.ray_connection import HEAD, NAMESPACE, NODE_VARIABLE, RayConnection, RayUnusable, ray
 from providers.vendor_calls import called
-
-NODE_VARIABLE = "ELASTIC_RAY_CLUSTER"
-"""The environment variable with the cluster's address for processes on its nodes."""
-
-HEAD = "node:__internal_head__"
-"""A resource that only the head of a cluster has."""
 
 OPTION, ANSWER_TIMEOUT_S = "answer_timeout_s", 60.0
 """What a URL's query may say: the longest time that the cluster may take for one call. Without it, so long."""

@@ -31,7 +31,7 @@ signal.sigtimedwait({signal.SIGTERM}, 60)
 """
 SUPERVISOR = """
 import sys
-from elastic.cli.supervise import keep_up
+from elastic.cli.upkeep import keep_up
 raise SystemExit(keep_up([sys.executable, "-c", sys.argv[1]], lambda status: False, 0, "it"))
 """
 LOOP = """

@@ -19,9 +19,9 @@ from rich.text import Text
 
 from elastic.cli.options import AsJson, JobCommandIdOption, PoolsDirectory, group
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
-from elastic.cli.supervise import Standby, keep_up
 from elastic.cli.tables import FittedListing, listing
-from elastic.cli.ticket import check_output, hand_out
+from elastic.cli.ticket_files import check_output, hand_out
+from elastic.cli.upkeep import Standby, keep_up
 from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, pool_devices, save_pool
 from elastic.compose.runs import CLAIM, claimant, claimed, is_claimed, private
 from elastic.config import ConfigError, given_path
@@ -31,7 +31,6 @@ from elastic.pool.machines import read_node_ticket
 from elastic.pool.status import JobStatus, NodeStatus
 from elastic.protocol.run_control import CommandRefused, ControlError, RunNotFound, RunSilent, new_command_id
 from elastic.protocol.tickets import TicketRefused
-from elastic.report.log_files import LogFollower
 from elastic.system.supervision import start_detached
 
 T = TypeVar("T")
@@ -466,6 +465,8 @@ def _up(directory: Path, supervisor: "subprocess.Popen[bytes]", wait_s: float) -
 
 
 def _show_end_of(log: Path) -> None:
+    from elastic.report.log_files import LogFollower
+
     follower = LogFollower("supervisor", lambda: log.open("rb"))
     follower.seek("", 5)
     for one in follower.read():

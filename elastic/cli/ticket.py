@@ -1,10 +1,9 @@
 """`elastic ticket`: mints, lists and revokes the tickets with which machines join a run."""
 
 import socket
-import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -12,14 +11,13 @@ import typer
 from elastic.cli.options import AsJson, RunName, RunsDirectory
 from elastic.cli.output import bad_input, console, emit, say
 from elastic.cli.tables import show_listing
+from elastic.cli.ticket_files import check_output, hand_out
 from elastic.compose.plan import kind_of
 from elastic.compose.runs import is_claimed, load_run_config
-from elastic.config import ConfigError
 from elastic.protocol.endpoint import Address, Endpoint
 from elastic.protocol.ticket_store import TicketBook
 from elastic.protocol.tickets import JoinTicket, TicketRefused, TicketTerms
 from elastic.runtime.journal import DirectoryStore, RunDirectory
-from elastic.system.files import write_whole
 
 DIAL_TIMEOUT_S = 3.0
 COLUMNS = ("ticket", "label", "state", "usd_per_gpu_hour")
@@ -72,31 +70,6 @@ def _mint_ticket(
         say(f"warning: {endpoint.address}, where the ticket's holder will dial, cannot be reached from here: {why}")
     if not endpoint.fingerprint:
         say("only workers on this machine can dial this run; others could with elastic run --listen HOST:PORT")
-
-
-def check_output(output: Path | None) -> None:
-    """Raise `ConfigError` for a file that cannot be written: a ticket that has been minted is not shown again."""
-    if output is None:
-        return
-    try:
-        if output.is_dir():
-            raise ConfigError(f"--output: {output}: is a directory; allowed: a file")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--output: {output}: cannot be written ({error.strerror})") from error
-
-
-def hand_out(ticket: msgspec.Struct, output: Path | None, told: dict[str, Any] | None) -> None:
-    """Write a ticket to its file, or print it: as it is, or as JSON with what is `told` of it."""
-    content = msgspec.json.format(msgspec.json.encode(ticket)) + b"\n"
-    if output is not None:
-        write_whole(output, content)
-    elif told is None:
-        typer.echo(content.decode(), nl=False)
-    if told is not None:
-        emit(told | {"file": output and str(output)} | ({} if output else {"content": ticket}))
 
 
 def unreachable(address: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic.cli import supervise
+from elastic.cli import supervise, upkeep
 from elastic.compose.incarnations import PastIncarnations
 from elastic.runtime.journal import RunDirectory
 from elastic.system.outages import EXIT_OUTAGE
@@ -66,7 +66,7 @@ def test_what_had_settled_is_replaced_at_once_and_forgiven(
 ) -> None:
     ours = Processes(*[DIES] * 4, "")
     ports = {"start": ours.start, "wait": ours.waits_s.append}
-    assert supervise.keep_up([], bool, 1, "it", settled_s=0.0, forgives=True, **ports) == 0
+    assert upkeep.keep_up([], bool, 1, "it", settled_s=0.0, forgives=True, **ports) == 0
     assert ours.waits_s == []
     assert capsys.readouterr().err.count("again at once (1 of 1)") == 4
 
@@ -74,7 +74,7 @@ def test_what_had_settled_is_replaced_at_once_and_forgiven(
 def test_what_has_settled_has_a_successor_that_begins_by_a_line_and_ends_without_one() -> None:
     waits = "import sys; sys.exit(0 if sys.argv[1:] == [] else 5 if sys.stdin.readline() else 6)"
     command = [sys.executable, "-S", "-c", waits]
-    standby = supervise.Standby("waits")
+    standby = upkeep.Standby("waits")
     standby.prepare(command)
     assert standby.start(command).wait() == 5
     assert standby.start(command).wait() == 0, "none waits"
@@ -88,7 +88,7 @@ def test_what_has_settled_has_a_successor_that_begins_by_a_line_and_ends_without
 def test_who_is_told_to_end_before_it_hears_of_that_is_not_begun_again() -> None:
     ours = Processes("import time; time.sleep(60)")
     told = {"start": ours.start, "settles": lambda: os.kill(os.getpid(), signal.SIGTERM)}
-    assert supervise.keep_up([], bool, 5, "it", settled_s=0.0, **told) == 130
+    assert upkeep.keep_up([], bool, 5, "it", settled_s=0.0, **told) == 130
 
 
 def test_outages_are_waited_for_and_count_as_no_restart(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,25 @@ def test_round_trip_is_exact(make_model, tmp_path, tied):
         assert torch.equal(expected, found), name
     ids = torch.randint(0, 32, (1, 9))
     assert torch.equal(model(ids), loaded(ids))
+
+
+@pytest.mark.nightly
+def test_a_trainer_begins_without_torchs_compiler(make_model, tmp_path):
+    """It takes a process 2 s and 100 MB."""
+    model = make_model()
+    write_checkpoint(tmp_path / "policy", model.config, model_tensors(model))
+    trains = """
+import sys
+from pathlib import Path
+import torch
+from elastic.engine.model.checkpoint import load_model
+from elastic.worker.trainer.adamw import AdamW
+model = load_model(Path(sys.argv[1]))
+model(torch.tensor([[1, 2, 3]])).sum().backward()
+AdamW(model.parameters()).step([one.grad for one in model.parameters()], 1e-3)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", trains, str(tmp_path / "policy")], check=False).returncode == 0
 
 
 def test_stored_as_bfloat16_and_nothing_else_is_left(make_model, tmp_path):

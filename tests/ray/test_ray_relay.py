@@ -10,8 +10,8 @@ import pytest
 from benchmarks._ray_nodes import RayNodes
 from elastic.weights.errors import RelayError
 from elastic.weights.relay import Relay, open_relay
-from providers.ray_connection import NAMESPACE, ray
-from providers.ray_relay import NODE_VARIABLE, RayRelay
+from providers.ray_connection import NAMESPACE, NODE_VARIABLE, ray
+from providers.ray_relay import RayRelay
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks._ray_nodes import RayNodes
 from elastic.weights.relay import Relay
-from providers.ray_relay import NODE_VARIABLE
+from providers.ray_connection import NODE_VARIABLE
 from tests.ray.test_ray_relay import opened
 from tests.weights.test_relay import (  # noqa: F401
     test_a_blob_does_not_change,

@@ -4,13 +4,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from elastic.engine.model.config import Qwen3Config
 from elastic.engine.model.qwen3 import Qwen3
@@ -46,12 +48,25 @@ def load_model(directory: Path, device: torch.device | str = "cpu") -> Qwen3:
     """Load a checkpoint as a model with float32 parameters. Raises `CheckpointError`."""
     config = read_config(directory)
     tensors = read_tensors(directory, config)
-    with torch.device("meta"):
+    with torch.device("meta"), _Uninitialised():
         model = Qwen3(config)
     model = model.to_empty(device=device).to(torch.float32)
     model.tie_weights()
     load_tensors(model, tensors)
     return model
+
+
+class _Uninitialised(TorchFunctionMode):
+    """A context in which modules are made without initial values. To draw some for no device, torch would import its
+    compiler, which takes a process 2 s and 100 MB."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
 
 
 def load_tensors(model: Qwen3, tensors: Mapping[str, Tensor]) -> None:
