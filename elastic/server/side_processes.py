@@ -290,7 +290,10 @@ def answer_orders(descriptor: int, answer: Callable[[Any], object]) -> None:
     os.nice(NICENESS)
     gc.freeze()
     with socket.socket(fileno=descriptor) as line:
-        line.sendall(_READY)
+        try:
+            line.sendall(_READY)
+        except BrokenPipeError:
+            return  # The server was killed meanwhile.
         while True:
             _, descriptors, _, _ = socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)
             with contextlib.suppress(ChildProcessError):

@@ -73,6 +73,14 @@ def test_what_breaks_a_reader_breaks_no_other(processes: ReadingProcesses, tmp_p
         assert processes.read(LIMIT_S, figures_of, tmp_path) is None, script
 
 
+def test_who_begins_as_the_server_is_killed_ends_without_a_word() -> None:
+    """In a process of its own, whose priority it lowers."""
+    begins = "a, b = socket.socketpair(); b.close(); answer_orders(a.detach(), print)"
+    command = f"import socket; from elastic.server.side_processes import answer_orders; {begins}"
+    ended = subprocess.run([sys.executable, "-c", command], capture_output=True, check=False, timeout=LIMIT_S)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 def test_errors_of_a_read_are_told(processes: ReadingProcesses, tmp_path: Path) -> None:
     """An error crosses from the process that reads."""
     with pytest.raises(FileNotFoundError):
