@@ -1,8 +1,11 @@
 import dataclasses
+import json
 import math
+import pickle
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from elastic.config import TrainerConfig
 from elastic.engine.model.checkpoint import CheckpointError
@@ -19,7 +24,9 @@ from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.testing.trainers import step_of
 from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer import checkpoint
+from elastic.worker.trainer.checkpoint_shards import METADATA_FILE, StoredDirectory, save_whole
 from elastic.worker.trainer.embedded.trainer import GRPOTrainer
+from elastic.worker.trainer.ranks import ALONE
 from tests.seeds import examples
 from tests.small_files import small_files
 
@@ -518,6 +525,42 @@ def test_a_checkpoint_that_does_not_fit_is_named_and_changes_nothing(trainer, tm
             made.load(unreadable)
     assert equal(before, made.tensors())
     assert made.version == 0
+
+
+class Touch(NamedTuple):
+    """Whoever unpickles it makes a file."""
+
+    path: Path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_checkpoint_of_another_machine_runs_no_code_and_names_no_file_elsewhere(tmp_path: Path):
+    directory, elsewhere = tmp_path / "00000001.shards", tmp_path / "elsewhere"
+    directory.mkdir()
+    save_whole(directory, {"one": torch.ones(2)})
+    good = FileSystemReader(directory).read_metadata()
+
+    def opened(metadata: object) -> StoredDirectory:
+        place = directory / METADATA_FILE
+        place.write_bytes(pickle.dumps(metadata))
+        header = {checkpoint.DIGESTS_KEY: json.dumps({METADATA_FILE: checkpoint.digest_of(place)})}
+        (directory / checkpoint.HEADER_FILE).write_text(json.dumps(header))
+        return StoredDirectory(directory)
+
+    assert torch.equal(opened(good).load(["one"], ALONE)["one"], torch.ones(2))
+    for its in (Touch(elsewhere), dataclasses.replace(good, planner_data=Touch(elsewhere)), BytesStorageMetadata(), 1):
+        with pytest.raises(CheckpointError, match=r"damaged: \.metadata cannot be read"):
+            opened(its)
+    assert not elsewhere.exists()
+    (directory / "__0_0.distcp").rename(elsewhere)
+    for path in ("../elsewhere", str(elsewhere)):
+        for one in good.storage_data.values():
+            one.relative_path = path
+        with pytest.raises(CheckpointError, match="damaged: elsewhere is not as it was written"):
+            opened(good)
 
 
 @pytest.mark.parametrize(

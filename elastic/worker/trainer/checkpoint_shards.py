@@ -5,26 +5,55 @@ Each rank's rows are in a file of its own; beside them lie the counters and dige
 
 import pickle
 import shutil
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.serialization import _get_layout
 
 from elastic.engine.model.stored import CheckpointError
 from elastic.worker.trainer.checkpoint import DIGESTS_KEY, StoredFiles, digest_of
 from elastic.worker.trainer.ranks import Ranks
 
 METADATA_FILE = ".metadata"
+_BESIDE = (torch.Size, PosixPath, _StorageInfo, _get_layout)
+"""What torch's metadata name besides their own types and those of elements."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what torch's metadata are made of, and no other code: a checkpoint may come from another machine."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = getattr(sys.modules.get(module), name, None)
+        # What is of bytes torch would unpickle, with all code that there is.
+        of_metadata = isinstance(found, type) and found.__module__ == Metadata.__module__
+        if (
+            (of_metadata and found is not BytesStorageMetadata)
+            or isinstance(found, torch.dtype)
+            or any(found is one for one in _BESIDE)
+        ):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / METADATA_FILE).open("rb") as file:
+            metadata = _Unpickler(file).load()
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
 
 
 class StoredDirectory(StoredFiles):
@@ -37,14 +66,14 @@ class StoredDirectory(StoredFiles):
         if digests.get(METADATA_FILE) != digest_of(path / METADATA_FILE):
             raise CheckpointError(f"{path}: damaged: {METADATA_FILE} is not as it was written")
         try:
-            metadata: Any = FileSystemReader(path).read_metadata()
+            metadata: Any = _Reader(path).read_metadata()
             stored = metadata.state_dict_metadata
             self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(one.size) for name, one in stored.items()}
             places = [(path / one.relative_path, one.offset + one.length) for one in metadata.storage_data.values()]
-        except (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError) as error:
+        except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: damaged: {METADATA_FILE} cannot be read ({error})") from error
         for file, end in places:
-            if not file.is_file() or file.stat().st_size < end:
+            if file.parent != path or not file.is_file() or file.stat().st_size < end:
                 raise CheckpointError(f"{path}: damaged: {file.name} is not as it was written")
 
     def load(self, names: Sequence[str], ranks: Ranks) -> dict[str, Tensor]:
@@ -57,7 +86,7 @@ class StoredDirectory(StoredFiles):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # It wonders that one rank reads without the others.
-                load(state, storage_reader=FileSystemReader(self._path), no_dist=ranks.size == 1)
+                load(state, storage_reader=_Reader(self._path), no_dist=ranks.size == 1)
         except CheckpointException as error:
             raise CheckpointError(f"{self._path}: cannot be read ({_cause(error)})") from error
         return found
