@@ -182,8 +182,11 @@ class NodeResidents(PoolRoom):
             self._lives.ended(job, resident.placement, JobEnding(SCRIPT_ENDS.get(code, "died"), cause))
             permit = None
         elif node.phase is _TRAIN:
+            trainer = self._workers.trainer(job)
             self._workers.trainer_ended(job, resident.worker, cause, died=not resident.ending)
-            if permit is not None and self._slices.holds(job, _TRAIN):
+            # A late one of a former trainer's takes nothing from the present one.
+            is_last = trainer is None or trainer.worker == resident.worker
+            if permit is not None and is_last and self._slices.holds(job, _TRAIN):
                 self._take_back(job, permit, cause)
         else:
             self._workers.ended(job, name, cause)
