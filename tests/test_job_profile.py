@@ -1,6 +1,7 @@
 """Plans from timed steps: the first does not count, responses at their limit or a quantile, and where nothing is to be
 read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,15 @@ def config(tmp_path: Path) -> Config:
     return load_config(path)
 
 
+STARTS = (("reserved-1", 60), ("reserved-2", 40), ("trainer-1", 90))
+
+
 def timed(
-    path: Path, *steps: tuple[float, float, float], lengths: tuple[int, ...] = (10, 20), device: str = "cpu"
+    path: Path,
+    *steps: tuple[float, float, float],
+    lengths: tuple[int, ...] = (10, 20),
+    device: str = "cpu",
+    starts: Sequence[tuple[str, int]] = STARTS,
 ) -> RunDirectory:
     """A run whose steps took so long: rollouts, training, all of it, in seconds. Its workers start for 60 s and 40 s,
     its trainer for longer."""
@@ -42,7 +50,7 @@ def timed(
     run = RunDirectory(path)
     journal = run.begin_journal(JournalConfig.model_validate({}))
     said = Capabilities(engine="torch", replayable_sampling=True, max_context_tokens=1024, device=device)
-    for worker, started_s in (("reserved-1", 60), ("reserved-2", 40), ("trainer-1", 90)):
+    for worker, started_s in starts:
         journal.append(event_row(LeaseGranted(lease=worker, workers=(worker,)), 5))
         joined = WorkerJoined(worker=worker, epoch=1, capabilities=said, weights_version=None)
         journal.append(event_row(joined, 5 + started_s * NS_PER_S))
@@ -101,6 +109,14 @@ def test_vllm_sleeps_between_a_job_s_slices_unless_it_is_said_otherwise(
     _, settings = resolve_engine(resolve(vllm, [provider], "test").config.engine, "test")
     assert isinstance(settings, VllmSettings)
     assert settings.sleep_level == level
+
+
+def test_steps_that_the_trainer_s_other_engine_generated_are_not_timed(config: Config, tmp_path: Path) -> None:
+    run = timed(tmp_path / "run", (4.0, 3.0, 6.0), starts=STARTS[2:])
+    assert plan_of_run(run, config).rollout_cold_s == 0
+    other = load_config(tmp_path / "run.toml", ["engine.kind=vllm", "trainer.engine.kind=torch"])
+    with pytest.raises(JobProfileError, match="its 1 steps were over before its engine 'vllm' had started"):
+        plan_of_run(run, other)
 
 
 def test_one_step_is_better_than_none_and_none_is_said(config: Config, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from elastic.core.events import LeaseGranted, WorkerJoined
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId
 from elastic.engine import resolve_engine
 from elastic.runtime.journal import GroupRow, JournalReader, RunDirectory, StepRow
+from elastic.worker.trainer import trainer_engine
 
 PROFILED_STEPS = 3
 """The first one, in which everything is loaded, does not count."""
@@ -35,7 +36,8 @@ def plan_of_run(run: RunDirectory, config: Config) -> JobPlanConfig:
     """How long its phases last: at the token limit, or with `job.plan_quantile` as long as they did in that share of
     its steps. Of switching, a cold start of the rollouts' engine is in it: alone, nothing is parked.
 
-    Raises `JobProfileError` for a run without a finished step, and `JournalError`.
+    Raises `JobProfileError` for a run without a finished step, or whose trainer's device generated with another engine
+    until its end, and `JournalError`.
     """
     with run.newest_journal() as journal:
         cold_s, parks = _cold_start(journal, config)
@@ -43,6 +45,12 @@ def plan_of_run(run: RunDirectory, config: Config) -> JobPlanConfig:
         lengths = [length for row in journal.rows(GroupRow) for length in row.lengths]
     if not steps:
         raise JobProfileError(f"run {run.path}: no step of it has finished, and none can be timed")
+    engine, stand_in = config.engine.kind, trainer_engine(config).kind
+    if not cold_s and engine != stand_in:
+        raise JobProfileError(
+            f"run {run.path}: its {len(steps)} steps were over before its engine {engine!r} had started, by "
+            f"the trainer's {stand_in!r}; allowed: a job.plan, or more --steps of `elastic jobs profile`"
+        )
     timed = steps[1:] or steps
     quantile = config.job.plan_quantile
     stretched, filled = (1.0, 1.0) if quantile is not None else _to_the_limit(config, lengths)
