@@ -62,7 +62,7 @@ TYPES: Mapping[str, ProblemType] = {
         429, "Too many requests of this caller are in work", "Wait for answers, or close streams, before asking again."
     ),
     "quota-exceeded": ProblemType(
-        409, "The project's quota never allows this", "Ask for less, or ask an admin of the server for more."
+        409, "The project's quota does not allow this", "Ask for less, or ask an admin of the server for more."
     ),
     "untrusted-neighbours": ProblemType(
         409,

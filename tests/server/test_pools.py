@@ -22,7 +22,7 @@ from elastic.core.cluster.types import PhaseKind
 from elastic.protocol.api import AccessRole, RunPhase
 from elastic.protocol.api_client import ApiError, Client
 from elastic.server.api.app import create_app
-from elastic.server.api.job_limits import BEHIND, admit_waiting, waiting_projects
+from elastic.server.api.job_limits import BEHIND, WAITING_MAX, admit_waiting, waiting_projects
 from elastic.server.pools import settle_jobs
 from elastic.server.retention import records as retention
 from elastic.server.store import jobs as stored_jobs
@@ -206,6 +206,19 @@ def test_jobs_beyond_their_project_s_quota_wait_and_begin_in_their_order(
     assert [now(name)[0] for name in (second["id"], third)] == ["running", "queued"]
     assert ours.post(f"{JOBS}/{second['id']}/cancel").status_code == 200
     assert now(third)[0] == "running"
+
+
+def test_only_so_many_jobs_of_a_project_wait_for_its_quota(
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
+) -> None:
+    limit(pooled, runs=1)
+    with pooled.store.writing() as tx:
+        for number in range(WAITING_MAX):
+            stored_jobs.insert(tx, f"job_{number}", pooled.projects["ours"], "lab", "", "{}", 1, BEHIND)
+    refused = ours.post(JOBS, json=job)
+    assert (refused.status_code, refused.json()["type"]) == (409, "/problems/quota-exceeded")
+    assert refused.json()["detail"] == "1000 jobs of the project wait for it; allowed: 1000"
+    assert pooled.member(AccessRole.RUNNER, "theirs").post(JOBS, json=job).json()["state"] == "running"
 
 
 def test_roles_and_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:

@@ -27,6 +27,8 @@ from elastic.system.isolation import IsolatedLoop, LoopFaults
 
 ADMIT_S = 2.0
 """How often jobs that wait for quotas are looked at."""
+WAITING_MAX = 1000
+"""How many of a project's jobs may wait for its quota: each look asks their pools about all of them."""
 BEHIND = "jobs of the project that came before it wait, too"
 
 
@@ -41,7 +43,7 @@ def beyond_quota(
     connection: sa.Connection, project: str, needs: RunNeeds, trainer_gpus: int, but: str = ""
 ) -> BeyondQuota | None:
     """Return why one more job, with so many GPUs for training, has to wait for the project's quota; None if it need
-    not. Raises `ApiProblem` for one that the quota never allows.
+    not. Raises `ApiProblem` for one that the quota never allows, and where too many wait.
 
     `but` is the job itself, where it was submitted before.
     """
@@ -50,6 +52,8 @@ def beyond_quota(
         return None
     submissions.refuse_beyond(row, msgspec.structs.replace(needs, trainer_gpus=trainer_gpus))
     use = jobs.use(connection, project, but)
+    if use.waiting >= WAITING_MAX:
+        raise ApiProblem("quota-exceeded", f"{use.waiting} jobs of the project wait for it; allowed: {WAITING_MAX}")
     return BeyondQuota(project, BEHIND) if use.waiting else _beyond(connection, row, use, trainer_gpus)
 
 
