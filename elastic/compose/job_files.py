@@ -28,6 +28,7 @@ from elastic.pool.job_files import (
     unchanged,
 )
 from elastic.pool.messages import FILES_VARIABLE, JobFile
+from elastic.pool.pool_files import FREE_BYTES_MIN
 from elastic.pool.ports import JobEntry
 from elastic.protocol.best_checkpoint import best_kept
 from elastic.protocol.wire import Welcome
@@ -39,8 +40,6 @@ from elastic.worker.trainer.base import UNFINISHED_PREFIX, remove_saved, saved
 
 GB = 1_000_000_000
 POLICY_BYTES_MAX, SCRIPT_BYTES_MAX = 4_000 * GB, GB
-FREE_BYTES_MIN = GB
-"""Of the pool's disk, for its journals and its jobs', whatever trainers keep."""
 POLICY, REFERENCE, LOSS, BASE = "model.checkpoint", "trainer.reference", "trainer.loss", "engine.vllm.base"
 PHASES_FILE = "elastic-phases.toml"
 OUTPUTS = "outputs"
@@ -131,26 +130,27 @@ def lacking(entry: JobEntry, files: Sequence[JobFile]) -> Sequence[tuple[JobFile
             raise ValueError(f"a trainer keeps checkpoints, and no {file.path!r}")
         if _digest_at(Path(entry.directory) / file.path) != file.digest and not (incoming / file.digest).is_file():
             found.append((file, incoming / file.digest))
-    _have_room(found, incoming)
-    return found
-
-
-def _have_room(lacking: Sequence[tuple[JobFile, Path]], incoming: Path) -> None:
-    """Raise `ValueError` if the disk has no room for what is fetched to a directory."""
-    if not lacking:
-        return
-    needed, room = sum(file.size_bytes for file, _ in lacking), _room(incoming)
+    needed, room = sum(file.size_bytes for file, _ in found), _room(incoming, found)
     if needed > room:
         raise ValueError(
             f"a trainer's checkpoints take {needed} bytes, and the disk of {incoming.parent} has room for {room}; "
             f"{FREE_BYTES_MIN} stay free"
         )
+    return found
 
 
-def _room(incoming: Path) -> int:
-    """Return for how many bytes there is room on the disk of a directory, which is made, with what came in part."""
+def _room(incoming: Path, lacking: Sequence[tuple[JobFile, Path]]) -> int:
+    """Return for how many bytes of lacking files the directory to which they are fetched has room, with what came of
+    them in part. It is made if there are any; parts of other files go."""
+    if not lacking:
+        return 0
     incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
-    came = sum(part.stat().st_size for part in incoming.glob(f"*{PART}"))
+    came, wanted = 0, {f"{file.digest}{PART}" for file, _ in lacking}
+    for part in incoming.glob(f"*{PART}"):
+        if part.name in wanted:
+            came += part.stat().st_size
+        else:
+            part.unlink()
     return max(0, shutil.disk_usage(incoming).free + came - FREE_BYTES_MIN)
 
 
@@ -197,7 +197,7 @@ class ScriptOutputs(NamedTuple):
             if _digest_at(self._target(file)) != file.digest and not (incoming / file.digest).is_file():
                 found.append((file, incoming / file.digest))
         found.sort(key=lambda one: one[0].size_bytes)
-        room = _room(incoming) if found else 0
+        room = _room(incoming, found)
         there = itertools.accumulate(file.size_bytes for file, _ in found)
         return found[: sum(size_bytes <= room for size_bytes in there)]
 

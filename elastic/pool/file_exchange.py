@@ -7,8 +7,10 @@ name only once its content has the digest that was told.
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -78,10 +80,11 @@ def _chunk(question: AskChunk, offered: SubmittedFile) -> FileChunk:
 
 class FileFetcher:
     """Fetches files, one at a time, from the peer of the connection that there is. A peer that sends nothing for
-    `patience_s`, or is away for so long, is waited for no more."""
+    `patience_s`, or is away for so long, is waited for no more. So many bytes of the disk stay free, whoever else fills
+    it."""
 
-    def __init__(self) -> None:
-        self.patience_s = 0.0
+    def __init__(self, free_bytes_min: int = 0) -> None:
+        self.patience_s, self._free_bytes_min = 0.0, free_bytes_min
         self._say: Say | None = None
         self._stirred = asyncio.Event()
         self._chunks: deque[FileChunk] = deque()
@@ -130,7 +133,7 @@ class FileFetcher:
                 raise FilesUnavailable(f"{file.path}: {chunk.cause}")
             if len(chunk.data) != min(CHUNK_BYTES, file.size_bytes - offset):
                 raise FilesUnavailable(f"{file.path}: another part came than was asked for; it may have changed")
-            await asyncio.to_thread(_write, part, chunk.data, offset)
+            await asyncio.to_thread(_write, part, chunk.data, offset, self._free_bytes_min)
             seen.update(chunk.data)
             offset += len(chunk.data)
         if seen.hexdigest() != file.digest:
@@ -172,8 +175,10 @@ def _kept(part: Path, size_bytes: int) -> "tuple[hashlib._Hash, int]":
     return seen, offset
 
 
-def _write(part: Path, data: bytes, offset: int) -> None:
+def _write(part: Path, data: bytes, offset: int, free_bytes_min: int) -> None:
     """Whoever waits for this may be gone meanwhile, so the file is open for as long as it is written."""
+    if free_bytes_min and shutil.disk_usage(part.parent).free < free_bytes_min + len(data):
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {free_bytes_min} bytes stay free", str(part))
     descriptor = os.open(part, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         written = 0

@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 AT_WORK_MAX = 64
 """Messages of a node on files that may be at work."""
+FREE_BYTES_MIN = 1_000_000_000
+"""Of the pool's disk, for its journals and its jobs', whatever nodes keep."""
 AGAIN_S = 5.0
 """After which what a node keeps is fetched again where that failed."""
 
@@ -104,7 +106,7 @@ class _Desk:
     def __init__(self, node: NodeId, say: SayOfFiles, files: PoolFiles) -> None:
         self.say = say
         self._node, self._files = node, files
-        self._server, self._fetcher = FileServer(say), FileFetcher()
+        self._server, self._fetcher = FileServer(say), FileFetcher(FREE_BYTES_MIN)
         self._fetcher.joined(say, files.patience_s)
         self._tasks = {asyncio.create_task(self._server.run(), name=f"files for {node}")}
         self._there: dict[JobId, w.FilesThere] = {}

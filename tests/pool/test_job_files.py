@@ -353,6 +353,14 @@ async def test_a_file_goes_on_from_where_its_connection_was_lost(tmp_path: Path)
     assert not part.exists()
 
 
+async def test_nothing_is_fetched_onto_what_of_the_disk_is_to_stay_free(tmp_path: Path) -> None:
+    """Also where others have filled it since there was room."""
+    fetcher, file = FileFetcher(10**18), w.JobFile("weights", "0" * 64, 1)
+    fetcher.joined(lambda asked: fetcher.heard(w.FileChunk(asked.digest, asked.offset, b"x")), 5.0)
+    with pytest.raises(OSError, match=f"{10**18} bytes stay free"):
+        await fetcher.fetch(file, tmp_path / "weights")
+
+
 async def test_other_content_than_was_told_is_not_used(tmp_path: Path) -> None:
     root = written(tmp_path / "policy", weights="sound")
     async with exchange(tmp_path, files_below(root, "model.checkpoint", MB, follow=True)) as both:
@@ -434,6 +442,10 @@ def test_what_a_training_node_says_it_keeps_is_within_a_checkpoint_and_the_disk(
     ):
         with pytest.raises(ValueError, match=message):
             lacking(entry, files)
+    for digest in ("0" * 64, "1" * 64):  # Who says something else each time fills no disk with parts.
+        ((_, place),) = lacking(entry, [msgspec.structs.replace(one, digest=digest)])
+        place.with_name(f"{place.name}{PART}").touch()
+    assert [path.name for path in place.parent.iterdir()] == [f"{'1' * 64}{PART}"]
 
 
 async def test_what_a_node_may_not_ask_for_it_does_not_get(tmp_path: Path) -> None:
