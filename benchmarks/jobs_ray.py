@@ -68,7 +68,13 @@ def on_ray(directory: Path, jobs: Jobs, rounds: int, nodes: RayNodes, adding: Fu
     """All jobs on a pool of the cluster, whose head, and then a node of which, is killed in each round. The pool and
     its jobs may come before the cluster's nodes."""
     files = str(directory / "nodes")
-    ray = {"address": nodes.address, "directory": files, "poll_s": 0.5, "resources.place": 1.0}
+    ray = {
+        "address": nodes.address,
+        "directory": files,
+        "poll_s": 0.5,
+        "resources.place": 1.0,
+        "answer_timeout_s": 20.0,
+    }
     file = write_pool(
         directory,
         "ours",

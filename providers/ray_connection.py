@@ -4,18 +4,23 @@
 - Ray keeps one connection for a process, to one cluster: the first user makes it, the last one ends it.
 """
 
+import asyncio
 import importlib
 import os
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from elastic.system.plain_values import told
-from providers.vendor_calls import called
+from providers.vendor_calls import call, called
+
+T = TypeVar("T")
 
 GRACE_VARIABLE, GRACE_S = "RAY_CLIENT_RECONNECT_GRACE_PERIOD", 5
 """How long Ray's client looks for a lost head before its calls fail. Callers repeat theirs."""
+CHECK_S = 0.5
+"""Between two looks at whether there still is a connection by which a call can be answered."""
 
 NODE_VARIABLE = "ELASTIC_RAY_CLUSTER"
 """The environment variable with the cluster's address for processes on its nodes."""
@@ -62,6 +67,22 @@ class RayConnection:
             raise RayUnusable(
                 f"{cluster} does not take this client: {told(error)}; install its versions of Ray and Python here"
             ) from error
+
+    async def ask(self, within_s: float, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what a function that asks the cluster returns.
+
+        Raises what it raises, `TimeoutError`, and `ConnectionError` some seconds after the connection is lost: some
+        calls get no answer then.
+        """
+        asking, lost_s = asyncio.ensure_future(call(within_s, function, *arguments)), 0.0
+        try:
+            while not (await asyncio.wait({asking}, timeout=CHECK_S))[0]:
+                lost_s = 0.0 if ray().is_initialized() else lost_s + CHECK_S
+                if lost_s > GRACE_S:
+                    raise ConnectionError("the connection to it is lost")
+            return asking.result()
+        finally:
+            asking.cancel()
 
     def close(self) -> None:
         """Leave the connection. Actors stay."""

@@ -203,7 +203,7 @@ class RayNodes:
         try:
             if not self._connected:
                 await self.open()
-            return await call(self._settings.answer_timeout_s, function, *arguments)
+            return await self._connection.ask(self._settings.answer_timeout_s, function, *arguments)
         except RayUnusable as error:
             raise NodeClusterSilent(str(error)) from error
         except Exception as error:
