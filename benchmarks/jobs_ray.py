@@ -64,17 +64,13 @@ class Lived:
     residual_nano_usd: int
 
 
-def on_ray(directory: Path, jobs: Jobs, rounds: int, nodes: RayNodes, adding: Future[None]) -> Lived:
+def on_ray(
+    directory: Path, jobs: Jobs, rounds: int, nodes: RayNodes, adding: Future[None], meanwhile: Callable[[], None]
+) -> Lived:
     """All jobs on a pool of the cluster, whose head, and then a node of which, is killed in each round. The pool and
-    its jobs may come before the cluster's nodes."""
+    its jobs may come before the cluster's nodes; `meanwhile` is called once the jobs run."""
     files = str(directory / "nodes")
-    ray = {
-        "address": nodes.address,
-        "directory": files,
-        "poll_s": 0.5,
-        "resources.place": 1.0,
-        "answer_timeout_s": 20.0,
-    }
+    ray = {"address": nodes.address, "directory": files, "poll_s": 0.5, "resources.place": 1.0}
     file = write_pool(
         directory,
         "ours",
@@ -89,6 +85,7 @@ def on_ray(directory: Path, jobs: Jobs, rounds: int, nodes: RayNodes, adding: Fu
         adding.result()
         up = await_nodes(pool, frozenset())
         begun(pool)
+        meanwhile()
         while len(replaced_s) < rounds and not all(job["over"] for job in pool.jobs()):
             nodes.restart_head()
             nodes.kill(rng.choice(nodes.with_words(files)))
@@ -130,10 +127,14 @@ def main(arguments: Arguments) -> Figures:
     with ThreadPoolExecutor(len(QUICK_NAMES) + 2) as beside:
         policy = beside.submit(write_policy, directory / "policy") if quick else None
         jobs = Jobs(QUICK_NAMES, QUICK_STEPS if quick else FULL_STEPS, SEED, policy, (f"job.slo={SLO}",))
-        apart = {name: beside.submit(alone, directory / "apart", jobs, name) for name in jobs.names}
+        apart = dict[str, Future[Path]]()
+
+        def begin_apart() -> None:
+            apart.update({name: beside.submit(alone, directory / "apart", jobs, name) for name in jobs.names})
+
         with ray_nodes(0, directory / "gcs") as nodes:
             adding = beside.submit(nodes.add, NODES)
-            lived = on_ray(directory / "ray", jobs, QUICK_ROUNDS if quick else FULL_ROUNDS, nodes, adding)
+            lived = on_ray(directory / "ray", jobs, QUICK_ROUNDS if quick else FULL_ROUNDS, nodes, adding, begin_apart)
             actors = nodes.actors_left()
         runs_alone = {name: run.result() for name, run in apart.items()}
     expected, found = episodes(runs_alone), episodes(lived.runs)
