@@ -169,7 +169,8 @@ def keep(entry: JobEntry, files: Sequence[JobFile]) -> Sequence[str]:
         for file in its:
             target = draft / Path(file.path).name if path.suffix == ".shards" else draft
             target.parent.mkdir(mode=0o700, exist_ok=True)
-            os.link(directory / INCOMING / file.digest, target)
+            known = Path(entry.directory) / file.path
+            os.link(known if _digest_at(known) == file.digest else directory / INCOMING / file.digest, target)
         remove_saved(path)
         draft.replace(path)
     best = best_kept(directory)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import shutil
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -225,6 +226,21 @@ async def test_files_come_whole_and_once_and_what_is_kept_goes_back(tmp_path: Pa
             await until(lambda version=version: both.returning == [True, False] * version)
         (place / "00000001.safetensors").unlink()
         await until(lambda: not (tmp_path / "run/checkpoints/00000001.safetensors").exists())
+
+
+async def test_a_checkpoint_that_is_written_again_comes_back_with_what_has_not_changed_in_it(tmp_path: Path) -> None:
+    async with exchange(tmp_path, ()) as both:
+        await both.node.bring(both.order())
+        place, there = (tmp_path / one / "checkpoints" for one in ("node/jobs/one/1/run", "run"))
+        for content in "bc":
+            shutil.rmtree(place / "00000001.shards", ignore_errors=True)
+            draft = place / ".checkpoint-1"
+            draft.mkdir()
+            for name, its in ((".metadata", "a"), ("__0_0.distcp", content)):
+                (draft / name).write_text(its)
+            draft.rename(place / "00000001.shards")
+            await until(lambda c=content: c in [one.read_text() for one in there.glob("00000001.shards/__*")])
+        assert (there / "00000001.shards/.metadata").read_text() == "a"
 
 
 async def test_what_a_script_puts_out_and_the_end_of_its_log_come_back(tmp_path: Path) -> None:
