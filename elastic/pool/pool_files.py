@@ -182,6 +182,7 @@ class _Desk:
                         if not newer.is_set():
                             return
                     except (FilesUnavailable, OSError, ValueError) as error:
+                        self._files.shell.returns(job, goes_on=False)
                         if not newer.is_set() and told != (told := str(error)):
                             log.warning("what a node keeps cannot be had", node=self._node, job=job, cause=told)
                 with contextlib.suppress(TimeoutError):

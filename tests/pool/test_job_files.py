@@ -331,6 +331,16 @@ async def test_an_output_for_which_there_is_no_room_or_that_cannot_be_had_keeps_
         assert [path.name for path in (tmp_path / "run/outputs").rglob("*") if path.is_file()] == ["small"]
 
 
+async def test_a_checkpoint_that_cannot_be_had_holds_up_no_training(tmp_path: Path) -> None:
+    async with exchange(tmp_path, ()) as both:
+        said: list[w.OfFiles] = []
+        say, file = said.append, w.JobFile("checkpoints/00000001.safetensors", "0" * 64, 1)
+        both.pool.heard(NODE, w.FilesThere("one", 1, both.order().files_token, (file,)), say)
+        await until(lambda: bool(said))
+        both.pool.heard(NODE, w.FileChunk(file.digest, 0, b"x"), say)
+        await until(lambda: both.returning == [True, False])
+
+
 async def test_a_file_goes_on_from_where_its_connection_was_lost(tmp_path: Path) -> None:
     content = os.urandom(6 * w.CHUNK_BYTES)
     root = tmp_path / "policy"
