@@ -1172,9 +1172,13 @@ WebhookEvent = Literal[
     "run.finished",
     "run.failed",
     "run.budget_warning",
+    "job.finished",
+    "job.failed",
+    "job.cancelled",
+    "job.rejected",
     "project.budget_warning",
 ]
-"""What a webhook may be told: a run has come into another phase, or most of a budget is used."""
+"""What a webhook may be told: a run is in another phase, a job of a pool is over, or most of a budget is used."""
 WEBHOOK_EVENTS: tuple[str, ...] = get_args(WebhookEvent)
 WebhookUrl = Annotated[str, Field(min_length=8, max_length=2_000, examples=["https://example.com/elastic"])]
 WebhookEvents = Annotated[
@@ -1184,7 +1188,7 @@ WebhookEvents = Annotated[
 
 
 class Webhook(_Resource):
-    """A URL that is told what becomes of a project's runs, without the secret that messages are signed with."""
+    """A URL that is told what becomes of runs and jobs of a project, without the secret that signs its messages."""
 
     id: WebhookId
     object: Literal["webhook"] = "webhook"

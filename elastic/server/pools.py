@@ -39,7 +39,7 @@ ARRIVES_US = 120_000_000
 """How long after a job was noted its pool may not have heard of it."""
 LOOK_S = 1.0
 """How often the server checks that a pool's supervisor lives."""
-SETTLING, SETTLE_S = "jobs", 60.0
+SETTLING, SETTLE_S = "jobs", 10.0
 """How often the server asks what became of jobs. A request that needs to know asks at once."""
 _KINDS = {
     "rejected": "job-rejected",
@@ -135,8 +135,11 @@ def settle_jobs(store: Store, settings: ServerSettings, project: str | None = No
             continue
         with store.writing() as tx:
             for job in changed:
-                waits = job.reason if job.beyond_quota else None
-                jobs.settle(tx, job.name, usd=job.usd, over=job.over, waits=waits)
+                if job.over:
+                    jobs.end(tx, job.name, usd=job.usd, state=job.state, cause=job.reason)
+                else:
+                    waits = job.reason if job.beyond_quota else None
+                    jobs.settle(tx, job.name, usd=job.usd, over=False, waits=waits)
             for row in unheard:
                 jobs.remove(tx, row["id"], row["created_us"])
     return heard

@@ -26,7 +26,7 @@ from elastic.server.api.job_limits import BEHIND, WAITING_MAX, admit_waiting, wa
 from elastic.server.pools import settle_jobs
 from elastic.server.retention import records as retention
 from elastic.server.store import jobs as stored_jobs
-from elastic.server.store import people, runs, tables, uploads
+from elastic.server.store import people, runs, tables, uploads, webhooks
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import metadata
 from tests.pool.stand_in import POOL, StandIn
@@ -530,6 +530,28 @@ def test_a_job_that_was_resubmitted_elsewhere_counts_again(
     pool.tell(e.ResubmitRequested(job=name))
     assert ours.delete(f"/v1/uploads/{upload}").status_code == 409
     assert ours.post(JOBS, json=job).json()["beyond_quota"]
+
+
+def test_webhooks_are_told_once_whenever_a_job_is_over(
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
+) -> None:
+    events = ["job.failed", "job.cancelled"]
+    with pooled.store.writing() as tx:
+        webhooks.insert(tx, pooled.projects["ours"], "https://example.com/jobs", events, b"secret")
+        webhooks.insert(tx, pooled.projects["theirs"], "https://example.com/jobs", events, b"secret")
+    name = ours.post(JOBS, json=job).json()["id"]
+    pool.tell(e.JobFailed(job=name, cause="killed"))
+    settle_jobs(pooled.store, pooled.settings)
+    settle_jobs(pooled.store, pooled.settings)
+    ours.post(f"{JOBS}/{name}/resubmit")
+    settle_jobs(pooled.store, pooled.settings)
+    ours.post(f"{JOBS}/{name}/cancel")
+    settle_jobs(pooled.store, pooled.settings)
+    with pooled.store.reading() as connection:
+        bodies = connection.execute(sa.select(tables.deliveries.c.body)).scalars().all()
+    sent = [json.loads(body) for body in bodies]
+    assert [one["type"] for one in sent] == ["job.failed", "job.cancelled"]
+    assert sent[0]["data"] == {"job": name, "pool": "lab", "state": "failed", "cause": "killed", "usd": 0.0}
 
 
 def test_what_is_known_of_jobs_is_not_written_again(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sa
 
+from elastic.server.store import webhooks
 from elastic.server.store.database import now_us
 from elastic.server.store.rows import first
 from elastic.server.store.tables import jobs
@@ -75,6 +76,15 @@ def settle(tx: sa.Connection, id_: str, *, usd: float, over: bool, waits: str | 
     if row is not None:
         ended_us = (row["ended_us"] or now_us()) if over else None
         tx.execute(sa.update(jobs).where(jobs.c.id == id_).values(usd=usd, ended_us=ended_us, waits=waits))
+
+
+def end(tx: sa.Connection, id_: str, *, usd: float, state: str, cause: str) -> None:
+    """Note that a job is over, in this state. Announces it to webhooks, once each time that it is."""
+    row = find(tx, id_)
+    if row is not None and row["ended_us"] is None:
+        told = {"job": id_, "pool": row["pool"], "state": state, "cause": cause, "usd": usd}
+        webhooks.announce(tx, row["project"], f"job.{state}", told)
+    settle(tx, id_, usd=usd, over=True)
 
 
 def note_wait(tx: sa.Connection, id_: str, waits: str | None) -> None:
