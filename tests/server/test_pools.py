@@ -1,5 +1,6 @@
 """Pools over the API: jobs go to the pool's socket, each project sees its own, scripts stay outside."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -31,6 +32,7 @@ from elastic.server.store.database import now_us
 from elastic.server.store.tables import metadata
 from tests.pool.stand_in import POOL, StandIn
 from tests.server.conftest import CONFIG, Site, Submission, served
+from tests.server.test_streams import journal_of, sse, write
 from tests.server.test_uploads import announce, send
 
 JOBS = "/v1/pools/lab/jobs"
@@ -265,6 +267,36 @@ def test_the_client_submits_cancels_and_resubmits(pooled: Site, pool: StandIn, j
         assert api.resubmit_job("lab", one.id).resubmissions == 1
         assert api.cancel_job("lab", one.id).state == "cancelled"
         assert [job.state for job in api.jobs("lab")] == ["cancelled"]
+
+
+def test_a_job_s_events_and_logs_are_streams_as_a_run_s(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    ours, theirs = (pooled.member(AccessRole.RUNNER, name) for name in ("ours", "theirs"))
+    name = ours.post(JOBS, json=job).json()["id"]
+    place, run_dir = f"{JOBS}/{name}", Path(pool.submitted[0].entry.directory)
+    with contextlib.closing(journal_of(run_dir, "a")) as journal:
+        write(journal, "one", "two")
+    (run_dir / "logs" / "process.log").write_text("first\nhalf")
+    (run_dir / "logs" / "orchestrator.log").write_text("other\n")
+    for part in ("events", "logs", "log-sources"):
+        for client, where in ((theirs, place), (ours, f"/v1/pools/other/jobs/{name}"), (ours, f"{JOBS}/nobody")):
+            assert client.get(f"{where}/{part}", params={"follow": "false"}).json()["type"] == "/problems/not-found"
+    assert ours.get(f"{place}/log-sources").json() == ["orchestrator", "process"]
+    assert sse(ours.get(f"{place}/logs?follow=false&source=orchestrator").text)[-1]["data"] == '{"line":"other"}'
+    first, last = sse(ours.get(f"{place}/events?follow=false").text)
+    assert sse(ours.get(f"{place}/events?follow=false&after={first['id']}").text) == [last]
+    begin, newest = sse(ours.get(f"{place}/events?follow=false&tail=1").text)
+    assert (begin["event"], newest) == ("begin", last)
+    assert ours.get(f"{place}/events?follow=false&after={last['id']}").status_code == 200, "more may come"
+    pool.tell(e.JobFailed(job=name, cause="killed"))
+    settle_jobs(pooled.store, pooled.settings)
+    *told, end = sse(ours.get(f"{place}/events").text)
+    assert (told, end["event"], json.loads(end["data"])["state"]) == ([first, last], "job.ended", "failed")
+    assert "killed" in json.loads(end["data"])["cause"]
+    assert [one["data"] for one in sse(ours.get(f"{place}/logs").text)] == ['{"line":"first"}', '{"line":"half"}', "{}"]
+    assert ours.get(f"{place}/events", headers={"last-event-id": last["id"]}).status_code == 204
+    without = dataclasses.replace(pooled, app=create_app(pooled.store, dataclasses.replace(pooled.settings, pools=())))
+    *told, end = sse(without.client().get(f"{place}/events").text)
+    assert (told, json.loads(end["data"])["state"]) == ([first, last], None), "what its pool does not say"
 
 
 def test_a_pool_whose_process_is_away(site: Site, tmp_path: Path, job: dict[str, Any]) -> None:

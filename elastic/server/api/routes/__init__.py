@@ -8,6 +8,7 @@ from elastic.server.api.routes import (
     events,
     figures,
     health,
+    job_streams,
     keys,
     me,
     members,
@@ -46,6 +47,7 @@ _MODULES = (
     keys,
     providers,
     pools,
+    job_streams,
     webhooks,
     audit,
 )

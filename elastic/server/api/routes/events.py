@@ -1,11 +1,12 @@
-"""Streams: what happens in a run, and what its processes write. Each can be taken up again where it was left."""
+"""Streams: what happens in a run or in a pool's job, and what its processes write. Each can be taken up again where it
+was left."""
 
 import asyncio
 import contextlib
 import functools
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -41,15 +42,52 @@ EVENT: dict[str, Any] = {
     "properties": {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
+_EVENT = 'id: 5f0c-4712\nevent: lease.preempted\ndata: {"lease":"l-9","detail":""}\n\n'
+_LINE = 'id: process:118\ndata: {"line":"step 1/100  success  35%"}\n\n'
 STREAM: dict[str, Any] = {
     "responses": {
         200: {
             "description": "server-sent events; a comment whenever nothing else was sent for 15 s",
             "content": {"text/event-stream": {"itemSchema": EVENT}},
         },
-        204: {"description": "the run has ended, and nothing follows: do not connect again"},
+        204: {"description": "what is followed has ended, and nothing follows: do not connect again"},
     }
 }
+
+
+class Followed(NamedTuple):
+    """What is followed: a run or a job, which had `ended` when the request came. `over` says whether it has by now, and
+    `last_event` what ends the stream of its events then."""
+
+    id: str
+    directory: Path
+    project: str
+    ended: bool
+    over: Callable[[], Awaitable[bool]]
+    last_event: Callable[[], Awaitable[bytes]]
+
+
+async def _followed(request: Request) -> Followed:
+    """What the dependency that came with the route has found."""
+    return request.state.followed
+
+
+FollowedDep = Annotated[Followed, Depends(_followed)]
+
+
+def add_streams(router: APIRouter, place: str, find: Callable[..., Awaitable[Followed]]) -> None:
+    """Add the routes of what is at this place, which `find`, a dependency, finds."""
+
+    async def found(request: Request, followed: Annotated[Followed, Depends(find)]) -> None:
+        request.state.followed = followed
+
+    def add(name: str, endpoint: Callable[..., Any], said: dict[str, Any]) -> None:
+        dependencies = [*said["dependencies"], Depends(found)]
+        router.get(f"{place}/{name}", **{**said, "dependencies": dependencies})(endpoint)
+
+    add("events", events, stream_rules(_EVENT, "events-gone"))
+    add("logs", logs, stream_rules(_LINE, "events-gone"))
+    add("log-sources", log_sources, _with_example(["orchestrator", "process"], rules(Action.RUNS_READ, "not-found")))
 
 
 async def _known_only(request: Request) -> None:
@@ -73,14 +111,9 @@ def _with_example(example: Any, said: dict[str, Any]) -> dict[str, Any]:
     return {**said, "responses": said["responses"] | shown}
 
 
-@router.get(
-    "/{run}/events",
-    **stream_rules('id: 5f0c-4712\nevent: lease.preempted\ndata: {"lease":"l-9","detail":""}\n\n', "events-gone"),
-)
 async def events(
-    run: RunId,
     request: Request,
-    found: RunDep,
+    found: FollowedDep,
     state: StateDep,
     last_event_id: LastEventId = None,
     after: After = None,
@@ -95,33 +128,33 @@ async def events(
         bool, Query(description="false leaves out trajectories, groups and single workers' weights; none is followed")
     ] = True,
 ) -> Response:
-    """Stream what happens in a run, from its beginning or behind the event of an id: leases, workers, steps, weights.
+    """Stream what happens in a run or a job, from its beginning or behind the event of an id: leases, workers, steps.
 
     Each event has an `id`; send the last one as Last-Event-ID to go on behind it. A `run.ended` event without an id
-    ends the stream of a run that is over, an `error` with a problem one that cannot be read to its end. The newest
-    begin with a `begin` event: `until` its id there are older ones, if its data says so.
+    ends the stream of a run that is over, `job.ended` a job's, an `error` with a problem one that cannot be read to its
+    end. The newest begin with a `begin` event: `until` its id there are older ones, if its data says so.
     """
     begin = last_event_id or after or ""
-    log, read_files = EventLog(state.settings.run_dir(run)), state.readers.of(found.project)
+    log, read_files = EventLog(found.directory), state.readers.of(found.project)
     # Before the answer begins, so that it can be a problem.
     if not follow and not begin and tail is not None:
         wanted = _Newest(tail, until or "", not routine)
-        newest = await state.looks.at((run, wanted), lambda: _newest(log, wanted), read_files)
-        return streamed(state, request, found, _reading(log, newest, read_files))
+        newest = await state.looks.at((found.id, wanted), lambda: _newest(log, wanted), read_files)
+        return streamed(state, request, found.project, _reading(log, newest, read_files))
     few = not follow and not routine
-    first = await state.looks.at((run, begin, few, "events"), lambda: _first(log, begin, few=few), read_files)
+    first = await state.looks.at((found.id, begin, few, "events"), lambda: _first(log, begin, few=few), read_files)
     if begin and found.ended and first.whole and not first.events:
         return Response(status_code=204)
     read = _EventsRead(first, few)
     body = _following(state, found, begin) if follow else _reading(log, read, read_files)
-    return streamed(state, request, found, body)
+    return streamed(state, request, found.project, body)
 
 
-def streamed(state: ServerState, request: Request, run: HostedRunRow, body: AsyncIterator[bytes]) -> Response:
-    """Return a stream about a run, which ends once its caller may not read the run any more."""
+def streamed(state: ServerState, request: Request, project: str, body: AsyncIterator[bytes]) -> Response:
+    """Return a stream about a run of the project, which ends once its caller may not read the runs any more."""
     credentials = credentials_of(request)
     whole = EventStreamResponse(body)
-    return state.streams.while_admitted(request, credentials, Action.RUNS_READ, run.project, whole)
+    return state.streams.while_admitted(request, credentials, Action.RUNS_READ, project, whole)
 
 
 class _Newest(NamedTuple):
@@ -206,11 +239,10 @@ def _error_event(error: JournalError | OSError) -> bytes:
     return b"event: error\ndata: %s\n\n" % problem_of(unreadable(error)).model_dump_json().encode()
 
 
-async def _following(state: ServerState, row: HostedRunRow, begin: str) -> AsyncIterator[bytes]:
-    """Yield existing and new events until the run is over."""
-    settings, run, read_files = state.settings, row.id, state.readers.of(row.project)
-    ended = functools.partial(_ended, state, run)
-    async with state.feeds.following(run, settings.run_dir(run), ended, read_files) as feed:
+async def _following(state: ServerState, found: Followed, begin: str) -> AsyncIterator[bytes]:
+    """Yield existing and new events until what is followed is over."""
+    read_files = state.readers.of(found.project)
+    async with state.feeds.following(found.id, found.directory, found.over, read_files) as feed:
         position = await read_files(functools.partial(feed.log.after, begin))
         yield b": hello\n\n"
         while True:
@@ -223,9 +255,9 @@ async def _following(state: ServerState, row: HostedRunRow, begin: str) -> Async
             if told:
                 yield told
             elif whole and over:
-                yield await _last_event(state, run)
+                yield await found.last_event()
                 return
-            elif whole and not await feed.changed_behind(position, settings.ping_s):
+            elif whole and not await feed.changed_behind(position, state.settings.ping_s):
                 yield b": ping\n\n"
 
 
@@ -239,24 +271,26 @@ async def look_at(state: ServerState, run: str) -> HostedRunRow | None:
     return await state.looks.at(run, find)
 
 
-async def _ended(state: ServerState, run: str) -> bool:
-    found = await look_at(state, run)
-    return found is None or found.ended
+async def _run(run: RunId, found: RunDep, state: StateDep) -> Followed:
+    async def over() -> bool:
+        now = await look_at(state, run)
+        return now is None or now.ended
+
+    async def last_event() -> bytes:
+        now = await look_at(state, run)
+        phase, cause = ("deleted", "") if now is None else (now.phase.value, now.cause)
+        return end_event("run.ended", {"phase": phase, "cause": cause})
+
+    return Followed(run, state.settings.run_dir(run), found.project, found.ended, over, last_event)
 
 
-async def _last_event(state: ServerState, run: str) -> bytes:
-    found = await look_at(state, run)
-    said = {"phase": "deleted", "cause": ""} if found is None else {"phase": found.phase.value, "cause": found.cause}
-    return f"event: run.ended\ndata: {json.dumps(said)}\n\n".encode()
+def end_event(name: str, said: dict[str, str | None]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(said)}\n\n".encode()
 
 
-@router.get(
-    "/{run}/logs", **stream_rules('id: process:118\ndata: {"line":"step 1/100  success  35%"}\n\n', "events-gone")
-)
 async def logs(
-    run: RunId,
     request: Request,
-    found: RunDep,
+    found: FollowedDep,
     state: StateDep,
     last_event_id: LastEventId = None,
     after: After = None,
@@ -264,15 +298,15 @@ async def logs(
     source: Annotated[str, Query(pattern=f"^{SOURCE}$", description="whose: see `log-sources`")] = "process",
     tail: Annotated[int | None, Query(ge=0, le=100_000, description="begin with the last lines only")] = None,
 ) -> Response:
-    """Stream a run's log, line by line: `process` has its progress and what it says of failures.
+    """Stream a run's or a job's log, line by line: `process` has its progress and what it says of failures.
 
-    A `log.ended` event without an id ends the log of a run that is over.
+    A `log.ended` event without an id ends the log of a run or a job that is over.
     """
-    run_dir, name = state.settings.run_dir(run), f"{LOGS}/{source}{LOG}"
-    begin, follower = last_event_id or after or "", LogFollower(source, lambda: tenant_files.opened(run_dir, name))
+    name, begin = f"{LOGS}/{source}{LOG}", last_event_id or after or ""
+    follower = LogFollower(source, lambda: tenant_files.opened(found.directory, name))
 
     def at_end() -> bool:
-        if source != "process" and not tenant_files.is_file(run_dir, name):
+        if source != "process" and not tenant_files.is_file(found.directory, name):
             raise not_found("log", source)
         try:
             follower.seek(begin, tail)
@@ -282,17 +316,17 @@ async def logs(
 
     if await state.readers.of(found.project)(at_end) and begin and found.ended:
         return Response(status_code=204)
-    return streamed(state, request, found, _lines(state, found, follower, follow=follow))
+    return streamed(state, request, found.project, _lines(state, found, follower, follow=follow))
 
 
-async def _lines(state: ServerState, row: HostedRunRow, follower: LogFollower, *, follow: bool) -> AsyncIterator[bytes]:
+async def _lines(state: ServerState, found: Followed, follower: LogFollower, *, follow: bool) -> AsyncIterator[bytes]:
     yield b": hello\n\n"
-    run, read_files = row.id, state.readers.of(row.project)
+    read_files = state.readers.of(found.project)
     quiet_s, interval_s, seen = 0.0, state.settings.feed_interval_s, None
     while True:
-        ended = await _ended(state, run)
+        ended = await found.over()
         over = ended or not follow
-        size = await state.looks.at((run, follower.name), follower.size, read_files)
+        size = await state.looks.at((found.id, follower.name), follower.size, read_files)
         lines = [] if size == seen and not over else await read_files(functools.partial(follower.read, over=ended))
         seen = None if lines else size
         if lines:
@@ -313,9 +347,11 @@ async def _lines(state: ServerState, row: HostedRunRow, follower: LogFollower, *
             await asyncio.sleep(interval_s)
 
 
-@router.get("/{run}/log-sources", **_with_example(["orchestrator", "process"], rules(Action.RUNS_READ, "not-found")))
-async def log_sources(run: RunId, found: RunDep, state: StateDep) -> list[str]:
-    """Name the logs that a run has: of its process, its orchestrator, its trainer and its workers."""
-    listed = functools.partial(tenant_files.files, state.settings.run_dir(run), LOGS, LOG)
+async def log_sources(found: FollowedDep, state: StateDep) -> list[str]:
+    """Name the logs that a run or a job has: of its process, its orchestrator, its trainer and its workers."""
+    listed = functools.partial(tenant_files.files, found.directory, LOGS, LOG)
     sources = [name.removesuffix(LOG) for name, _ in await state.readers.of(found.project)(listed)]
     return [source for source in sources if re.fullmatch(SOURCE, source)]
+
+
+add_streams(router, "/{run}", _run)

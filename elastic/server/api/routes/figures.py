@@ -24,7 +24,7 @@ async def figures(run: RunId, request: Request, found: RunDep, state: StateDep, 
 
     Events have no ids: a new connection begins with the present figures. A `run.ended` event ends the stream.
     """
-    return streamed(state, request, found, _changes(state, run, follow=follow))
+    return streamed(state, request, found.project, _changes(state, run, follow=follow))
 
 
 async def _changes(state: ServerState, run: str, *, follow: bool) -> AsyncIterator[bytes]:
