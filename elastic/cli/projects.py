@@ -182,7 +182,7 @@ def retention(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go now; nothing is removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show, or with options set, for how many days after a run's end its files are kept.
+    """Show, or with options set, for how many days files of runs and jobs are kept after their end.
 
     Example: elastic projects retention agents --checkpoints-days 30 --logs-days 14
     """
@@ -208,10 +208,13 @@ def retention(
     else:
         rows = [(one.run, one.name, one.ended_at, ", ".join(one.removes), f"{one.bytes:,}") for one in plan.items]
         show_listing(("run", "name", "ended", "removes", "bytes"), rows)
+        if plan.jobs:
+            rows = [(one.job, one.pool, one.ended_at, ", ".join(one.removes), f"{one.bytes:,}") for one in plan.jobs]
+            show_listing(("job", "pool", "ended", "removes", "bytes"), rows)
         if plan.uploads:
             rows = [(one.upload, one.name, one.last_used_at, one.state, f"{one.bytes:,}") for one in plan.uploads]
             show_listing(("upload", "name", "last used", "state", "bytes"), rows)
-        words = f"{plan.runs} runs and {len(plan.uploads)} uploads, {plan.bytes:,} bytes"
+        words = f"{plan.runs} runs, {len(plan.jobs)} jobs and {len(plan.uploads)} uploads, {plan.bytes:,} bytes"
         console().print(f"{words}; nothing was removed", highlight=False)
 
 

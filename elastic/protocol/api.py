@@ -896,8 +896,8 @@ Days = Annotated[Whole, Field(ge=0, le=36_500)]
 
 
 class RetentionPolicy(_Resource):
-    """For how many days after a run's end what it leaves is kept: the whole run, and parts of it apart. Uploads go
-    so long after a run has last used them.
+    """For how many days after the end of a run, or a pool's job, what it leaves is kept: all, and parts of it apart.
+    Uploads go so long after a run has last used them.
 
     Null is for ever, and in a project's policy as the server's says. Without its checkpoints, or its trajectories, a
     run cannot go on; its report stays."""
@@ -932,6 +932,17 @@ class RetentionItem(_Resource):
     bytes: int
 
 
+class RetentionJob(_Resource):
+    """What of one job of a pool would go."""
+
+    job: str = Field(examples=[f"job_{_ULID}"])
+    pool: PoolName
+    project: ProjectId
+    ended_at: Timestamp
+    removes: list[str] = Field(examples=[["checkpoints", "logs"]])
+    bytes: int
+
+
 class RetentionUpload(_Resource):
     """An upload that would go, since nobody has used it, or nothing has come of it, for long."""
 
@@ -950,6 +961,7 @@ class RetentionPlan(_Resource):
     runs: int
     bytes: int
     items: list[RetentionItem]
+    jobs: list[RetentionJob] = []
     uploads: list[RetentionUpload] = []
 
 

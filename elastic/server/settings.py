@@ -129,6 +129,9 @@ class ServerSettings:
         """The directory of runs that are jobs of pools; it has a directory for each project."""
         return self.home / "pooled"
 
+    def job_dir(self, project: str, job: str) -> Path:
+        return self.pooled / project / job
+
     @property
     def projects(self) -> Path:
         return self.home / "projects"

@@ -25,11 +25,15 @@ from elastic.protocol.api_client import ApiError, Client
 from elastic.server.api.app import create_app
 from elastic.server.api.job_limits import BEHIND, WAITING_MAX, admit_waiting, waiting_projects
 from elastic.server.pools import settle_jobs
+from elastic.server.quotas.budgets import US_PER_DAY
 from elastic.server.retention import records as retention
+from elastic.server.retention.rules import REMOVING, RUN
+from elastic.server.runner.retiring import retire
 from elastic.server.store import jobs as stored_jobs
 from elastic.server.store import people, runs, tables, uploads, webhooks
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import metadata
+from elastic.system.isolation import IsolatedLoop, LoopFaults
 from tests.pool.stand_in import POOL, StandIn
 from tests.server.conftest import CONFIG, Site, Submission, served
 from tests.server.test_streams import journal_of, sse, write
@@ -419,6 +423,73 @@ def test_retention_leaves_what_a_job_names(
     settle_jobs(pooled.store, pooled.settings, pooled.projects["ours"])
     with pooled.store.reading() as connection:
         assert [one.id for one, _ in retention.over(connection, None, now_us())] == [run]
+
+
+def test_what_a_job_leaves_goes_as_a_run_s_does(
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
+) -> None:
+    """A job that its pool has go on again is left; one without its parts, or that is gone, is not resubmitted."""
+    names = [ours.post(JOBS, json=job).json()["id"] for _ in range(3)]
+    whole, parts, again = names
+    project = pooled.projects["ours"]
+    places = {name: pooled.settings.job_dir(project, name) for name in names}
+    pool.tell(e.TimePassed(), at_s=3600.0)
+    for name, place in places.items():
+        (place / "checkpoints").mkdir()
+        (place / "checkpoints" / "00000001.safetensors").write_bytes(b"x" * 1000)
+        pool.tell(e.JobFailed(job=name, cause="killed"))
+    settle_jobs(pooled.store, pooled.settings)
+    with pooled.store.writing() as tx:
+        spent_usd = stored_jobs.use(tx, project).usd
+        for name, days in ((whole, 40), (parts, 20), (again, 40)):
+            ended_us = now_us() - days * US_PER_DAY
+            tx.execute(sa.update(tables.jobs).where(tables.jobs.c.id == name).values(ended_us=ended_us))
+        retention.change(tx, retention.SERVER, {"runs_days": 30, "checkpoints_days": 10})
+    assert spent_usd > 0.0
+    plan = ours.get("/v1/projects/ours/retention/dry-run").json()
+    assert {one["job"]: one["removes"] for one in plan["jobs"]} == {
+        whole: ["run"],
+        parts: ["checkpoints"],
+        again: ["run"],
+    }
+    assert [one["bytes"] for one in plan["jobs"] if one["job"] == parts] == [1000]
+    assert (plan["runs"], plan["items"]) == (0, [])
+    pool.tell(e.ResubmitRequested(job=again))
+    without = dataclasses.replace(pooled.settings, pools=())
+    retire(pooled.store, without, IsolatedLoop("retention", LoopFaults()))
+    assert all((place / "checkpoints").exists() for place in places.values()), "nobody can say whether they go on"
+    retire(pooled.store, pooled.settings, IsolatedLoop("retention", LoopFaults()))
+    assert not places[whole].exists()
+    assert {found.name for found in places[parts].iterdir()} & {"checkpoints", "logs"} == {"logs"}
+    assert (places[again] / "checkpoints").exists()
+    settle_jobs(pooled.store, pooled.settings)
+    with pooled.store.reading() as connection:
+        assert stored_jobs.find(connection, whole) is None
+        assert stored_jobs.use(connection, project).usd == pytest.approx(spent_usd)
+    told = len(pool.commands)
+    for name, words in ((whole, "is kept no longer"), (parts, "has no checkpoints any more")):
+        refused = ours.post(f"{JOBS}/{name}/resubmit").json()
+        assert (refused["type"], refused["detail"]) == ("/problems/run-retired", f"{name} {words}")
+    assert len(pool.commands) == told
+    audit = pooled.client().get("/v1/audit", params={"limit": 100}).json()["data"]
+    assert sorted(one["resource"] for one in audit if one["actor"] == "retention") == sorted(
+        [f"{JOBS}/{whole}: run", f"{JOBS}/{parts}: checkpoints"]
+    )
+
+
+def test_a_job_that_is_half_removed_goes_the_rest_of_the_way(
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
+) -> None:
+    name = ours.post(JOBS, json=job).json()["id"]
+    pool.tell(e.JobFailed(job=name, cause="killed"))
+    settle_jobs(pooled.store, pooled.settings)
+    with pooled.store.writing() as tx:
+        stored_jobs.note_retired(tx, name, {RUN: REMOVING})
+    assert ours.post(f"{JOBS}/{name}/resubmit").json()["type"] == "/problems/run-retired"
+    retire(pooled.store, pooled.settings, IsolatedLoop("retention", LoopFaults()))
+    assert not pooled.settings.job_dir(pooled.projects["ours"], name).exists()
+    with pooled.store.reading() as connection:
+        assert stored_jobs.find(connection, name) is None
 
 
 def test_jobs_that_come_at_once_are_within_the_quota(

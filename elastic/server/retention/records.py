@@ -1,4 +1,4 @@
-"""Retention in the store: the policies, and the runs of which something is over."""
+"""Retention in the store: the policies, and the runs and jobs of which something is over."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -8,11 +8,12 @@ import sqlalchemy as sa
 
 from elastic.protocol.api import ENDED
 from elastic.server.intake.upload_files import UploadStatus
-from elastic.server.retention.rules import REMOVING, RetentionRow, due, is_over
+from elastic.server.retention.rules import REMOVING, Left, RetentionRow, due, is_over
 from elastic.server.store import jobs, runs, uploads
 from elastic.server.store.database import now_us
 from elastic.server.store.rows import columns, first, put
 from elastic.server.store.runs import Attempting, HostedRunRow
+from elastic.server.store.tables import jobs as jobs_table
 from elastic.server.store.tables import retention
 from elastic.server.store.tables import runs as runs_table
 from elastic.server.store.tables import uploads as uploads_table
@@ -43,17 +44,47 @@ class _Policies(dict[str, RetentionRow]):
         return own.or_else(server)
 
 
-def needed_by(connection: sa.Connection, run: HostedRunRow) -> str | None:
-    """Return a run or job that goes on and whose configuration names something of this run's; None where there is
+def needed_by(connection: sa.Connection, left: Left) -> str | None:
+    """Return a run or job that goes on and whose configuration names something of this one's; None where there is
     none."""
-    return runs.naming(connection, run.id) or jobs.naming(connection, run.project, run.id)
+    return runs.naming(connection, left.id) or jobs.naming(connection, left.project, left.id)
+
+
+def _of_run(run: HostedRunRow) -> Left:
+    ended_us = run.ended_us if run.ended and not run.managed else None
+    return Left(id=run.id, project=run.project, ended_us=ended_us, retired=run.retired or {}, name=run.name)
+
+
+def _of_jobs(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> list[Left]:
+    of = jobs_table.c
+    wanted = sa.select(of.id, of.project, of.ended_us, of.retired, of.pool).where(*where).order_by(of.id)
+    return [
+        Left(id=id_, project=project, ended_us=ended_us, retired=retired or {}, pool=pool)
+        for id_, project, ended_us, retired, pool in connection.execute(wanted)
+    ]
+
+
+def again(connection: sa.Connection, left: Left) -> Left | None:
+    """Return the run or job as it is now; None for one that is no more, or is being deleted."""
+    if left.pool:
+        return next(iter(_of_jobs(connection, jobs_table.c.id == left.id)), None)
+    run = runs.find(connection, left.id)
+    return None if run is None else _of_run(run)
+
+
+def note(tx: sa.Connection, left: Left, retired: Mapping[str, str]) -> None:
+    """Note what has been removed of a run or job, or is about to be."""
+    if left.pool:
+        jobs.note_retired(tx, left.id, retired)
+    else:
+        runs.observe(tx, left.id, retired=retired)
 
 
 def over(
     connection: sa.Connection, project: str | None, at_us: int, attempting: Attempting = nullcontext
-) -> Iterator[tuple[HostedRunRow, list[str]]]:
-    """The runs, of one project or all, of which something is kept no longer, and what; the oldest first. For
-    unreadable ones see `runs.read`."""
+) -> Iterator[tuple[Left, list[str]]]:
+    """The runs, of one project or all, of which something is kept no longer, and what, and then such jobs; the oldest
+    first. For unreadable runs see `runs.read`."""
     policies = _Policies(connection)
     if not policies:
         return
@@ -62,12 +93,14 @@ def over(
         .where(~runs_table.c.managed, runs_table.c.phase.in_([phase.value for phase in ENDED]))
         .order_by(runs_table.c.id)
     )
+    jobs_ended: list[sa.ColumnElement[bool]] = [jobs_table.c.ended_us.is_not(None)]
     if project is not None:
         ended = ended.where(runs_table.c.project == project)
-    for run in runs.read(connection, ended, attempting):
-        parts = due(run, policies.of(run.project), at_us)
-        if parts and needed_by(connection, run) is None:
-            yield run, parts
+        jobs_ended.append(jobs_table.c.project == project)
+    for left in (*map(_of_run, runs.read(connection, ended, attempting)), *_of_jobs(connection, *jobs_ended)):
+        parts = due(left, policies.of(left.project), at_us)
+        if parts and needed_by(connection, left) is None:
+            yield left, parts
 
 
 def uploads_over(
@@ -90,7 +123,11 @@ def uploads_over(
                 yield row, found, last_us
 
 
-def half_removed(connection: sa.Connection, attempting: Attempting = nullcontext) -> list[HostedRunRow]:
-    """Runs of which the removal of something has begun."""
-    begun = sa.select(runs_table).where(sa.cast(runs_table.c.retired, sa.Text).like(f"%{REMOVING}%"))
-    return runs.read(connection, begun, attempting)
+def half_removed(connection: sa.Connection, attempting: Attempting = nullcontext) -> list[Left]:
+    """Runs and jobs of which the removal of something has begun."""
+
+    def begun(table: sa.Table) -> sa.ColumnElement[bool]:
+        return sa.cast(table.c.retired, sa.Text).like(f"%{REMOVING}%")
+
+    found = runs.read(connection, sa.select(runs_table).where(begun(runs_table)), attempting)
+    return [*map(_of_run, found), *_of_jobs(connection, begun(jobs_table))]

@@ -1,4 +1,4 @@
-"""How long what runs leave is kept, and what is over: looked at without a change, or removed.
+"""How long what runs and jobs of pools leave is kept, and what is over: looked at without a change, or removed.
 
 - Only what has ended is touched, and nothing that a run which goes on could need.
 - A removal is in the store before its first file goes, so another runner can finish a removal that is half done.
@@ -17,7 +17,7 @@ from elastic.runtime.journal import EvaluatedRow, RunDirectory, TrajectoryRow, o
 from elastic.runtime.journal.records import FRAME, TABLES
 from elastic.server.history.apart import apart
 from elastic.server.quotas.budgets import US_PER_DAY
-from elastic.server.store.runs import HostedRunRow
+from elastic.server.settings import ServerSettings
 from elastic.system import tenant_files
 
 RUN, TRAJECTORIES, CHECKPOINTS, LOGS = "run", "trajectories", "checkpoints", "logs"
@@ -51,14 +51,34 @@ class RetentionRow:
         return RetentionRow(**{**vars(server), **own})
 
 
-def due(run: HostedRunRow, policy: RetentionRow, now_us: int) -> list[str]:
-    """Return the expired parts of a run: the whole run alone, or parts that still exist."""
-    if not run.ended or run.managed or run.ended_us is None:
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """A run, or a job of a pool, by what it leaves: since when (None while it goes on), and what of it has been
+    removed, or is about to be. A run has no `pool`."""
+
+    id: str
+    project: str
+    ended_us: int | None
+    retired: Mapping[str, str]
+    name: str = ""
+    pool: str = ""
+
+    @property
+    def url(self) -> str:
+        return f"/v1/pools/{self.pool}/jobs/{self.id}" if self.pool else f"/v1/runs/{self.id}"
+
+    def directory(self, settings: ServerSettings) -> Path:
+        return settings.job_dir(self.project, self.id) if self.pool else settings.run_dir(self.id)
+
+
+def due(left: Left, policy: RetentionRow, now_us: int) -> list[str]:
+    """Return the expired parts of a run or job: all of it alone, or parts that still exist."""
+    if left.ended_us is None or RUN in left.retired:
         return []
-    if is_over(run.ended_us, policy.runs_days, now_us):
+    if is_over(left.ended_us, policy.runs_days, now_us):
         return [RUN]
-    there = [part for part in PARTS if part not in (run.retired or {})]
-    return [part for part in there if is_over(run.ended_us, getattr(policy, f"{part}_days"), now_us)]
+    there = [part for part in PARTS if part not in left.retired]
+    return [part for part in there if is_over(left.ended_us, getattr(policy, f"{part}_days"), now_us)]
 
 
 def is_over(since_us: int, days: int | None, now_us: int) -> bool:
@@ -80,6 +100,9 @@ def bytes_of(run_dir: Path, parts: Sequence[str]) -> int:
 
 def remove(run_dir: Path, part: str) -> None:
     """Remove a part; what is gone already is left. Raises `OSError` where something cannot be removed."""
+    if part == RUN:
+        tenant_files.remove(run_dir)
+        return
     kept = _kept(run_dir)
     for name in _DIRECTORIES.get(part, ()):
         tenant_files.remove(run_dir, name, kept)

@@ -1,4 +1,7 @@
-"""The runner's part of retention: removes expired parts of runs, and finishes removals that another runner began."""
+"""The runner's part of retention: removes expired parts of runs and jobs, and finishes what another runner began."""
+
+import contextlib
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 import structlog
@@ -6,40 +9,54 @@ import structlog
 from elastic.server import ids
 from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.permissions import Action
+from elastic.server.pools import settle_jobs
+from elastic.server.problems import ApiProblem
 from elastic.server.retention import records
-from elastic.server.retention.rules import REMOVED, REMOVING, RUN, due, remove
+from elastic.server.retention.rules import REMOVED, REMOVING, RUN, Left, due, remove
 from elastic.server.settings import ServerSettings
-from elastic.server.store import Store, audit, runs, uploads
+from elastic.server.store import Store, audit, jobs, runs, uploads
 from elastic.server.store.database import now_us
-from elastic.server.store.runs import HostedRunRow
 from elastic.system.isolation import IsolatedLoop
 
 log = structlog.get_logger(__name__)
 
 ACTOR = RETENTION = "retention"
 AT_ONCE = 100
-"""Runs that are handled in one pass, before the runner returns to its other work."""
+"""Runs and jobs that are handled in one pass, before the runner returns to its other work."""
 
 
 def retire(store: Store, settings: ServerSettings, isolated: IsolatedLoop) -> bool:
-    """Remove expired parts of some runs and uploads; returns whether there are more. Raises `StoreUnavailable`.
+    """Remove expired parts of some runs, jobs and uploads; returns whether there are more. Raises `StoreUnavailable`.
 
     What cannot be removed waits in `isolated`.
     """
     with store.reading() as connection:
         begun = records.half_removed(connection, isolated.attempt)
-    for run in begun:
-        with isolated.attempt(f"{run.id}: {RETENTION}"):
-            _finish(store, settings, run)
+    for left in begun:
+        with isolated.attempt(f"{left.id}: {RETENTION}"):
+            _finish(store, settings, left)
     with store.reading() as connection:
-        found = [run.id for run, _ in records.over(connection, None, now_us(), isolated.attempt)]
-    for id_ in found[:AT_ONCE]:
-        with isolated.attempt(f"{id_}: {RETENTION}"):
-            run = _begin(store, id_)
-            if run is not None:
-                _finish(store, settings, run)
+        over = [left for left, _ in records.over(connection, None, now_us(), isolated.attempt)]
+    found = _known_over(store, settings, over, isolated)
+    for one in found[:AT_ONCE]:
+        with isolated.attempt(f"{one.id}: {RETENTION}"):
+            left = _begin(store, one)
+            if left is not None:
+                _finish(store, settings, left)
     _retire_uploads(store, settings, isolated)
     return len(found) > AT_ONCE
+
+
+def _known_over(store: Store, settings: ServerSettings, over: Sequence[Left], isolated: IsolatedLoop) -> list[Left]:
+    """Have the store know which of these jobs go on again, and return all but those of which nobody can say it: their
+    pools are away, or the server was not started with them."""
+    answered = set[str]()
+    for project in {left.project for left in over if left.pool}:
+        with isolated.attempt(f"{project}: {RETENTION} of jobs"), contextlib.suppress(ApiProblem):
+            settle_jobs(store, settings, project)
+            answered.add(project)
+    pools = {path.name for path in settings.pools}
+    return [left for left in over if not left.pool or (left.project in answered and left.pool in pools)]
 
 
 def _retire_uploads(store: Store, settings: ServerSettings, isolated: IsolatedLoop) -> None:
@@ -72,42 +89,45 @@ def _retire_uploads(store: Store, settings: ServerSettings, isolated: IsolatedLo
             storage.discard(row["project"], row["id"])
 
 
-def _begin(store: Store, id_: str) -> HostedRunRow | None:
+def _begin(store: Store, one: Left) -> Left | None:
     """Record what will be removed. Returns None if nothing is left to remove, or if the runner deletes the whole
     run."""
     with store.writing() as tx:
-        run = runs.find(tx, id_)
-        if run is None:
+        left = records.again(tx, one)
+        if left is None:
             return None
-        own, server = records.policy(tx, run.project), records.policy(tx, records.SERVER)
-        parts = due(run, own.or_else(server), now_us())
-        if not parts or records.needed_by(tx, run) is not None:
+        own, server = records.policy(tx, left.project), records.policy(tx, records.SERVER)
+        parts = due(left, own.or_else(server), now_us())
+        if not parts or records.needed_by(tx, left) is not None:
             return None
         audit.write(
             tx,
             actor=ACTOR,
             action=Action.RUNS_WRITE,
-            resource=f"/v1/runs/{id_}: {', '.join(parts)}",
-            project=run.project,
+            resource=f"{left.url}: {', '.join(parts)}",
+            project=left.project,
             status=204,
             request_id=ids.new_id(ids.REQUEST),
         )
-        log.info("kept no longer", run=id_, parts=parts)
-        if RUN in parts:
-            runs.want(tx, id_, wanted=runs.DELETE)
+        log.info("kept no longer", run=left.id, parts=parts)
+        if RUN in parts and not left.pool:
+            runs.want(tx, left.id, wanted=runs.DELETE)
             return None
-        runs.observe(tx, id_, retired={**(run.retired or {}), **dict.fromkeys(parts, REMOVING)})
-        return runs.find(tx, id_)
+        records.note(tx, left, {**left.retired, **dict.fromkeys(parts, REMOVING)})
+        return records.again(tx, left)
 
 
-def _finish(store: Store, settings: ServerSettings, run: HostedRunRow) -> None:
-    retired = dict(run.retired or {})
+def _finish(store: Store, settings: ServerSettings, left: Left) -> None:
+    retired = dict(left.retired)
     for part in [part for part, state in retired.items() if state == REMOVING]:
         try:
-            remove(settings.run_dir(run.id), part)
+            remove(left.directory(settings), part)
         except OSError as error:
-            log.error("cannot be removed now", run=run.id, part=part, error=str(error))
+            log.error("cannot be removed now", run=left.id, part=part, error=str(error))
             continue
         retired[part] = REMOVED
     with store.writing() as tx:
-        runs.observe(tx, run.id, retired=retired)
+        if retired.get(RUN) == REMOVED:
+            jobs.retire(tx, left.id)
+        else:
+            records.note(tx, left, retired)

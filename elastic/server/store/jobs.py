@@ -4,12 +4,12 @@ A row is there before its pool hears of the job, so that quotas hold for submiss
 the job names is removed. A pool says what becomes of its jobs; `settle` notes it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from elastic.server.store import webhooks
+from elastic.server.store import quotas, webhooks
 from elastic.server.store.database import now_us
 from elastic.server.store.rows import first
 from elastic.server.store.tables import jobs
@@ -52,6 +52,20 @@ def remove(tx: sa.Connection, id_: str, noted_us: int | None = None) -> None:
     """Forget a job; with `noted_us` only if it was not noted again since then."""
     unwanted = sa.delete(jobs).where(jobs.c.id == id_)
     tx.execute(unwanted if noted_us is None else unwanted.where(jobs.c.created_us == noted_us))
+
+
+def retire(tx: sa.Connection, id_: str) -> None:
+    """Forget a job of which nothing is left; what it cost stays counted."""
+    row = find(tx, id_)
+    if row is not None:
+        spent_usd = quotas.account(tx, row["project"]).jobs_usd + row["usd"]
+        quotas.change_account(tx, row["project"], jobs_usd=spent_usd)
+        remove(tx, id_)
+
+
+def note_retired(tx: sa.Connection, id_: str, retired: Mapping[str, str]) -> None:
+    """Note what retention has removed of a job, or is about to."""
+    tx.execute(sa.update(jobs).where(jobs.c.id == id_).values(retired=dict(retired)))
 
 
 def any_in(connection: sa.Connection, pool: str, project: str | None) -> bool:
@@ -111,7 +125,8 @@ def use(connection: sa.Connection, project: str, but: str = "") -> JobsUse:
         sa.func.coalesce(sa.func.sum(sa.case((goes_on & waits, 1), else_=0)), 0),
     )
     row = connection.execute(total.where(jobs.c.project == project, jobs.c.id != but)).one()
-    return JobsUse(int(row[0]), int(row[1]), float(row[2]), int(row[3]))
+    usd = float(row[2]) + quotas.account(connection, project).jobs_usd
+    return JobsUse(int(row[0]), int(row[1]), usd, int(row[3]))
 
 
 def naming(connection: sa.Connection, project: str, text: str) -> str | None:

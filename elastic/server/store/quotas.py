@@ -35,7 +35,8 @@ class QuotaRow:
 
 @dataclass(frozen=True, kw_only=True)
 class AccountRow:
-    """The cost of a project's deleted runs, in all and on `day`, and its recent spending."""
+    """The cost of a project's deleted runs, in all and on `day`, its recent spending, and the cost of its removed
+    jobs."""
 
     project: str
     deleted_nano_usd: int = 0
@@ -43,6 +44,7 @@ class AccountRow:
     deleted_today_nano_usd: int = 0
     marks: list[list[int]] = field(default_factory=list[list[int]])
     warned: list[str] = field(default_factory=list[str])
+    jobs_usd: float = 0.0
 
 
 def _nano(usd: float | None) -> int | None:
@@ -87,7 +89,7 @@ def account(connection: sa.Connection, project: str) -> AccountRow:
 def change_account(tx: sa.Connection, project: str, **changes: Any) -> None:
     if tx.execute(sa.update(accounts).where(accounts.c.project == project).values(**changes)).rowcount:
         return
-    new = {"deleted_nano_usd": 0, "day": 0, "deleted_today_nano_usd": 0, "marks": [], "warned": []}
+    new = {"deleted_nano_usd": 0, "day": 0, "deleted_today_nano_usd": 0, "marks": [], "warned": [], "jobs_usd": 0.0}
     inserted(tx, accounts, project=project, **new | changes)
 
 

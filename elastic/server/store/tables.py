@@ -194,6 +194,7 @@ accounts = Table(
     Column("deleted_today_nano_usd", BigInteger, nullable=False),
     Column("marks", JSON, nullable=False, comment="pairs of a time and what was spent until then"),
     Column("warned", JSON, nullable=False, comment="of which limits it was said that they are nearly used"),
+    Column("jobs_usd", Float, nullable=False, comment="what jobs of pools cost that are kept no longer"),
 )
 
 capacities = Table(
@@ -238,6 +239,7 @@ jobs = Table(
     Column("waits", Text, comment="why it waits for its project's quota"),
     Column("created_us", BigInteger, nullable=False),
     Column("ended_us", BigInteger, comment="when it was first seen to be over"),
+    Column("retired", JSON, comment="what retention has removed, or is about to"),
     Index(None, "project", "ended_us"),
     comment="jobs of pools that were submitted here",
 )

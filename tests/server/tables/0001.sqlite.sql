@@ -72,6 +72,7 @@ CREATE TABLE accounts (
 	deleted_today_nano_usd BIGINT NOT NULL,
 	marks JSON NOT NULL,
 	warned JSON NOT NULL,
+	jobs_usd FLOAT NOT NULL,
 	CONSTRAINT pk_accounts PRIMARY KEY (project),
 	CONSTRAINT fk_accounts_project FOREIGN KEY(project) REFERENCES projects (id)
 );
@@ -86,6 +87,7 @@ CREATE TABLE jobs (
 	waits TEXT,
 	created_us BIGINT NOT NULL,
 	ended_us BIGINT,
+	retired JSON,
 	CONSTRAINT pk_jobs PRIMARY KEY (id),
 	CONSTRAINT fk_jobs_project FOREIGN KEY(project) REFERENCES projects (id)
 );

@@ -23,6 +23,7 @@ from elastic.server.problems import (
     invalid_configuration,
     not_found,
 )
+from elastic.server.retention.rules import RUN, UNRESUMABLE
 from elastic.server.store import people, runs, uploads
 from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor, Order, page
 from elastic.server.store.runs import HostedRunRow
@@ -192,6 +193,13 @@ def refuse_gone(tx: sa.Connection, project: str, config: str) -> None:
     store, the upload stays."""
     if (upload := uploads.gone(tx, project, config)) is not None:
         raise ApiProblem("invalid-configuration", f"upload {upload} was deleted meanwhile")
+
+
+def refuse_retired(run: str, retired: Mapping[str, str] | None) -> None:
+    """Raise `ApiProblem` for a run or job without what it would go on from."""
+    if gone := [part for part in (RUN, *UNRESUMABLE) if part in (retired or {})]:
+        words = "is kept no longer" if RUN in gone else f"has no {' and '.join(gone)} any more"
+        raise ApiProblem("run-retired", f"{run} {words}", run=run)
 
 
 def check_etag(if_match: str | None, version: int) -> None:

@@ -32,6 +32,7 @@ from elastic.server.api.routes.common import (
     refuse_code,
     refuse_gone,
     refuse_profiles,
+    refuse_retired,
     rules,
 )
 from elastic.server.api.routes.model_route import ModelRoute
@@ -42,6 +43,7 @@ from elastic.server.permissions import Action
 from elastic.server.pools import ANOTHERS, as_job, as_pool, asked, control_of, pool_dir, project_of_job, settle_jobs
 from elastic.server.problems import ApiProblem, configuration_errors, invalid_configuration, not_found
 from elastic.server.quotas.needs import RunNeeds
+from elastic.server.retention.rules import REMOVED, RUN
 from elastic.server.settings import ServerSettings
 from elastic.server.store import jobs, people, quotas
 from elastic.server.store.pages import LIMIT, LIMIT_MAX
@@ -174,7 +176,7 @@ def submit_job(pool: PoolId, body: JobSubmission, write: WriteDep) -> Response:
         else:
             beyond = None if row["waits"] is None else BeyondQuota(project, row["waits"])
             jobs.note_again(tx, job)
-    path = (settings.pooled / project / job).resolve()
+    path = settings.job_dir(project, job).resolve()
     settings.storage(project).mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     (path / "logs").mkdir(mode=0o700, exist_ok=True)
@@ -231,7 +233,15 @@ def cancel_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
 @router.post(
     "/{pool}/jobs/{job}/resubmit",
     response_model=HostedJob,
-    **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "job-conflict", "quota-exceeded", "pool-away"),
+    **rules(
+        Action.RUNS_WRITE,
+        "invalid-configuration",
+        "not-found",
+        "job-conflict",
+        "run-retired",
+        "quota-exceeded",
+        "pool-away",
+    ),
 )
 def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     """Have a job that has failed go on from its last checkpoint, as a new arrival, once its project's quota allows
@@ -245,7 +255,10 @@ def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     beyond: BeyondQuota | None = None
     with state.store.writing() as tx:
         row = jobs.find(tx, job)
+        if not state.settings.job_dir(found.project, job).is_dir():
+            refuse_retired(job, {RUN: REMOVED})  # Its row has gone, too.
         if row is not None:
+            refuse_retired(job, row["retired"])
             refuse_gone(tx, found.project, row["config"])
             beyond = beyond_quota(tx, found.project, RunNeeds(), row["train_gpus"], but=job)
             waits = None if beyond is None else beyond.reason

@@ -1,12 +1,19 @@
 """Retention: for how long what runs leave is kept, and what would go now."""
 
 import itertools
-from typing import Annotated
+from typing import Annotated, Any
 
 import sqlalchemy as sa
 from fastapi import APIRouter, Query, Response
 
-from elastic.protocol.api import RetentionChange, RetentionItem, RetentionPlan, RetentionPolicy, RetentionUpload
+from elastic.protocol.api import (
+    RetentionChange,
+    RetentionItem,
+    RetentionJob,
+    RetentionPlan,
+    RetentionPolicy,
+    RetentionUpload,
+)
 from elastic.server.api.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
 from elastic.server.api.routes.model_route import ModelRoute
 from elastic.server.api.state import ServerState
@@ -15,13 +22,15 @@ from elastic.server.clock import rfc3339
 from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.permissions import Action
 from elastic.server.retention import records
-from elastic.server.retention.rules import bytes_of
+from elastic.server.retention.rules import Left, bytes_of
 from elastic.server.store.database import now_us
 from elastic.server.store.rows import told
 
 router = APIRouter(prefix="/v1", tags=["retention"], route_class=ModelRoute)
 ITEMS = 1_000
-Limit = Annotated[int, Query(ge=1, le=ITEMS, description="most runs, and uploads, to name; the sums are of these")]
+Limit = Annotated[
+    int, Query(ge=1, le=ITEMS, description="most runs, jobs and uploads each to name; the sums are of these")
+]
 _EDITS = ("precondition-failed", "precondition-required")
 
 
@@ -108,16 +117,18 @@ def _plan(state: ServerState, project: str | None, limit: int) -> RetentionPlan:
             )
             for row, stands, last_us in itertools.islice(unused, limit)
         ]
-    items = [
-        RetentionItem(
-            run=run.id,
-            name=run.name,
-            project=run.project,
-            ended_at=rfc3339(run.ended_us) or "",
-            removes=parts,
-            bytes=bytes_of(state.settings.run_dir(run.id), parts),
-        )
-        for run, parts in found[:limit]
-    ]
-    freed = sum(one.bytes for one in (*items, *uploads))
-    return RetentionPlan(items=items, uploads=uploads, runs=len(found), bytes=freed)
+
+    def item(left: Left, parts: list[str]) -> dict[str, Any]:
+        freed = bytes_of(left.directory(state.settings), parts)
+        return {
+            "project": left.project,
+            "ended_at": rfc3339(left.ended_us) or "",
+            "removes": parts,
+            "bytes": freed,
+        }
+
+    runs, jobs = ([(left, parts) for left, parts in found if bool(left.pool) is pooled] for pooled in (False, True))
+    items = [RetentionItem(run=left.id, name=left.name, **item(left, parts)) for left, parts in runs[:limit]]
+    of_jobs = [RetentionJob(job=left.id, pool=left.pool, **item(left, parts)) for left, parts in jobs[:limit]]
+    freed = sum(one.bytes for one in (*items, *of_jobs, *uploads))
+    return RetentionPlan(items=items, jobs=of_jobs, uploads=uploads, runs=len(runs), bytes=freed)

@@ -37,6 +37,7 @@ from elastic.server.api.routes.common import (
     refuse_code,
     refuse_gone,
     refuse_profiles,
+    refuse_retired,
     rules,
     run_of,
     seen_of,
@@ -48,7 +49,6 @@ from elastic.server.intake.checking import checked
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.quotas import budgets
-from elastic.server.retention.rules import UNRESUMABLE
 from elastic.server.runner import conditions
 from elastic.server.store import people, quotas, runs
 from elastic.server.store.database import now_us
@@ -199,8 +199,7 @@ def resume(run: RunId, write: WriteDep, tx: sa.Connection, body: ResumeRequest |
     found = run_of(tx, write.caller, run)
     if not found.ended:
         raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
-    if gone := [part for part in UNRESUMABLE if part in (found.retired or {})]:
-        raise ApiProblem("run-retired", f"{run} has no {' and '.join(gone)} any more", run=run)
+    refuse_retired(run, found.retired)
     refuse_gone(tx, found.project, found.config)
     steps = found.figures.steps
     if found.phase is RunPhase.FINISHED and (asked.steps is None or asked.steps <= steps):
