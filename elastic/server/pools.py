@@ -3,6 +3,7 @@ part."""
 
 import asyncio
 import contextlib
+import dataclasses
 import subprocess
 import sys
 import time
@@ -136,7 +137,8 @@ def settle_jobs(store: Store, settings: ServerSettings, project: str | None = No
         with store.writing() as tx:
             for job in changed:
                 if job.over:
-                    jobs.end(tx, job.name, usd=job.usd, state=job.state, cause=job.reason)
+                    said = {"state": job.state, "cause": job.reason, "resubmissions": job.resubmissions}
+                    jobs.end(tx, job.name, usd=job.usd, **said)
                 else:
                     waits = job.reason if job.beyond_quota else None
                     jobs.settle(tx, job.name, usd=job.usd, over=False, waits=waits)
@@ -178,9 +180,11 @@ class PoolSupervisors:
             if not self._isolated.wait_s(path.name):
                 with self._isolated.attempt(path.name):
                     self._keep_up(path)
-        if self._settings.pools and time.monotonic() - self._settled_s > SETTLE_S:
-            with self._isolated.attempt(SETTLING), contextlib.suppress(ApiProblem):  # It is asked again.
-                await asyncio.to_thread(settle_jobs, self._store, self._settings)
+        if time.monotonic() - self._settled_s > SETTLE_S:
+            for path in self._settings.pools:
+                alone = dataclasses.replace(self._settings, pools=(path,))
+                with self._isolated.attempt(SETTLING), contextlib.suppress(ApiProblem):  # It is asked again.
+                    await asyncio.to_thread(settle_jobs, self._store, alone)
             self._settled_s = time.monotonic()
 
     def _keep_up(self, path: Path) -> None:

@@ -492,6 +492,23 @@ def test_a_job_that_is_half_removed_goes_the_rest_of_the_way(
         assert stored_jobs.find(connection, name) is None
 
 
+def test_a_pool_that_is_away_holds_up_nothing_of_another_s_jobs(
+    pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any], tmp_path: Path
+) -> None:
+    name, project = ours.post(JOBS, json=job).json()["id"], pooled.projects["ours"]
+    pool.tell(e.JobFailed(job=name, cause="killed"))
+    settle_jobs(pooled.store, pooled.settings)
+    with pooled.store.writing() as tx:
+        stored_jobs.insert(tx, "other", project, "away", "", "{}", 1, None)
+        stored_jobs.settle(tx, "other", usd=0.0, over=True)
+        retention.change(tx, retention.SERVER, {"runs_days": 0})
+    settings = dataclasses.replace(pooled.settings, pools=(tmp_path / "away", pool.directory))
+    retire(pooled.store, settings, IsolatedLoop("retention", LoopFaults()))
+    with pooled.store.reading() as connection:
+        assert stored_jobs.find(connection, name) is None
+        assert stored_jobs.find(connection, "other") is not None, "nobody can say whether it goes on"
+
+
 def test_jobs_that_come_at_once_are_within_the_quota(
     pooled: Site, pool: StandIn, ours: httpx.Client, job: dict[str, Any]
 ) -> None:
@@ -649,6 +666,10 @@ def test_webhooks_are_told_once_whenever_a_job_is_over(
     ours.post(f"{JOBS}/{name}/resubmit")
     settle_jobs(pooled.store, pooled.settings)
     ours.post(f"{JOBS}/{name}/cancel")
+    settle_jobs(pooled.store, pooled.settings)
+    assert ours.post(f"{JOBS}/{name}/resubmit").json()["type"] == "/problems/job-conflict"
+    with pooled.store.writing() as tx:  # As by a server whose pool's answer is older.
+        stored_jobs.settle(tx, name, usd=0.0, over=False)
     settle_jobs(pooled.store, pooled.settings)
     with pooled.store.reading() as connection:
         bodies = connection.execute(sa.select(tables.deliveries.c.body)).scalars().all()

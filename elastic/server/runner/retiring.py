@@ -1,6 +1,7 @@
 """The runner's part of retention: removes expired parts of runs and jobs, and finishes what another runner began."""
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import sqlalchemy as sa
@@ -50,13 +51,14 @@ def retire(store: Store, settings: ServerSettings, isolated: IsolatedLoop) -> bo
 def _known_over(store: Store, settings: ServerSettings, over: Sequence[Left], isolated: IsolatedLoop) -> list[Left]:
     """Have the store know which of these jobs go on again, and return all but those of which nobody can say it: their
     pools are away, or the server was not started with them."""
-    answered = set[str]()
-    for project in {left.project for left in over if left.pool}:
-        with isolated.attempt(f"{project}: {RETENTION} of jobs"), contextlib.suppress(ApiProblem):
-            settle_jobs(store, settings, project)
-            answered.add(project)
-    pools = {path.name for path in settings.pools}
-    return [left for left in over if not left.pool or (left.project in answered and left.pool in pools)]
+    answered = set[tuple[str, str]]()
+    for path in settings.pools:
+        alone = dataclasses.replace(settings, pools=(path,))
+        for project in {left.project for left in over if left.pool == path.name}:
+            with isolated.attempt(f"{project}: {RETENTION} of jobs"), contextlib.suppress(ApiProblem):
+                settle_jobs(store, alone, project)
+                answered.add((project, path.name))
+    return [left for left in over if not left.pool or (left.project, left.pool) in answered]
 
 
 def _retire_uploads(store: Store, settings: ServerSettings, isolated: IsolatedLoop) -> None:

@@ -92,12 +92,14 @@ def settle(tx: sa.Connection, id_: str, *, usd: float, over: bool, waits: str | 
         tx.execute(sa.update(jobs).where(jobs.c.id == id_).values(usd=usd, ended_us=ended_us, waits=waits))
 
 
-def end(tx: sa.Connection, id_: str, *, usd: float, state: str, cause: str) -> None:
-    """Note that a job is over, in this state. Announces it to webhooks, once each time that it is."""
+def end(tx: sa.Connection, id_: str, *, usd: float, state: str, cause: str, resubmissions: int) -> None:
+    """Note that a job is over, in this state. Announces it to webhooks, once each time that it was submitted: the pool
+    may refuse a resubmission that is noted here, and who has asked it first may note its answer last."""
     row = find(tx, id_)
-    if row is not None and row["ended_us"] is None:
+    if row is not None and (row["announced"] is None or row["announced"] < resubmissions):
         told = {"job": id_, "pool": row["pool"], "state": state, "cause": cause, "usd": usd}
         webhooks.announce(tx, row["project"], f"job.{state}", told)
+        tx.execute(sa.update(jobs).where(jobs.c.id == id_).values(announced=resubmissions))
     settle(tx, id_, usd=usd, over=True)
 
 

@@ -240,6 +240,7 @@ jobs = Table(
     Column("created_us", BigInteger, nullable=False),
     Column("ended_us", BigInteger, comment="when it was first seen to be over"),
     Column("retired", JSON, comment="what retention has removed, or is about to"),
+    Column("announced", Integer, comment="how often it had been resubmitted when it was last said that it is over"),
     Index(None, "project", "ended_us"),
     comment="jobs of pools that were submitted here",
 )

@@ -88,6 +88,7 @@ CREATE TABLE jobs (
 	created_us BIGINT NOT NULL,
 	ended_us BIGINT,
 	retired JSON,
+	announced INTEGER,
 	CONSTRAINT pk_jobs PRIMARY KEY (id),
 	CONSTRAINT fk_jobs_project FOREIGN KEY(project) REFERENCES projects (id)
 );
