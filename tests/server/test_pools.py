@@ -284,6 +284,7 @@ def test_a_job_s_events_and_logs_are_streams_as_a_run_s(pooled: Site, pool: Stan
     for part in ("events", "logs", "log-sources"):
         for client, where in ((theirs, place), (ours, f"/v1/pools/other/jobs/{name}"), (ours, f"{JOBS}/nobody")):
             assert client.get(f"{where}/{part}", params={"follow": "false"}).json()["type"] == "/problems/not-found"
+        assert ours.get(f"{JOBS}/{'a' * 200}/{part}").json()["type"] == "/problems/invalid-request"
     assert ours.get(f"{place}/log-sources").json() == ["orchestrator", "process"]
     assert sse(ours.get(f"{place}/logs?follow=false&source=orchestrator").text)[-1]["data"] == '{"line":"other"}'
     first, last = sse(ours.get(f"{place}/events?follow=false").text)

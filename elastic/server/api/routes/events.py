@@ -67,9 +67,9 @@ class Followed(NamedTuple):
     last_event: Callable[[], Awaitable[bytes]]
 
 
-async def _followed(request: Request) -> Followed:
-    """What the dependency that came with the route has found."""
-    return request.state.followed
+async def _followed(request: Request) -> Followed | None:
+    """What the dependency that came with the route has found; None where the path is not valid, which is told next."""
+    return getattr(request.state, "followed", None)
 
 
 FollowedDep = Annotated[Followed, Depends(_followed)]
