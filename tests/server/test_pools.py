@@ -486,6 +486,9 @@ def test_a_job_that_is_half_removed_goes_the_rest_of_the_way(
     settle_jobs(pooled.store, pooled.settings)
     with pooled.store.writing() as tx:
         stored_jobs.note_retired(tx, name, {RUN: REMOVING})
+        stored_jobs.insert(tx, "broken", pooled.projects["ours"], "lab", "", "{}", 1, None)
+        if pooled.store.is_sqlite:
+            tx.execute(sa.text("UPDATE jobs SET retired = '{removing' WHERE id = 'broken'"))
     assert ours.post(f"{JOBS}/{name}/resubmit").json()["type"] == "/problems/run-retired"
     retire(pooled.store, pooled.settings, IsolatedLoop("retention", LoopFaults()))
     assert not pooled.settings.job_dir(pooled.projects["ours"], name).exists()

@@ -1,5 +1,6 @@
 """Retention in the store: the policies, and the runs and jobs of which something is over."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -55,13 +56,19 @@ def _of_run(run: HostedRunRow) -> Left:
     return Left(id=run.id, project=run.project, ended_us=ended_us, retired=run.retired or {}, name=run.name)
 
 
-def _of_jobs(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> list[Left]:
+def _of_jobs(
+    connection: sa.Connection, *where: sa.ColumnElement[bool], attempting: Attempting = nullcontext
+) -> list[Left]:
+    """Return jobs; one whose row cannot be read is an attempt that failed."""
     of = jobs_table.c
-    wanted = sa.select(of.id, of.project, of.ended_us, of.retired, of.pool).where(*where).order_by(of.id)
-    return [
-        Left(id=id_, project=project, ended_us=ended_us, retired=retired or {}, pool=pool)
-        for id_, project, ended_us, retired, pool in connection.execute(wanted)
-    ]
+    retired = sa.cast(of.retired, sa.Text)
+    wanted = sa.select(of.id, of.project, of.ended_us, retired, of.pool).where(*where).order_by(of.id)
+    found: list[Left] = []
+    for id_, project, ended_us, said, pool in connection.execute(wanted).all():
+        with attempting(f"{id_}: its row"):
+            gone = json.loads(said or "{}") or {}
+            found.append(Left(id=id_, project=project, ended_us=ended_us, retired=gone, pool=pool))
+    return found
 
 
 def again(connection: sa.Connection, left: Left) -> Left | None:
@@ -97,7 +104,10 @@ def over(
     if project is not None:
         ended = ended.where(runs_table.c.project == project)
         jobs_ended.append(jobs_table.c.project == project)
-    for left in (*map(_of_run, runs.read(connection, ended, attempting)), *_of_jobs(connection, *jobs_ended)):
+    for left in (
+        *map(_of_run, runs.read(connection, ended, attempting)),
+        *_of_jobs(connection, *jobs_ended, attempting=attempting),
+    ):
         parts = due(left, policies.of(left.project), at_us)
         if parts and needed_by(connection, left) is None:
             yield left, parts
@@ -130,4 +140,4 @@ def half_removed(connection: sa.Connection, attempting: Attempting = nullcontext
         return sa.cast(table.c.retired, sa.Text).like(f"%{REMOVING}%")
 
     found = runs.read(connection, sa.select(runs_table).where(begun(runs_table)), attempting)
-    return [*map(_of_run, found), *_of_jobs(connection, begun(jobs_table))]
+    return [*map(_of_run, found), *_of_jobs(connection, begun(jobs_table), attempting=attempting)]
