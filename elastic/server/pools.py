@@ -3,7 +3,6 @@ part."""
 
 import asyncio
 import contextlib
-import dataclasses
 import subprocess
 import sys
 import time
@@ -112,38 +111,42 @@ def settle_jobs(store: Store, settings: ServerSettings, project: str | None = No
 
     Jobs of a pool that the server was not started with stay as they were: nobody knows what becomes of them.
     """
-    within = "" if project is None else str((settings.pooled / project).resolve())
     heard: dict[str, int] = {}
     for path in settings.pools:
-        with store.reading() as connection:
-            if not jobs.any_in(connection, path.name, project):
-                continue
-            living = {row["id"]: row for row in jobs.living(connection, path.name, project)}
-        control = control_of(settings, path.name)
-        told = {job.name: job for job in asked(control.all_jobs(within=within, going_on=True))}
-        told = {name: job for name, job in told.items() if project_of_job(settings, job) is not None}
-        heard |= {name: job.arrival for name, job in told.items()}
-        others = [name for name in living if name not in told]
-        for first in range(0, len(others), JOBS_PAGE):
-            names = others[first : first + JOBS_PAGE]
-            told |= {job.name: job for job in asked(control.jobs(names=names)).jobs}
-        changed = [job for name, job in told.items() if _has_changed(living.get(name), job)]
-        # The request that submitted one of these has died before its pool heard of it.
-        unheard = [
-            row for name, row in living.items() if name not in told and now_us() - row["created_us"] > ARRIVES_US
-        ]
-        if not changed and not unheard:
-            continue
-        with store.writing() as tx:
-            for job in changed:
-                if job.over:
-                    said = {"state": job.state, "cause": job.reason, "resubmissions": job.resubmissions}
-                    jobs.end(tx, job.name, usd=job.usd, **said)
-                else:
-                    waits = job.reason if job.beyond_quota else None
-                    jobs.settle(tx, job.name, usd=job.usd, over=False, waits=waits)
-            for row in unheard:
-                jobs.remove(tx, row["id"], row["created_us"])
+        heard |= settle_pool(store, settings, path.name, project)
+    return heard
+
+
+def settle_pool(store: Store, settings: ServerSettings, pool: str, project: str | None = None) -> dict[str, int]:
+    """As `settle_jobs`, for the jobs of one pool."""
+    with store.reading() as connection:
+        if not jobs.any_in(connection, pool, project):
+            return {}
+        living = {row["id"]: row for row in jobs.living(connection, pool, project)}
+    within = "" if project is None else str((settings.pooled / project).resolve())
+    control = control_of(settings, pool)
+    told = {job.name: job for job in asked(control.all_jobs(within=within, going_on=True))}
+    told = {name: job for name, job in told.items() if project_of_job(settings, job) is not None}
+    heard = {name: job.arrival for name, job in told.items()}
+    others = [name for name in living if name not in told]
+    for first in range(0, len(others), JOBS_PAGE):
+        names = others[first : first + JOBS_PAGE]
+        told |= {job.name: job for job in asked(control.jobs(names=names)).jobs}
+    changed = [job for name, job in told.items() if _has_changed(living.get(name), job)]
+    # The request that submitted one of these has died before its pool heard of it.
+    unheard = [row for name, row in living.items() if name not in told and now_us() - row["created_us"] > ARRIVES_US]
+    if not changed and not unheard:
+        return heard
+    with store.writing() as tx:
+        for job in changed:
+            if job.over:
+                said = {"state": job.state, "cause": job.reason, "resubmissions": job.resubmissions}
+                jobs.end(tx, job.name, usd=job.usd, **said)
+            else:
+                waits = job.reason if job.beyond_quota else None
+                jobs.settle(tx, job.name, usd=job.usd, over=False, waits=waits)
+        for row in unheard:
+            jobs.remove(tx, row["id"], row["created_us"])
     return heard
 
 
@@ -182,9 +185,8 @@ class PoolSupervisors:
                     self._keep_up(path)
         if time.monotonic() - self._settled_s > SETTLE_S:
             for path in self._settings.pools:
-                alone = dataclasses.replace(self._settings, pools=(path,))
                 with self._isolated.attempt(SETTLING), contextlib.suppress(ApiProblem):  # It is asked again.
-                    await asyncio.to_thread(settle_jobs, self._store, alone)
+                    await asyncio.to_thread(settle_pool, self._store, self._settings, path.name)
             self._settled_s = time.monotonic()
 
     def _keep_up(self, path: Path) -> None:

@@ -1,7 +1,6 @@
 """The runner's part of retention: removes expired parts of runs and jobs, and finishes what another runner began."""
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 
 import sqlalchemy as sa
@@ -10,7 +9,7 @@ import structlog
 from elastic.server import ids
 from elastic.server.intake.upload_files import UploadStorage
 from elastic.server.permissions import Action
-from elastic.server.pools import settle_jobs
+from elastic.server.pools import settle_pool
 from elastic.server.problems import ApiProblem
 from elastic.server.retention import records
 from elastic.server.retention.rules import REMOVED, REMOVING, RUN, Left, due, remove
@@ -53,10 +52,9 @@ def _known_over(store: Store, settings: ServerSettings, over: Sequence[Left], is
     pools are away, or the server was not started with them."""
     answered = set[tuple[str, str]]()
     for path in settings.pools:
-        alone = dataclasses.replace(settings, pools=(path,))
         for project in {left.project for left in over if left.pool == path.name}:
             with isolated.attempt(f"{project}: {RETENTION} of jobs"), contextlib.suppress(ApiProblem):
-                settle_jobs(store, alone, project)
+                settle_pool(store, settings, path.name, project)
                 answered.add((project, path.name))
     return [left for left in over if not left.pool or (left.project, left.pool) in answered]
 

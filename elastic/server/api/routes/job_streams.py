@@ -40,7 +40,7 @@ async def _job(pool: PoolId, job: JobId, caller: CallerDep, state: StateDep) -> 
     row = seen(caller, "job", job, await asyncio.to_thread(find))
     if row["pool"] != pool:
         raise not_found("job", job)
-    directory = state.settings.pooled / row["project"] / job
+    directory = state.settings.job_dir(row["project"], job)
     return Followed(job, directory, row["project"], row["ended_us"] is not None, over, last_event)
 
 
