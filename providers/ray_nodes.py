@@ -92,8 +92,8 @@ class NodeAgentActor(WorkerActor):
 
 
 class GroupTable:
-    """The actor on the head that tells of placement groups. Ray's client would have a process of the cluster look each
-    time."""
+    """The actor on the head that tells of placement groups. Ray's client has no call for that: it runs a task each
+    time, for which the cluster may start a process."""
 
     def states(self, prefix: str) -> dict[str, str]:
         """The states of the groups whose names begin so, by name."""

@@ -40,7 +40,8 @@ _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 NO_ROOM = "no room for it in"
 """How the reason of a job begins that was queued for too long."""
 STARTS_IN_VAIN = 5
-"""Time slices in a row in which residents did not start: fewer may be a busy machine's, or have begun what goes on."""
+"""After so many time slices in a row in which its residents did not start a job may fail. A busy machine explains
+fewer."""
 
 
 class Cluster:
@@ -535,7 +536,8 @@ class Cluster:
                 self._watch_drift(record)
 
     def _yield_overdue(self, number: str) -> None:
-        """End a permit that was not yielded. A job whose residents do not start in all that others bear has failed."""
+        """End a permit that was not yielded in time. The job fails if its residents have not started in several time
+        slices, and the SLOs of the group's other jobs allow it no longer one."""
         permit = self.permits[int(number)]
         record, took_ns = self.jobs[permit.job], self.now_ns - permit.since_ns
         before_ns = record.patience_ns
