@@ -11,6 +11,7 @@ from elastic.system.host import here
 from elastic.weights.errors import (
     BlobNotFound,
     RelayError,
+    RelayUnavailable,
     WeightsCorrupted,
     WeightsError,
     WeightsForged,
@@ -143,7 +144,8 @@ class Puller:
         An object that does not verify is refused, and so is the held version as a base for another; what is left
         is tried, in the end a keyframe; where there is none, one is asked for. A broken transfer goes on where it
         broke, until `timeout_s` is over.
-        Raises `WeightsCorrupted` where nothing verifies, else the last `RelayError`; either says what was `refused`.
+        Raises `WeightsCorrupted` where nothing verifies, also if the relay or the time is gone before anything else
+        comes; else the last `RelayError`. Either says what was `refused`.
         """
         try:
             return self._stage(version, timeout_s, follow)
@@ -158,7 +160,13 @@ class Puller:
         refused: dict[PublishedUpdate, Exception] = {}
         base = None if self._distrusted else self.resident
         while True:
-            path = self._path(version, base, refused, reading, follow)
+            try:
+                path = self._path(version, base, refused, reading, follow)
+            except RelayUnavailable as error:
+                if not refused:
+                    raise
+                # Nothing else would have been needed but for the refusal.
+                raise next(reversed(refused.values())) from error
             if path is None:
                 raise next(reversed(refused.values()), BlobNotFound(f"version {version}: not published, or deleted"))
             staged = None if base is None else StagedVersion(base, base.version)

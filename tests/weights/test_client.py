@@ -117,7 +117,7 @@ def test_a_trainer_with_another_key_is_believed_when_it_is_named_and_the_one_bef
     received, resumed = client.received_bytes, SigningKey()
     named = replace(late, publisher=resumed.public)
     with pytest.raises(WeightsForged):
-        client.stage(named, 1.0)
+        client.stage(named, 2.0)
     relay = DirectoryRelay(Path(source.relay))
     discard_all(relay)
     publish_keyframe(relay, "run", 2, tensors(500), {}, resumed)
@@ -128,7 +128,7 @@ def test_a_trainer_with_another_key_is_believed_when_it_is_named_and_the_one_bef
         client.apply(late)
     assert client.received_bytes > received
     with pytest.raises(WeightsForged):
-        client.stage(late, 1.0)
+        client.stage(late, TIMEOUT_S)
 
 
 def test_a_relay_that_cannot_be_opened_leaves_what_is_held(source: RelaySource):
@@ -145,7 +145,7 @@ def test_a_relay_that_cannot_be_opened_leaves_what_is_held(source: RelaySource):
 @pytest.mark.parametrize("publisher", ["", "ab", "no hexadecimal"])
 def test_a_source_that_names_no_publisher_gives_nothing(source: RelaySource, publisher: str):
     with pytest.raises(WeightsForged):
-        WeightsClient().stage(replace(source, publisher=publisher), 1.0)
+        WeightsClient().stage(replace(source, publisher=publisher), TIMEOUT_S)
 
 
 def test_a_source_travels_and_shows_no_token(source: RelaySource):

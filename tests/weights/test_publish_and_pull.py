@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks._throttle import RelayAround
+from elastic.weights.blobs import Buffer
 from elastic.weights.directory import DirectoryRelay
-from elastic.weights.errors import BlobConflict, BlobNotFound, RelayUnavailable, WeightsCorrupted
-from elastic.weights.publisher import publish_keyframe
+from elastic.weights.errors import BlobConflict, BlobNotFound, RelayUnavailable, WeightsCorrupted, WeightsForged
+from elastic.weights.publisher import Publisher, publish_keyframe
 from elastic.weights.puller import Puller
 from elastic.weights.records import SCHEMA_VERSION, Manifest, keyframe_key, manifest_key
-from elastic.weights.relay import Relay
+from elastic.weights.relay import REQUESTS, Relay
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import collect_garbage, discard_all, published_versions
 from tests.seeds import examples
@@ -150,6 +151,32 @@ def test_a_relay_that_stays_away_is_given_up_in_time(tmp_path: Path):
         pull(relay, TRUST, 1, timeout_s=0.2, chunk_bytes=16)
     with pytest.raises(RelayUnavailable, match="not pulled in time"):
         pull(relay, TRUST, 1, timeout_s=0)
+
+
+class GoneWhenAsked(RelayAround):
+    """A relay that is away from when a keyframe is asked for."""
+
+    away = False
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        super().put(key, *parts)
+        self.away = key.startswith(REQUESTS)
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        if self.away:
+            raise RelayUnavailable("away")
+        return super().list_keys(prefix)
+
+
+def test_what_was_refused_is_told_also_when_nothing_else_came_in_time(tmp_path: Path):
+    relay = GoneWhenAsked(DirectoryRelay(tmp_path))
+    thief = Publisher(relay, "run", MODEL, key=SigningKey())
+    for version in (1, 2):
+        thief.publish(version, {"a": torch.full((20,), version, dtype=torch.bfloat16)})
+    thief.close()
+    with pytest.raises(WeightsForged, match="not signed"):
+        Puller(relay, TRUST).pull(2, 1.0, follow=True)
+    assert relay.away
 
 
 def test_publishing_again_is_harmless_and_never_changes_a_version(relay: Relay):
