@@ -16,7 +16,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 from typer.core import TyperCommand
 
-from elastic.cli.options import AsJson, JobCommandIdOption, Overrides, PoolsDirectory, Tail, group, names_in, with_seed
+from elastic.cli.options import (
+    AsJson,
+    JobCommandIdOption,
+    Overrides,
+    PoolsDirectory,
+    Tail,
+    given_name,
+    group,
+    names_in,
+    with_seed,
+)
 from elastic.cli.output import EXIT_FAILED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.pool import asked, doing, find_pool, jobs_table, refused
 from elastic.cli.tables import show_listing
@@ -58,9 +68,18 @@ jobs = group(
     "Submit jobs to a pool and look after them.\n\nExample: elastic jobs submit examples/jobs/one.toml --slo 1.5",
 )
 PoolOption = Annotated[
-    str, typer.Option("--pool", metavar="POOL", help="A pool's name, directory or POOL.toml; else the only one.")
+    str,
+    typer.Option(
+        "--pool",
+        metavar="POOL",
+        help="A pool's name, directory or POOL.toml; else the only one.",
+        callback=given_name,
+    ),
 ]
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's name; a part of it will do if only one has it.")]
+JobName = Annotated[
+    str,
+    typer.Argument(metavar="JOB", help="A job's name; a part of it will do if only one has it.", callback=given_name),
+]
 SCRIPT = "script"
 
 

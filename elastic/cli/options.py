@@ -56,6 +56,15 @@ def group(name: str, words: str) -> typer.Typer:
     return typer.Typer(cls=WholeHelp, name=name, help=words, no_args_is_help=True, rich_markup_mode=None)
 
 
+def given_name(context: typer.Context, parameter: typer.CallbackParam, name: str) -> str:
+    """The name, unless one without text was given: a variable that is not set is not the only job or pool there is.
+    Raises `ConfigError`."""
+    source = context.get_parameter_source(parameter.name or "")
+    if source is not None and source.name in GIVEN and not name.strip():
+        raise ConfigError(f"{parameter.metavar}: found {name!r}; allowed: a name")
+    return name
+
+
 def names_in(text: str | None) -> list[str]:
     """The names in a list with commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]

@@ -17,7 +17,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from elastic.cli.options import AsJson, JobCommandIdOption, PoolsDirectory, group
+from elastic.cli.options import AsJson, JobCommandIdOption, PoolsDirectory, given_name, group
 from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
 from elastic.cli.tables import FittedListing, listing
 from elastic.cli.ticket_files import check_output, hand_out
@@ -55,7 +55,12 @@ pool = group(
 GIVEN_UP_S = 20.0
 """How long a pool that did not come up in time is waited for to end."""
 PoolName = Annotated[
-    str, typer.Argument(metavar="POOL", help="A pool's name, directory or POOL.toml; else the only one there is.")
+    str,
+    typer.Argument(
+        metavar="POOL",
+        help="A pool's name, directory or POOL.toml; else the only one there is.",
+        callback=given_name,
+    ),
 ]
 
 

@@ -206,6 +206,17 @@ def test_what_a_pool_refuses_is_bad_input(refused, elastic, pool: StandIn, job: 
     refused(elastic("jobs", "resubmit", "one"), "job one has not failed")
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_name_without_text_is_not_the_only_job_or_pool(refused, elastic, pool: StandIn, job: Path, name: str) -> None:
+    submit(elastic, job, "--name", "one")
+    for command in ("show", "logs", "wait", "cancel", "resubmit"):
+        refused(elastic("jobs", command, name), f"JOB: found {name!r}; allowed: a name")
+    for command in (("jobs", "list", "--pool", name), ("pool", "status", name), ("pool", "stop", name)):
+        refused(elastic(*command), f"POOL: found {name!r}; allowed: a name")
+    assert pool.commands == [pool.submitted[0].id]
+    refused(elastic("pool", "drain", name), f"node {name!r} is no node of another machine")
+
+
 def test_logs_of_a_job(elastic, refused, pool: StandIn, job: Path) -> None:
     logs = Path(str(submit(elastic, job, "--name", "one")["directory"])) / "logs"
     refused(elastic("jobs", "logs", "one"), "has no log", "there are: none")

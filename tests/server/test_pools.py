@@ -233,6 +233,13 @@ def test_roles_and_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> No
     assert viewer.post(JOBS, json=job).json()["type"] == "/problems/forbidden"
     assert viewer.get("/v1/pools/other").json()["type"] == "/problems/not-found"
     assert viewer.get(f"{JOBS}/nobody").json()["type"] == "/problems/not-found"
+    admin = pooled.member(AccessRole.ADMIN)
+    assert admin.post(JOBS, json=job).json()["state"] == "running"
+    for empty in ("", "%20"):
+        for path in (f"{JOBS}/{empty}/cancel", f"{JOBS}/{empty}/resubmit", f"/v1/pools/lab/nodes/{empty}/drain"):
+            assert pooled.client().post(path).status_code == 404
+        assert viewer.get(f"{JOBS}/{empty}/logs").status_code == 404
+    assert [one["state"] for one in viewer.get(JOBS).json()["data"]] == ["running"]
 
 
 def test_who_looks_after_the_server_drains_a_pool_s_node(pooled: Site, pool: StandIn) -> None:
