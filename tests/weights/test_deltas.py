@@ -291,7 +291,7 @@ def test_what_a_killed_trainer_left_of_a_version_is_not_pulled(history: History,
     directory.put(keyframe_key(4), b"and half a keyframe")
     assert published_versions(directory)[-1] == 3
     with pytest.raises(BlobNotFound):
-        Puller(directory, TRUST).pull(4, timeout_s=1)
+        Puller(directory, TRUST).pull(4)
 
 
 class Killed(Exception):

@@ -148,7 +148,7 @@ def test_a_relay_that_stays_away_is_given_up_in_time(tmp_path: Path):
     relay = Faulty(DirectoryRelay(tmp_path), faults={16: 10**9})
     publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
     with pytest.raises(RelayUnavailable, match="byte 16"):
-        pull(relay, TRUST, 1, timeout_s=0.2, chunk_bytes=16)
+        pull(relay, TRUST, 1, timeout_s=1.0, chunk_bytes=16)
     with pytest.raises(RelayUnavailable, match="not pulled in time"):
         pull(relay, TRUST, 1, timeout_s=0)
 
