@@ -22,7 +22,7 @@ from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, co
 from elastic.cli.tables import FittedListing, listing
 from elastic.cli.ticket_files import check_output, hand_out
 from elastic.cli.upkeep import Standby, keep_up
-from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, load_pool, pool_devices, save_pool
+from elastic.compose.pool_config import POOL_CONFIG, PoolConfig, check_interfaces, load_pool, pool_devices, save_pool
 from elastic.compose.runs import CLAIM, claimant, claimed, is_claimed, private
 from elastic.config import ConfigError, given_path
 from elastic.core.cluster.types import DeviceAccount, JobState, PhaseKind
@@ -433,6 +433,7 @@ def prepared_pool(path: Path) -> Path:
     config = load_pool(path)
     _check_former(config, path)
     pool_devices(config)
+    check_interfaces(config)
     directory = save_pool(config)
     (directory / "logs").mkdir(mode=0o700, exist_ok=True)
     return directory.resolve()

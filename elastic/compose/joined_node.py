@@ -26,6 +26,7 @@ from elastic.system.cores import cores
 from elastic.system.devices import DeviceKind, DeviceName, devices_here, kind_of, machine_gpus, model_of
 from elastic.system.files import write_whole
 from elastic.system.host import here
+from elastic.system.interfaces import interfaces
 from elastic.system.processes import OF_SITE
 from elastic.system.signals import TERMINATION, act_on
 from elastic.system.supervision import RecordedProcesses, end_left_over
@@ -121,6 +122,7 @@ def this_machine(devices: Sequence[DeviceName], site: str = "") -> NodeMachine:
         memory_bytes=psutil.virtual_memory().total,
         site=site,
         relay=os.environ.get(OF_SITE[0], ""),
+        interfaces=tuple(interfaces()),
     )
 
 

@@ -155,7 +155,9 @@ class PoolPrograms:
             }
         if ticket is not None and ranks is not None:
             token = self._tokens.ranks(entry.job, ticket.worker)
-            ranks = msgspec.structs.replace(ranks, token=token, interface=self._config.pool.interface_of(node))
+            ranks = msgspec.structs.replace(
+                ranks, token=token, interface=self._config.pool.interfaces.get(kind_of_node(node), "")
+            )
         if elsewhere:
             return self._resident_elsewhere(entry, placement, node, phase, environment, ranks)
         return w.StartResidentFrame(

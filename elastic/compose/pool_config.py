@@ -23,7 +23,6 @@ from elastic.core.cluster.types import (
     ClusterError,
     JobRequest,
     KindName,
-    NodeId,
     NodeKind,
     PhaseKind,
     PhasePlan,
@@ -31,10 +30,11 @@ from elastic.core.cluster.types import (
     WaitLimits,
 )
 from elastic.core.decisions import OF_POOLS
-from elastic.pool.machines import SITE, JoinRules, kind_of_node
+from elastic.pool.machines import SITE, JoinRules
 from elastic.protocol.endpoint import Address, is_wildcard
 from elastic.system.devices import DeviceName, devices_here, machine_gpus
 from elastic.system.files import write_whole
+from elastic.system.interfaces import interface_address
 from policies.clusters import PLACED_ANEW, TAILS
 from policies.drift import NoDrift
 from policies.tails import NoTails
@@ -238,10 +238,10 @@ class PoolSection(_PoolPart):
     rollout: RolloutKinds = Field(description="one section, or several ([[pool.rollout]]) of kinds that differ")
     train: TrainKinds = Field(description="one section, or several ([[pool.train]]); a job trains on one kind")
 
-    def interface_of(self, node: NodeId) -> str:
-        """Return the network interface of a training node that its kind names, if any."""
-        kinds = {one.node_kind(PhaseKind.TRAIN).name: one for one in self.train}
-        return kinds[kind_of_node(node)].interface
+    @property
+    def interfaces(self) -> Mapping[KindName, str]:
+        """The network interfaces of training nodes, by the kinds that name one."""
+        return {one.node_kind(PhaseKind.TRAIN).name: one.interface for one in self.train if one.interface}
 
     @model_validator(mode="after")
     def _of_one_name_each(self) -> "PoolSection":
@@ -345,7 +345,10 @@ class PoolConfig(_PoolPart):
     def joins(self) -> Mapping[KindName, JoinRules]:
         """What machines must have that join as nodes, by the kinds whose nodes do; others are this machine's."""
         found = [kind for one, kind in self._sections_of_nodes() if one.kind != "local"]
-        return {kind.name: JoinRules(kind=kind, devices=self.pool.devices) for kind in found}
+        devices, interfaces = self.pool.devices, self.pool.interfaces
+        return {
+            kind.name: JoinRules(kind=kind, devices=devices, interface=interfaces.get(kind.name, "")) for kind in found
+        }
 
     def _sections_of_nodes(self) -> Sequence[tuple[PoolNodesConfig, NodeKind]]:
         """Return the sections of nodes, with the kinds that they name."""
@@ -406,6 +409,16 @@ def save_pool(config: PoolConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"pool.directory: {path} cannot be made ({error.strerror})") from error
     return path
+
+
+def check_interfaces(config: PoolConfig) -> None:
+    """Raises `ConfigError` for a network interface of training nodes on this machine that it does not have."""
+    for kind, interface in config.pool.interfaces.items():
+        if kind not in config.joins:
+            try:
+                interface_address(interface)
+            except OSError as error:
+                raise ConfigError(f"pool.train.interface, of nodes {kind}: {error}") from error
 
 
 def pool_devices(config: PoolConfig, gpus: Callable[[], Sequence[DeviceName]] = machine_gpus) -> Sequence[DeviceName]:

@@ -104,10 +104,11 @@ def free_names(kind: KindName, most: int, taken: Collection[NodeId], count: int 
 
 class JoinRules(msgspec.Struct, frozen=True, kw_only=True):
     """What a machine must have that joins as a node of this kind: so many devices, such as `pool.devices` names, and
-    memory, at its site."""
+    memory, at its site, and this network `interface`, if one is named."""
 
     kind: NodeKind
     devices: str = "auto"
+    interface: str = ""
 
     def refusal(self, hello: w.NodeAgentHello, others: Mapping[NodeId, w.NodeAgentHello]) -> str:
         """Return why a machine does not suit as this node; empty if it does. `others`: what those said who are in."""
@@ -121,6 +122,12 @@ class JoinRules(msgspec.Struct, frozen=True, kw_only=True):
         gpus, site, its = self.kind.gpus, self.kind.site, kind_of_node(hello.node)
         if site and machine.site != site:
             return f"pool.{its}.site: it is at site {machine.site!r}; allowed: {site!r}"
+        if self.interface and self.interface not in machine.interfaces:
+            there = ", ".join(machine.interfaces) or "none"
+            return (
+                f"pool.{its}.interface: node {hello.node}, on {machine.host}, has no network interface "
+                f"{self.interface!r} with an IPv4 address; it has: {there}"
+            )
         found = f"{len(hello.devices)} devices ({', '.join(hello.devices) or 'none'})"
         if len(hello.devices) != gpus or len(set(hello.devices)) != gpus:
             return f"pool.{its}.gpus: it has {found}; allowed: {gpus}"

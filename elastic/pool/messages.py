@@ -322,7 +322,7 @@ class ResidentGone(_PoolMessage):
 class NodeMachine(msgspec.Struct, frozen=True, array_like=True):
     """The machine of a node that has joined from elsewhere, as it says itself: `count` devices that are `device`s, and
     memory. `boot` is the same for all nodes on it until it starts anew. `site` is the name of its site. `relay`: that
-    of its site, if its people have set one up."""
+    of its site, if its people have set one up. `interfaces`: its network interfaces that have an IPv4 address."""
 
     host: Text
     boot: Text
@@ -331,6 +331,7 @@ class NodeMachine(msgspec.Struct, frozen=True, array_like=True):
     memory_bytes: Count
     site: Text = ""
     relay: Text = ""
+    interfaces: Names = ()
 
 
 class SiteRelay(msgspec.Struct, frozen=True, array_like=True):

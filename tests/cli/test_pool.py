@@ -263,6 +263,15 @@ def test_what_is_no_pool_is_not_started(
     assert not (pool_file.parent / "pools").exists()
 
 
+def test_a_network_interface_that_this_machine_has_not_is_named_before_a_pool_starts(
+    refused, elastic, pool_file: Path
+) -> None:
+    pool_file.write_text(pool_file.read_text() + 'interface = "nowhere"\n')
+    words = "pool.train.interface, of nodes train: no network interface 'nowhere' with an IPv4 address is here"
+    refused(elastic("pool", "start", pool_file), words, "found: lo")
+    assert not (pool_file.parent / "pools").exists()
+
+
 def test_a_pool_goes_on_with_what_it_was_begun_with(refused, elastic, pool_file: Path) -> None:
     directory = save_pool(load_pool(pool_file))
     (directory / "journal.sqlite").touch()

@@ -60,6 +60,18 @@ def test_a_machine_that_does_not_suit_is_refused_with_what_it_has_and_what_is_al
     assert bool(found) == bool(refused)
 
 
+def test_a_machine_without_the_interface_that_its_kind_names_is_told_what_it_has() -> None:
+    rules = msgspec.structs.replace(RULES, interface="eth9")
+    assert rules.refusal(hello("cuda:0", "cuda:1", interfaces=("lo", "eth9")), {}) == ""
+    assert rules.refusal(hello("cuda:0", "cuda:1", interfaces=("lo", "eth0")), {}) == (
+        "pool.rollout.interface: node rollout-1, on box, has no network interface 'eth9' with an IPv4 address; "
+        "it has: lo, eth0"
+    )
+    assert "lo" in this_machine(("cpu:0",)).interfaces
+    pool = {"name": "a", "rollout": NODES, "train": {**NODES, "kind": "joined", "interface": "eth9"}}
+    assert validate(PoolConfig, {"pool": pool}, "pool.toml").joins["train"].interface == "eth9"
+
+
 def test_a_pool_of_one_kind_of_device_takes_no_other() -> None:
     rules = JoinRules(kind=NodeKind(gpus=1, memory_bytes=0, nano_usd_per_hour=1), devices="cuda")
     assert "pool.devices: it has 1 devices (cpu:0); allowed: cuda" in rules.refusal(hello("cpu:0"), {})
