@@ -31,6 +31,7 @@ from elastic.engine import resolve_engine
 from elastic.environments.base import Environment
 from elastic.pool.client import NOT_A_JOB, PoolUnavailable, membership_here
 from elastic.protocol.endpoint import is_loopback
+from elastic.runtime.states import KEEP
 from elastic.system.cores import cores
 from elastic.system.given import read_json
 from elastic.system.installed import found_point, installed, is_ours, load_point
@@ -585,17 +586,20 @@ def _check_words(config: Config) -> None:
 
 
 def _check_checkpoint(config: Config, resumed: Path) -> None:
-    """Look at the last checkpoint of a run's trainer."""
+    """A trainer can go on from one of a run's last checkpoints."""
     from elastic.engine.model.stored import CheckpointError
 
     kind, settings = resolve_trainer(config.trainer, "")
-    try:
-        kind.check_checkpoint(config, settings, checkpoints(resumed)[-1])
-    except CheckpointError as error:
-        raise ConfigError(
-            f"--resume: {error}; a damaged file can be removed, and the run goes on from the one before it, "
-            "or from the base policy"
-        ) from error
+    wrong: list[str] = []
+    for path in reversed(checkpoints(resumed)[-KEEP:]):
+        try:
+            kind.check_checkpoint(config, settings, path)
+            return
+        except CheckpointError as error:
+            wrong.append(str(error))
+    raise ConfigError(
+        f"--resume: {'; '.join(wrong)}; damaged files can be removed, and the run goes on from the base policy"
+    )
 
 
 def _check_pulls(config: Config, keyframe_bytes: int) -> None:

@@ -384,16 +384,36 @@ class TrainerHost:
                 remove_saved(old)
 
     def _restore(self, welcome: wire.Welcome) -> None:
+        """Go on from the newest checkpoint that is as it was written, if there are any: the run has kept what was
+        trained since the one before. Of what others train only the newest will do.
+
+        Raises `CheckpointError`, with what is wrong with each.
+        """
         checkpoint.sweep(self._checkpoints)
-        found = saved(self._checkpoints)
-        if found:
+        most = 1 if isinstance(self._trainer, TakesOffers) else KEEP_CHECKPOINTS
+        found, wrong, read = saved(self._checkpoints)[-most:], list[str](), "none"
+        for path in reversed(found):
             try:
-                self._trainer.load(found[-1])
+                self._load(path, welcome)
+                read = str(path)
+                break
             except CheckpointError as damage:
-                self._mend(found[-1], damage, welcome)
+                wrong.append(str(damage))
+        if found and len(wrong) == len(found):
+            raise CheckpointError("; ".join(wrong))
+        for damage in wrong:
+            log.warning("a checkpoint is damaged, and the one before it is taken", damage=damage)
+        if found:
             proof = wire.sound_proof(self._trainer.proof())
             self._stepped = wire.Stepped(self._trainer.version, wire.finite(self._trainer.metrics), proof=proof)
-        log.info("resuming", version=self._trainer.version, checkpoint=str(found[-1]) if found else "none")
+        log.info("resuming", version=self._trainer.version, checkpoint=read)
+
+    def _load(self, path: Path, welcome: wire.Welcome) -> None:
+        """Raises `CheckpointError`."""
+        try:
+            self._trainer.load(path)
+        except CheckpointError as damage:
+            self._mend(path, damage, welcome)
 
     def _mend(self, path: Path, damage: CheckpointError, welcome: wire.Welcome) -> None:
         """Go on from what was published of a version that others have trained and written over since.

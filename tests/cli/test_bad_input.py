@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from elastic.compose.incarnations import past_incarnations
+from elastic.compose.plan import check_policy, resolve
 from elastic.compose.run_endings import OUTAGE, ending_of, world
 from elastic.compose.runs import new_run_dir
-from elastic.config import TrainerConfig, load_config
+from elastic.config import ConfigError, TrainerConfig, load_config
 from elastic.engine.model.checkpoint import load_model, model_tensors, read_config, write_checkpoint
 from elastic.engine.model.qwen3 import Qwen3
 from elastic.runtime.journal import RUNNING, UNEXPECTED, RunDirectory
@@ -342,6 +343,15 @@ class TestCheckpointToResume:
         refused(
             elastic("run", "--resume", run), "--resume", str(saved), "damaged", "is not as it was written", "removed"
         )
+
+    def test_is_damaged_and_the_one_before_is_not(self, config: Path, run: Path) -> None:
+        older = run / "checkpoints" / "00000001.safetensors"
+        (run / "checkpoints" / "00000002.safetensors").write_bytes(older.read_bytes()[:1000])
+        plan = resolve(load_config(config), [], "")
+        check_policy(plan, run)
+        older.write_bytes(b"")
+        with pytest.raises(ConfigError, match=r"00000002\..* cannot be read .*; .*00000001\..* cannot be read"):
+            check_policy(plan, run)
 
     def test_is_of_another_model(self, refused, elastic, run: Path, checkpoint: Path, tmp_path: Path) -> None:
         wider = msgspec.structs.replace(read_config(checkpoint), intermediate_size=48)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from elastic.config import Config, EvaluationConfig, StopWhenConfig
 from elastic.core.types import Account, FinishReason
@@ -404,6 +405,39 @@ async def test_a_resumed_host_goes_on_from_its_checkpoint(empty_house: TrainerHo
     assert stepped.metrics["groups"] == GROUPS
     published = await empty_house.first(wire.PublishedFrame, after=begin)
     assert published.version == 2
+
+
+async def test_a_damaged_checkpoint_makes_way_for_the_one_before_and_is_named(empty_house: TrainerHouse) -> None:
+    first = empty_house.host("w")
+    await empty_house.first(wire.Ready)
+    empty_house.send(wire.Sleep())
+    for version in (1, 2, 3, 4):
+        await empty_house.step(version)
+    await empty_house.until(lambda: len(empty_house.of(wire.PublishedFrame)) == 4)
+    second = empty_house.weights(2)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    older, newer = saved(empty_house.run_dir / "checkpoints")
+    _flip_a_bit(newer)
+    begin = len(empty_house.heard)
+    with capture_logs() as logs:
+        again = empty_house.host("again", resume=True)
+        ready = await empty_house.first(wire.Ready, after=begin)
+    assert ready.weights_version == 2
+    assert equal(empty_house.weights(2), second)
+    assert [str(newer) in one["damage"] for one in logs if "the one before it is taken" in one["event"]] == [True]
+    again.cancel()
+    await asyncio.gather(again, return_exceptions=True)
+    _flip_a_bit(older)
+    ended = await empty_house.host("and again", resume=True)
+    for path in (older, newer):
+        assert f"{path}: damaged: " in ended.reason
+
+
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 async def test_the_best_checkpoint_stays_and_each_that_is_evaluated_has_one(base: Path, tmp_path: Path) -> None:
