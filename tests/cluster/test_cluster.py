@@ -6,6 +6,7 @@ import pytest
 from elastic.core.cluster import ClusterError, NodeKind, PhasePlan
 from elastic.core.cluster import commands as c
 from elastic.core.cluster import events as e
+from elastic.core.cluster.cluster import STARTS_IN_VAIN
 from elastic.core.cluster.types import DeviceAccount, JobState, Permit, PhaseKind
 from tests.cluster.conftest import THREE_OF_EACH, Driver, S, grants
 from tests.cluster.conftest import timed_job as job
@@ -297,8 +298,28 @@ def test_residency_beyond_what_was_declared_ends_that_resident_with_the_figures(
     pool = Driver()
     pool.run(job("a"), job("b"))
     told = pool.tell(e.ResidencyMeasured(job="b", node="rollout-1", host_bytes=7), 10)
-    assert [(type(command), command.job) for command in told] == [(c.KillResident, "b"), (c.StartResident, "b")]
+    assert [(type(command), command.job) for command in told] == [(c.KillResident, "b"), (c.StartResident, "b")]  # type: ignore[union-attr]
     assert told[0].reason == "it holds 7 bytes of host memory on rollout-1; declared: 1"  # type: ignore[union-attr]
+
+
+def test_a_job_whose_residents_hold_more_than_declared_again_and_again_without_a_step_fails_with_the_figures() -> None:
+    pool = Driver()
+    pool.run(job("a"), job("b"))
+    more = e.ResidencyMeasured(job="b", node="rollout-1", host_bytes=7)
+    beyond = [pool.tell(more, at_s) for at_s in range(STARTS_IN_VAIN - 1)]
+    pool.tell(e.JobProgressed(job="b", steps_done=1), 10)
+    beyond += [pool.tell(more, at_s) for at_s in range(20, 19 + STARTS_IN_VAIN)]
+    assert all(isinstance(told[-1], c.StartResident) for told in beyond), "a step lies between"
+    told = pool.tell(more, 30)
+    b = pool.cluster.jobs["b"]
+    assert ([type(command) for command in told], b.state) == ([c.EndJob], JobState.FAILED)
+    assert b.reason == (
+        "5 residents in a row were ended, the last because it holds 7 bytes of host memory on rollout-1; declared: 1"
+    )
+    assert pool.cluster.jobs["a"].state is JobState.RUNNING
+    pool.tell(e.ResubmitRequested(job="b"), 40)
+    assert b.state is JobState.PLACED
+    assert isinstance(pool.tell(more, 50)[-1], c.StartResident), "it begins anew"
 
 
 def test_jobs_come_together_when_others_leave_where_that_pays() -> None:
@@ -314,11 +335,11 @@ def test_jobs_come_together_when_others_leave_where_that_pays() -> None:
     for command in told:
         assert isinstance(command, c.StopJob)
         started = pool.tell(e.JobStopped(job=command.job, steps_done=1), 101)
-        assert [(type(start), start.job) for start in started] == [(c.StartJob, command.job)]
+        assert [(type(start), start.job) for start in started] == [(c.StartJob, command.job)]  # type: ignore[union-attr]
         assert started[0].restart  # type: ignore[union-attr]
         assert len(pool.cluster.groups) == 1
         assert pool.cluster.jobs[command.job].moves == 1
-    assert [command.job for command in told] == ["c"]
+    assert [command.job for command in told] == ["c"]  # type: ignore[union-attr]
 
 
 def test_a_job_that_drifts_so_far_that_an_slo_is_at_stake_is_placed_anew_with_what_was_measured() -> None:

@@ -40,8 +40,8 @@ _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 NO_ROOM = "no room for it in"
 """How the reason of a job begins that was queued for too long."""
 STARTS_IN_VAIN = 5
-"""After so many time slices in a row in which its residents did not start a job may fail. A busy machine explains
-fewer."""
+"""After so many time slices in a row in which its residents did not start a job may fail, and after so many residents
+in a row that held more host memory than declared. A busy machine explains fewer."""
 
 
 class Cluster:
@@ -509,6 +509,8 @@ class Cluster:
     # Jobs go on.
 
     def _progressed(self, record: JobRecord, event: e.JobProgressed) -> None:
+        if event.steps_done > record.steps_done:
+            record.overgrown = 0
         record.steps_done = max(record.steps_done, min(event.steps_done, record.request.steps))
         if event.rollout_ns is not None and event.train_ns is not None and record.seat is not None:
             record.measured_ns = {_ROLLOUT: event.rollout_ns, _TRAIN: event.train_ns}
@@ -724,13 +726,19 @@ class Cluster:
             self._emit(c.StartResident(job=event.job, node=event.node))
 
     def _residency_measured(self, record: JobRecord, event: e.ResidencyMeasured) -> None:
-        """Record a resident's host memory. A resident that exceeds its declaration is ended; its neighbours are not."""
+        """Record a resident's host memory. A resident that exceeds its declaration is ended; its neighbours are not.
+        Its job fails once that has happened several times without a step between."""
         node = self.state.nodes.get(event.node)
         if node is None or event.job not in node.residents:
             return
         declared = self.declared_bytes(record, node.phase)
         if event.host_bytes > declared:
             reason = f"it holds {event.host_bytes} bytes of host memory on {event.node}; declared: {declared}"
+            record.overgrown += 1
+            if record.overgrown >= STARTS_IN_VAIN:
+                times, record.overgrown = record.overgrown, 0
+                self._fail(record, f"{times} residents in a row were ended, the last because {reason}")
+                return
             self._emit(c.KillResident(job=event.job, node=event.node, reason=reason))
             self._rotation.chill(record, node.phase)
             self._emit(c.StartResident(job=event.job, node=event.node))
