@@ -111,13 +111,13 @@ def size_bytes(directory: Path, name: str = "", keep: Keep = none_kept) -> int:
 
 def remove(directory: Path, name: str = "", keep: Keep = none_kept) -> None:
     """Remove the directory, which lies in one of ours, or what has this name in it. Raises `OSError`. What
-    it has in it that is to be kept, by its name, stays.
+    it has in it that is to be kept, by its name, stays. Of a link only the link goes.
 
     This is done with our own rights, since its owner may have forbidden it to itself. What lies too deep is brought up
     first.
     """
     with contextlib.suppress(FileNotFoundError):
-        if name and not stat.S_ISDIR(os.lstat(directory / name).st_mode):
+        if not stat.S_ISDIR(os.lstat(directory / name).st_mode):
             (directory / name).unlink()
             return
         with _below(directory, PurePosixPath(name).parts) as place:

@@ -25,7 +25,7 @@ from elastic.runtime.journal import SqliteJournal
 from elastic.runtime.journal.records import FRAME, TABLES
 from elastic.server.history.journals import figures_of
 from elastic.server.history.readers import PER_PROJECT, TenantReaders
-from elastic.server.retention.rules import TRAJECTORIES, bytes_of, remove
+from elastic.server.retention.rules import PARTS, RUN, TRAJECTORIES, bytes_of, remove
 from elastic.server.runner import launching
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
@@ -255,6 +255,21 @@ def test_what_is_removed_ends_at_links(tmp_path: Path, planted: Path) -> None:
     tenant_files.remove(directory)
     assert not directory.exists()
     assert planted.read_text() == SECRET
+
+
+def test_a_directory_that_is_a_link_itself_is_not_followed(tmp_path: Path) -> None:
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / "run"
+    for name in ("logs", "checkpoints"):
+        (elsewhere / name).mkdir(parents=True)
+        (elsewhere / name / "file").write_text(SECRET)
+    link.symlink_to(elsewhere)
+    for part in PARTS:
+        with pytest.raises(OSError, match=f"{link}: found a link"):
+            remove(link, part)
+    remove(link, RUN)
+    assert not link.is_symlink()
+    assert {path.read_text() for path in elsewhere.glob("*/file")} == {SECRET}
+    assert len([*elsewhere.iterdir()]) == 2
 
 
 @as_root

@@ -99,10 +99,13 @@ def bytes_of(run_dir: Path, parts: Sequence[str]) -> int:
 
 
 def remove(run_dir: Path, part: str) -> None:
-    """Remove a part; what is gone already is left. Raises `OSError` where something cannot be removed."""
+    """Remove a part; what is gone already is left. Raises `OSError` where something cannot be removed. Where another
+    directory is linked in place of the run's, the link may go, and nothing behind it."""
     if part == RUN:
         tenant_files.remove(run_dir)
         return
+    if run_dir.is_symlink():
+        raise OSError(f"{run_dir}: found a link; its {part} are not followed; allowed: a directory")
     kept = _kept(run_dir)
     for name in _DIRECTORIES.get(part, ()):
         tenant_files.remove(run_dir, name, kept)
