@@ -678,7 +678,12 @@ def test_webhooks_are_told_once_whenever_a_job_is_over(
     settle_jobs(pooled.store, pooled.settings)
     ours.post(f"{JOBS}/{name}/cancel")
     settle_jobs(pooled.store, pooled.settings)
+    with pooled.store.writing() as tx:
+        tx.execute(sa.update(tables.jobs).values(ended_us=7))
     assert ours.post(f"{JOBS}/{name}/resubmit").json()["type"] == "/problems/job-conflict"
+    with pooled.store.reading() as connection:
+        ended_us = connection.execute(sa.select(tables.jobs.c.ended_us)).scalars().all()
+    assert ended_us == [7], "a refused resubmission begins no days of retention"
     with pooled.store.writing() as tx:  # As by a server whose pool's answer is older.
         stored_jobs.settle(tx, name, usd=0.0, over=False)
     settle_jobs(pooled.store, pooled.settings)

@@ -92,6 +92,13 @@ def settle(tx: sa.Connection, id_: str, *, usd: float, over: bool, waits: str | 
         tx.execute(sa.update(jobs).where(jobs.c.id == id_).values(usd=usd, ended_us=ended_us, waits=waits))
 
 
+def note_refused(tx: sa.Connection, former: sa.RowMapping) -> None:
+    """Note that a job has not been submitted once more, as which it was noted: it is over since it was over before,
+    unless it has come to another end meanwhile."""
+    same = jobs.c.id == former["id"], jobs.c.announced.is_not_distinct_from(former["announced"])
+    tx.execute(sa.update(jobs).where(*same, jobs.c.ended_us.is_not(None)).values(ended_us=former["ended_us"]))
+
+
 def end(tx: sa.Connection, id_: str, *, usd: float, state: str, cause: str, resubmissions: int) -> None:
     """Note that a job is over, in this state. Announces it to webhooks, once each time that it was submitted: the pool
     may refuse a resubmission that is noted here, and who has asked it first may note its answer last."""

@@ -268,6 +268,9 @@ def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     except ApiProblem as problem:
         if problem.kind != "pool-away":
             settle_jobs(state.store, state.settings, found.project)
+            if row is not None and row["ended_us"] is not None:
+                with state.store.writing() as tx:
+                    jobs.note_refused(tx, row)
         raise
 
 
