@@ -73,7 +73,7 @@ class MemoryRun:
         self._changed = asyncio.Condition()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10), self._changed:
+        async with asyncio.timeout(30), self._changed:
             await self._changed.wait_for(condition)
 
     async def open_gate(self) -> None:

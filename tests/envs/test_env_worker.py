@@ -56,7 +56,7 @@ async def played(rollout: Any, rows: Rows | None = None, **more: Any) -> list[m.
     work = EnvWork(run_dir=Path(), settings=SETTINGS, model="tiny", seed=7, away_s=1.0)
     player = FunctionPlayer(link, rollout, load_client(SETTINGS), work, rows, **more)  # type: ignore[arg-type]
     playing = asyncio.create_task(player.play_on())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await link.over.wait()
     playing.cancel()
     with contextlib.suppress(asyncio.CancelledError):

@@ -137,7 +137,7 @@ class ModelledRun:
         await self.start()
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 self.stirred.clear()
                 await self.stirred.wait()

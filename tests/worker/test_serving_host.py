@@ -123,7 +123,7 @@ async def test_says_how_the_last_worker_ended(http: httpx.AsyncClient, agent: Ag
     await order(http, "/lend")
     agent.end(RuntimeError("out of luck"))
     report = await load(http)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while report.lent_worker:
             await asyncio.sleep(0)
             report = await load(http)

@@ -131,7 +131,7 @@ class Run:
 
 
 async def heard(far: Connection[m.FromFront, m.FromRun]) -> m.FromRun:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         return await far.receive()
 
 
@@ -253,7 +253,7 @@ async def test_an_env_worker_may_say_nothing_that_is_a_fronts(said: m.FromFront)
         far.send(said)
         with contextlib.suppress(ConnectionLost):
             assert isinstance(await heard(far), RefusedFrame)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await far.lost
 
 

@@ -58,7 +58,7 @@ async def front(
 
 
 async def heard(far: Connection[m.FromFront, m.FromRun]) -> m.FromRun:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         return await far.receive()
 
 

@@ -279,7 +279,7 @@ async def fronts(bench: Ledgered, count: int) -> AsyncIterator[list[Connection[m
 
 
 async def heard(far: Connection[m.FromFront, m.FromRun]) -> m.FromRun:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         return await far.receive()
 
 
