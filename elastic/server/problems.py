@@ -56,7 +56,7 @@ TYPES: Mapping[str, ProblemType] = {
     "last-admin": ProblemType(409, "The project would have no admin", "Make another member admin first."),
     "not-a-person": ProblemType(409, "The key is of no person", "Sign in as somebody, or use a person's own key."),
     "run-retired": ProblemType(
-        409, "What the run would need is kept no longer", "Submit it anew; its report and figures are still there."
+        409, "What it would go on from is kept no longer", "Submit it anew; its report and figures are still there."
     ),
     "too-many-requests": ProblemType(
         429, "Too many requests of this caller are in work", "Wait for answers, or close streams, before asking again."
@@ -88,7 +88,7 @@ TYPES: Mapping[str, ProblemType] = {
     "internal": ProblemType(500, "The server failed", "The server's log has the cause, under the request's id."),
     "unavailable": ProblemType(503, "The server cannot do that now", "Try again after `retry-after` seconds."),
     "journal-unreadable": ProblemType(
-        503, "The run's journal cannot be read", "`detail` names the file; what needs no journal is still there."
+        503, "The journal cannot be read", "`detail` names the file; what needs no journal is still there."
     ),
     "pool-away": ProblemType(503, "The pool's process does not answer now", "Try again: it is started again."),
     "issuer-unavailable": ProblemType(

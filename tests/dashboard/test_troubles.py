@@ -141,7 +141,7 @@ def test_a_run_whose_journal_is_gone_shows_what_there_is(tab: Any, served: Serve
     (served.site.settings.run_dir(run) / "journal.sqlite").write_bytes(b"no journal")
     tab.goto(f"{served.url}/#/runs/{run}")
     tab.reload()
-    tab.wait_for_selector("text=This cannot be shown: the run's journal cannot be read now")
+    tab.wait_for_selector("text=This cannot be shown: the journal cannot be read now")
     tab.wait_for_selector("#figures >> text=30/100")
 
 

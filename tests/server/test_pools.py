@@ -299,6 +299,8 @@ def test_a_job_s_events_and_logs_are_streams_as_a_run_s(pooled: Site, pool: Stan
     begin, newest = sse(ours.get(f"{place}/events?follow=false&tail=1").text)
     assert (begin["event"], newest) == ("begin", last)
     assert ours.get(f"{place}/events?follow=false&after={last['id']}").status_code == 200, "more may come"
+    gone = ours.get(f"{place}/events?after=b-1").json()
+    assert (gone["type"], gone["detail"]) == ("/problems/events-gone", "no event 'b-1' is in the journals")
     pool.tell(e.JobFailed(job=name, cause="killed"))
     settle_jobs(pooled.store, pooled.settings)
     *told, end = sse(ours.get(f"{place}/events").text)
@@ -478,6 +480,7 @@ def test_what_a_job_leaves_goes_as_a_run_s_does(
     for name, words in ((whole, "is kept no longer"), (parts, "has no checkpoints any more")):
         refused = ours.post(f"{JOBS}/{name}/resubmit").json()
         assert (refused["type"], refused["detail"]) == ("/problems/run-retired", f"{name} {words}")
+        assert (refused["job"], "run" in refused, "run" in refused["title"]) == (name, False, False)
     assert len(pool.commands) == told
     audit = pooled.client().get("/v1/audit", params={"limit": 100}).json()["data"]
     assert sorted(one["resource"] for one in audit if one["actor"] == "retention") == sorted(

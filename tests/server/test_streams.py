@@ -428,5 +428,5 @@ def test_of_a_journal_that_is_cut_the_events_before_are_told_and_then_why_no_mor
         assert last["event"] == "error"
         problem = json.loads(last["data"])
         assert problem["type"] == "/problems/journal-unreadable"
-        assert problem["detail"].startswith("the run's journal cannot be read now: journal.sqlite: database disk image")
+        assert problem["detail"].startswith("the journal cannot be read now: journal.sqlite: database disk image")
         assert str(site.settings.home) not in answer.text

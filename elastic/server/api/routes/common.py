@@ -195,11 +195,12 @@ def refuse_gone(tx: sa.Connection, project: str, config: str) -> None:
         raise ApiProblem("invalid-configuration", f"upload {upload} was deleted meanwhile")
 
 
-def refuse_retired(run: str, retired: Mapping[str, str] | None) -> None:
-    """Raise `ApiProblem` for a run or job without what it would go on from."""
+def refuse_retired(id_: str, retired: Mapping[str, str] | None, what: str = "run") -> None:
+    """Raise `ApiProblem` for a run or job, as `what` says, without what it would go on from."""
     if gone := [part for part in (RUN, *UNRESUMABLE) if part in (retired or {})]:
         words = "is kept no longer" if RUN in gone else f"has no {' and '.join(gone)} any more"
-        raise ApiProblem("run-retired", f"{run} {words}", run=run)
+        named: dict[str, Any] = {what: id_}
+        raise ApiProblem("run-retired", f"{id_} {words}", **named)
 
 
 def check_etag(if_match: str | None, version: int) -> None:

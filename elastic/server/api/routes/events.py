@@ -201,7 +201,7 @@ def _as_problems(event: str) -> Iterator[None]:
     try:
         yield
     except EventsGone:
-        raise ApiProblem("events-gone", f"no event {event[:100]!r} is in this run's journals") from None
+        raise ApiProblem("events-gone", f"no event {event[:100]!r} is in the journals") from None
     except (JournalError, OSError) as error:
         raise unreadable(error) from error
 
@@ -213,7 +213,7 @@ def unreadable(error: JournalError | OSError) -> ApiProblem:
         why = f"{Path(path).name}: {cause}; what stands before that is shown, and what needs no journal"
     else:
         why = str(error) if isinstance(error, CannotBeRead) else error.strerror or type(error).__name__
-    return ApiProblem("journal-unreadable", f"the run's journal cannot be read now: {why}")
+    return ApiProblem("journal-unreadable", f"the journal cannot be read now: {why}")
 
 
 async def _reading(log: EventLog, read: _EventsRead, read_files: ReadFiles) -> AsyncIterator[bytes]:

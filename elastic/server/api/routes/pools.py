@@ -256,9 +256,9 @@ def resubmit_job(pool: PoolId, job: JobId, write: WriteDep) -> Response:
     with state.store.writing() as tx:
         row = jobs.find(tx, job)
         if not state.settings.job_dir(found.project, job).is_dir():
-            refuse_retired(job, {RUN: REMOVED})  # Its row has gone, too.
+            refuse_retired(job, {RUN: REMOVED}, "job")  # Its row has gone, too.
         if row is not None:
-            refuse_retired(job, row["retired"])
+            refuse_retired(job, row["retired"], "job")
             refuse_gone(tx, found.project, row["config"])
             beyond = beyond_quota(tx, found.project, RunNeeds(), row["train_gpus"], but=job)
             waits = None if beyond is None else beyond.reason
