@@ -1,6 +1,7 @@
 """`elastic jobs`: jobs of a pool, as its process knows them."""
 
 import asyncio
+import contextlib
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from elastic.cli.options import (
     JobCommandIdOption,
     Overrides,
     PoolsDirectory,
+    Remote,
     Tail,
     given_name,
     group,
@@ -407,15 +409,18 @@ def job_logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Wait for more until the job is over; Ctrl-C detaches.")
     ] = False,
-    source: Annotated[str, typer.Option(help="Whose: `orchestrator`, a worker's name, …")] = "",
+    source: Annotated[str, typer.Option(help="Whose: `orchestrator`, `process`, a worker's name, …")] = "",
     tail: Tail = None,
+    remote: Remote = False,
     pool: PoolOption = "",
     directory: PoolsDirectory = Path("pools"),
 ) -> int:
-    """Print a job's log.
+    """Print a job's log. With --remote JOB is its id on the server, and POOL a pool there.
 
     Example: elastic jobs logs one -f
     """
+    if remote:
+        return _print_hosted_logs(name, pool, source or "process", tail, follow=follow)
     at = find_pool(pool, directory)
     control = PoolControl(at)
     job = asked(job_of(control, name))
@@ -443,6 +448,18 @@ def job_logs(
                 time.sleep(0.1)
     except KeyboardInterrupt:
         return 0
+
+
+def _print_hosted_logs(job: str, pool: str, source: str, tail: int | None, *, follow: bool) -> int:
+    from elastic.cli.remote import server
+
+    with server() as client, contextlib.suppress(KeyboardInterrupt):
+        there = [pool] if pool else [one.id for one in client.pools()]
+        if len(there) != 1:
+            raise ConfigError(f"--pool: found none; allowed, of {client.url}: {', '.join(there) or 'none is there'}")
+        for line in client.job_logs(there[0], job, source=source, tail=tail, follow=follow):
+            typer.echo(line.line)
+    return 0
 
 
 def _is_over(control: PoolControl, job: str) -> bool:

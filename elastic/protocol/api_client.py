@@ -305,8 +305,24 @@ class Client:
         self, run: str, after: str = "", *, source: str = "process", tail: int | None = None, follow: bool = True
     ) -> Iterator[LogLine]:
         """A log's lines; until the run is over, or all that is there now."""
+        return self._lines(f"/v1/runs/{run}/logs", after, source, tail, follow=follow)
+
+    def job_logs(
+        self,
+        pool: str,
+        job: str,
+        after: str = "",
+        *,
+        source: str = "process",
+        tail: int | None = None,
+        follow: bool = True,
+    ) -> Iterator[LogLine]:
+        """The lines of a log of a pool's job, as a run's."""
+        return self._lines(f"/v1/pools/{_part(pool)}/jobs/{_part(job)}/logs", after, source, tail, follow=follow)
+
+    def _lines(self, path: str, after: str, source: str, tail: int | None, *, follow: bool) -> Iterator[LogLine]:
         asked = {"follow": _flag(follow), "source": source, **({"tail": str(tail)} if tail is not None else {})}
-        for id_, _, data in self._stream(f"/v1/runs/{run}/logs", after, asked, "log.ended" if follow else ""):
+        for id_, _, data in self._stream(path, after, asked, "log.ended" if follow else ""):
             if "line" in data:
                 yield LogLine(id=id_, line=data["line"])
 

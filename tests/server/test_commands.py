@@ -16,6 +16,7 @@ from elastic.cli.run import tell_end, what_next_remotely
 from elastic.cli.submission import follow_to_end
 from elastic.compose.execution import RunOutcome
 from elastic.protocol.api import AccessRole, LogLine, ProviderFigures, RunFigures, RunPhase
+from elastic.server.store import jobs
 from elastic.server.store.tables import runs
 from tests.pool.stand_in import POOL, StandIn
 from tests.report.chat_run import ChatRun
@@ -231,3 +232,24 @@ def test_top_shows_what_goes_on_on_a_server(
             ["rollout-2", "rollout"],
             ["train-1", "train"],
         ]
+
+
+def test_logs_of_a_pool_s_job_also_while_its_pool_is_away(elastic: Elastic, site: Site, tmp_path: Path) -> None:
+    state, project = site.app.state.server, site.projects["ours"]
+    state.settings = replace(state.settings, pools=(tmp_path / "lab",))
+    logs = state.settings.job_dir(project, "job_one") / "logs"
+    logs.mkdir(parents=True)
+    (logs / "process.log").write_text("first\nsecond\n")
+    (logs / "orchestrator.log").write_text("other\n")
+    with site.store.writing() as tx:
+        jobs.insert(tx, "job_one", project, "lab", "", "{}", 1, None)
+    command = ("jobs", "logs", "job_one", "--remote")
+    assert elastic(*command, "--pool", "lab", "-n", 1) == "second\n"
+    assert elastic(*command, "--source", "orchestrator") == "other\n"
+    assert "no log 'trainer'" in elastic(*command, "--source", "trainer", code=2)
+    assert "no job 'job_two'" in elastic("jobs", "logs", "job_two", "--remote", code=2)
+    with site.store.writing() as tx:
+        jobs.settle(tx, "job_one", usd=0.0, over=True)
+    assert elastic(*command, "-f") == "first\nsecond\n"
+    state.settings = replace(state.settings, pools=(tmp_path / "lab", tmp_path / "far"))
+    assert "--pool: found none; allowed, of http" in elastic(*command, code=2)
