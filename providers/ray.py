@@ -13,8 +13,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence, Set
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import structlog
@@ -51,6 +51,8 @@ from providers.vendor_calls import call
 from providers.vendor_provider import VendorProvider
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 CLOSING_SHARE = 0.5
 """The share of a provider's closing time for ending actors. The rest is for the connection."""
@@ -148,7 +150,7 @@ class RayProvider(VendorProvider[RaySettings]):
             for name, ticket in zip(names, request.tickets, strict=True):
                 environment = dict(worker_environment(self.context, ticket))
                 self._unanswered.add(name)
-                await call(timeout_s, self._start, name, command, environment, timeout_s)
+                await self._connection.ask(timeout_s, self._start, name, command, environment, timeout_s)
         except BaseException as error:
             with contextlib.suppress(Exception):
                 await handle.give_back()
@@ -197,7 +199,7 @@ class RayProvider(VendorProvider[RaySettings]):
         """
         timeout_s = self.context.release_timeout_s * CLOSING_SHARE
         try:
-            await call(timeout_s, end_actor, name, self.settings.namespace, timeout_s)
+            await self._connection.ask(timeout_s, end_actor, name, self.settings.namespace, timeout_s)
         except Exception as error:
             since_s = time.monotonic() if self.silent_since_s is None else self.silent_since_s
             if not (self._closing or time.monotonic() - since_s > self.context.orchestrator_timeout_s):
@@ -240,6 +242,9 @@ class RayProvider(VendorProvider[RaySettings]):
         except RayUnusable as error:
             raise (ProviderSilent if error.passing else ProviderUnavailable)(f"{self.name}: {error}") from error
 
+    async def ask(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await self._connection.ask(self.answer_s, function, *arguments)
+
     async def look(self) -> None:
         if self.silent_since_s is not None:
             await self._connect()
@@ -281,7 +286,7 @@ class RayProvider(VendorProvider[RaySettings]):
         self._ray_market.places = 0
         self._questions.forget()
         with contextlib.suppress(Exception):
-            await self.ask(self._connection.reset)
+            await call(self.answer_s, self._connection.reset)
 
 
 # What is called on the cluster, by the client's threads.

@@ -5,11 +5,12 @@
 """
 
 import asyncio
+import contextlib
 import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from elastic.system.plain_values import told
@@ -21,6 +22,8 @@ GRACE_VARIABLE, GRACE_S = "RAY_CLIENT_RECONNECT_GRACE_PERIOD", 5
 """How long Ray's client looks for a lost head before its calls fail. Callers repeat theirs."""
 CHECK_S = 0.5
 """Between two looks at whether there still is a connection by which a call can be answered."""
+LEAVE_S = 2.0
+"""How long the cluster may take to answer that a connection ends. Nothing is lost with its answer."""
 
 NODE_VARIABLE = "ELASTIC_RAY_CLUSTER"
 """The environment variable with the cluster's address for processes on its nodes."""
@@ -77,7 +80,7 @@ class RayConnection:
         asking, lost_s = asyncio.ensure_future(call(within_s, function, *arguments)), 0.0
         try:
             while not (await asyncio.wait({asking}, timeout=CHECK_S))[0]:
-                lost_s = 0.0 if ray().is_initialized() else lost_s + CHECK_S
+                lost_s = 0.0 if ray().util.client.ray.is_connected() else lost_s + CHECK_S
                 if lost_s > GRACE_S:
                     raise ConnectionError("the connection to it is lost")
             return asking.result()
@@ -90,21 +93,21 @@ class RayConnection:
             if self in _users:
                 _users.discard(self)
                 if not _users:
-                    ray().shutdown()
+                    _end()
 
     def reset(self) -> None:
         """End a failed connection for all its users. The first of them to come back makes a new one."""
         with _changing:
             if self in _users:
                 _users.clear()
-                ray().shutdown()
+                _end()
 
     def _open(self, deadline_s: float) -> None:
         with _changing:
             if not ray().is_initialized():
                 if _users:  # Ray's client has given this connection up, but makes no other before it is ended.
                     _users.clear()
-                    ray().shutdown()
+                    _end()
                 os.environ.setdefault(GRACE_VARIABLE, str(GRACE_S))
                 while True:
                     try:
@@ -119,7 +122,37 @@ class RayConnection:
 
     def _init(self) -> None:
         further = {"runtime_env": self._runtime_env} if self._runtime_env else {}
-        ray().init(self.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **further)
+        with _leaving_soon():
+            ray().init(self.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **further)
+
+
+def _end() -> None:
+    with _leaving_soon():
+        ray().shutdown()
+
+
+@contextlib.contextmanager
+def _leaving_soon() -> Iterator[None]:
+    """Where a connection ends in the body, also one that could not be made, wait for `LEAVE_S` at most. By itself Ray's
+    client waits for ever where the link is cut, 10 s for a head that is another one by now, and 40 s for one that
+    could not start this client's process.
+    """
+    over = threading.Event()
+    threading.Thread(target=_cut_off, args=(over,), name="ray: leaving", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _cut_off(over: threading.Event) -> None:
+    leaving_s = 0.0
+    while not over.wait(CHECK_S):
+        client = ray().util.client.ray.get_context().client_worker
+        if client is None or client.is_connected():
+            leaving_s = 0.0
+        elif (leaving_s := leaving_s + CHECK_S) > LEAVE_S and (channel := client.channel) is not None:
+            channel.close()
 
 
 def ray() -> Any:
