@@ -116,7 +116,8 @@ class _Groups:
 
     def states(self, prefix: str) -> dict[str, str]:
         if self._table is None:
-            self._table = ray().remote(GroupTable).options(num_cpus=0, resources={HEAD: 0.001}).remote()
+            again = {"max_restarts": -1, "max_task_retries": -1}
+            self._table = ray().remote(GroupTable).options(num_cpus=0, resources={HEAD: 0.001}, **again).remote()
         return ray().get(self._table.states.remote(prefix), timeout=self._within_s)
 
 
