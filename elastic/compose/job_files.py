@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import structlog
 
 from elastic.config import Config, ConfigError
 from elastic.core.cluster.types import PhaseKind
@@ -37,6 +38,9 @@ from elastic.runtime.states import CHECKPOINTS, KEEP
 from elastic.system.named_code import in_file
 from elastic.worker.agent import build_engine
 from elastic.worker.trainer.base import UNFINISHED_PREFIX, remove_saved, saved
+from elastic.worker.trainer.soundness import damage
+
+log = structlog.get_logger(__name__)
 
 GB = 1_000_000_000
 POLICY_BYTES_MAX, SCRIPT_BYTES_MAX = 4_000 * GB, GB
@@ -88,9 +92,21 @@ def files_of(entry: JobEntry, phase: PhaseKind) -> Sequence[SubmittedFile]:
     if phase is PhaseKind.TRAIN and not entry.script:
         run_dir = Path(entry.directory)
         needed.append(submitted_file(run_dir / CONFIG, CONFIG))
-        for path in saved(run_dir / CHECKPOINTS)[-1:]:
-            needed += files_below(path, f"{CHECKPOINTS}/{path.name}", POLICY_BYTES_MAX, follow=False, hidden=True)
+        needed += _last_checkpoint(run_dir)
     return needed
+
+
+def _last_checkpoint(run_dir: Path) -> Sequence[SubmittedFile]:
+    """Return the files of the newest checkpoint that is as it was written; of all that a trainer keeps if none is, so
+    that it says what is wrong with each. Blocks. Raises `ValueError` for one that cannot be read."""
+    found: list[SubmittedFile] = []
+    for path in reversed(saved(run_dir / CHECKPOINTS)[-KEEP:]):
+        its = files_below(path, f"{CHECKPOINTS}/{path.name}", POLICY_BYTES_MAX, follow=False, hidden=True)
+        if not (wrong := damage(path)):
+            return its
+        log.warning("a checkpoint is damaged, and the one before it is taken", damage=wrong)
+        found += its
+    return found
 
 
 def local_places(variables: Mapping[str, str] = os.environ) -> dict[str, str]:

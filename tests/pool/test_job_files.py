@@ -12,7 +12,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.compose.job_files import ScriptOutputs, engine_here, keep, lacking, local_places, trainer_overrides
+from elastic.compose.job_files import (
+    ScriptOutputs,
+    engine_here,
+    files_of,
+    keep,
+    lacking,
+    local_places,
+    trainer_overrides,
+)
 from elastic.config import Config
 from elastic.core.cluster.types import PhaseKind
 from elastic.pool import messages as w
@@ -26,6 +34,7 @@ from elastic.protocol import wire
 from elastic.protocol.best_checkpoint import returned
 from elastic.protocol.frames import WireError
 from elastic.system.isolation import IsolatedLoop, LoopFaults
+from elastic.worker.trainer.soundness import DIGESTS_KEY, HEADER_FILE, HEADER_KEY, digest_of
 
 MB = 1_000_000
 NODE = "train-1"
@@ -37,6 +46,27 @@ def written(place: Path, **files: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     return place
+
+
+def test_a_trainer_s_node_is_sent_the_newest_checkpoint_that_is_as_it_was_written(tmp_path: Path) -> None:
+    """Both where neither is: the trainer says what is wrong with them."""
+    run, names = tmp_path / "run", ("00000001.shards", "00000002.shards", "00000003.shards")
+    written(run, **{"config.json": "{}"})
+    for name in names:
+        place = written(run / "checkpoints" / name, rows=name)
+        digests = {"rows": digest_of(place / "rows"), HEADER_KEY: digest_of(b"{}")}
+        header = {HEADER_KEY: "{}", DIGESTS_KEY: msgspec.json.encode(digests).decode()}
+        (place / HEADER_FILE).write_bytes(msgspec.json.encode(header))
+
+    def sent() -> list[str]:
+        found = files_of(JobEntry(job="one", directory=str(run)), PhaseKind.TRAIN)
+        return [one.file.path.split("/")[1] for one in found if one.file.path.endswith("rows")]
+
+    assert sent() == [names[2]]
+    (run / "checkpoints" / names[2] / HEADER_FILE).write_bytes(b'{"\xc3')
+    assert sent() == [names[1]]
+    (run / "checkpoints" / names[1] / "rows").write_text("other")
+    assert sent() == [names[2], names[1]]
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -27,6 +27,7 @@ from elastic.worker.trainer import checkpoint
 from elastic.worker.trainer.checkpoint_shards import METADATA_FILE, StoredDirectory, save_whole
 from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 from elastic.worker.trainer.ranks import ALONE
+from elastic.worker.trainer.soundness import damage
 from tests.seeds import examples
 from tests.small_files import small_files
 
@@ -578,8 +579,9 @@ def test_a_flipped_bit_of_a_number_is_found_and_named(trainer, group, tmp_path: 
     path.write_bytes(raw)
     resumed = trainer(seed=1)
     before = resumed.tensors()
-    with pytest.raises(CheckpointError, match=f"damaged: {name} is not as it was written"):
+    with pytest.raises(CheckpointError, match=f"damaged: {name} is not as it was written") as caught:
         resumed.load(path)
+    assert damage(path) == str(caught.value)
     assert equal(before, resumed.tensors())
     assert resumed.version == 0
 
@@ -600,6 +602,9 @@ def test_no_flipped_bit_is_read(trainer, group, tmp_path: Path):
         path.write_bytes(flipped)
         with pytest.raises(CheckpointError):
             resumed.load(path)
+        assert damage(path)
+    path.write_bytes(raw)
+    assert not damage(path)
 
 
 def test_what_a_killed_save_left_is_swept_and_nothing_else(trainer, tmp_path: Path):

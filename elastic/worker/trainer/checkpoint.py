@@ -5,7 +5,6 @@ directory (`checkpoint_shards`). Either is there complete or not at all, and any
 What is read is what was written, bit for bit, or it is refused by name.
 """
 
-import hashlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from typing import Protocol, TypeVar
 
 import msgspec
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,8 +21,18 @@ from torch import Tensor
 from elastic.engine.model.stored import CheckpointError, check_shapes
 from elastic.system.cores import cores
 from elastic.system.files import replace_durably, sync
+from elastic.worker.trainer import soundness
 from elastic.worker.trainer.base import UNFINISHED_PREFIX, remove_saved
 from elastic.worker.trainer.ranks import ALONE, Ranks
+from elastic.worker.trainer.soundness import (
+    DIGESTS_KEY,
+    HEADER_FILE,
+    HEADER_KEY,
+    StoredFile,
+    StoredFiles,
+    StoredParts,
+    check_digests,
+)
 
 T = TypeVar("T")
 
@@ -34,11 +42,6 @@ MASTER = "master."
 """Before the names of the weights that are trained."""
 KINDS = (MASTER, "exp_avg.", "exp_avg_sq.")
 """Before the names of all that is kept of them."""
-
-_HEADER_KEY = "elastic_trainer"
-DIGESTS_KEY = "digests"
-HEADER_FILE = "elastic.json"
-"""The file in a checkpoint's directory that describes it."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,21 +57,8 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
-class StoredParts(Protocol):
-    """What lies at a checkpoint's path, with nothing of it checked. Methods raise `OSError` and `SafetensorError`."""
-
-    @property
-    def header(self) -> Mapping[str, str]: ...
-
-    def parts(self) -> Sequence[str]:
-        """What has a digest each, by name."""
-        ...
-
-    def digest(self, part: str) -> str: ...
-
-
 class StoredState(StoredParts, Protocol):
-    """The same with its tensors."""
+    """What lies at a checkpoint's path, with its tensors."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -80,29 +70,10 @@ class StoredState(StoredParts, Protocol):
         ...
 
 
-class _StoredFile:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with self._opened() as file:
-            self.header: Mapping[str, str] = file.metadata() or {}
-            names: list[str] = file.keys()
-            self.shapes: Mapping[str, tuple[int, ...]] = {
-                name: tuple(file.get_slice(name).get_shape()) for name in names
-            }
-
-    def _opened(self) -> safe_open:
-        return safe_open(self._path, framework="pt")
-
-    def parts(self) -> Sequence[str]:
-        return sorted(self.shapes)
-
-    def digest(self, part: str) -> str:
-        with self._opened() as file:
-            return digest_of(file.get_tensor(part))
-
+class _StoredFile(StoredFile):
     def load(self, names: Sequence[str], ranks: Ranks) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        with self._opened() as file:
+        with safe_open(self._path, framework="pt") as file:
             for name in names:
                 if ranks.size == 1 or not self.shapes[name]:
                     found[name] = file.get_tensor(name)
@@ -110,20 +81,6 @@ class _StoredFile:
                     share = ranks.shares(self.shapes[name][0])[ranks.rank]
                     found[name] = file.get_slice(name)[share.start : share.stop]
         return found
-
-
-class StoredFiles:
-    """The `StoredParts` of a directory: all of its files but the header."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.header: Mapping[str, str] = msgspec.json.decode((path / HEADER_FILE).read_bytes(), type=dict[str, str])
-
-    def parts(self) -> Sequence[str]:
-        return sorted(file.name for file in self._path.iterdir() if file.name != HEADER_FILE)
-
-    def digest(self, part: str) -> str:
-        return digest_of(self._path / part)
 
 
 def write(
@@ -219,7 +176,7 @@ def masters(path: Path) -> Iterator[tuple[str, Tensor]]:
 
     def found() -> dict[str, Tensor]:
         state = _opened(path)
-        _check_digests(path, state, state.parts())
+        check_digests(path, state, state.parts())
         return state.load([name for name in state.shapes if name.startswith(MASTER)], ALONE)
 
     for name, tensor in _on_all(path, "read", ALONE, found).items():
@@ -245,7 +202,7 @@ def read(
 
     def verified() -> tuple[StoredState, Counters]:
         state, counters = _fitting(path, expected)
-        _check_digests(path, state, state.parts()[ranks.rank :: ranks.size])
+        check_digests(path, state, state.parts()[ranks.rank :: ranks.size])
         return state, counters
 
     state, counters = _on_all(path, "read", ranks, verified)
@@ -257,7 +214,7 @@ def read_all(path: Path) -> tuple[dict[str, Tensor], Counters]:
 
     def found() -> tuple[dict[str, Tensor], Counters]:
         state = _opened(path)
-        _check_digests(path, state, state.parts())
+        check_digests(path, state, state.parts())
         return state.load(list(state.shapes), ALONE), _counters(path, state.header)
 
     return _on_all(path, "read", ALONE, found)
@@ -271,7 +228,7 @@ def read_directory(path: Path, ranks: Ranks = ALONE) -> Counters:
 
     def verified() -> Counters:
         state = StoredFiles(path)
-        _check_digests(path, state, state.parts()[ranks.rank :: ranks.size])
+        check_digests(path, state, state.parts()[ranks.rank :: ranks.size])
         return _counters(path, state.header)
 
     return _on_all(path, "read", ranks, verified)
@@ -290,7 +247,7 @@ def _on_all(path: Path, what: str, ranks: Ranks, work: Callable[[], T]) -> T:
         found.append(work())
     except CheckpointError as error:
         why = str(error)
-    except (OSError, SafetensorError, msgspec.DecodeError) as error:
+    except (OSError, SafetensorError, msgspec.DecodeError, UnicodeDecodeError) as error:
         why = f"{path}: cannot be {what} ({error})"
     if why := next((one for one in ranks.texts(why) if one), ""):
         raise CheckpointError(why)
@@ -314,13 +271,13 @@ def _opened(path: Path) -> StoredState:
 
 def _header(counters: Counters, digests: Mapping[str, str]) -> dict[str, str]:
     encoded = msgspec.json.encode(counters)
-    every = {**digests, _HEADER_KEY: digest_of(encoded)}
-    return {_HEADER_KEY: encoded.decode(), DIGESTS_KEY: msgspec.json.encode(every).decode()}
+    every = {**digests, HEADER_KEY: digest_of(encoded)}
+    return {HEADER_KEY: encoded.decode(), DIGESTS_KEY: msgspec.json.encode(every).decode()}
 
 
 def _counters(path: Path, header: Mapping[str, str]) -> Counters:
     try:
-        counters = msgspec.json.decode(header[_HEADER_KEY], type=Counters)
+        counters = msgspec.json.decode(header[HEADER_KEY], type=Counters)
     except (KeyError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{path}: not a trainer's checkpoint ({error})") from error
     if counters.schema_version != SCHEMA_VERSION:
@@ -329,27 +286,8 @@ def _counters(path: Path, header: Mapping[str, str]) -> Counters:
     return counters
 
 
-def _check_digests(path: Path, state: StoredParts, parts: Sequence[str]) -> None:
-    """These parts are as they were written, and there are no others than there were."""
-    header = state.header
-    try:
-        written = msgspec.json.decode(header[DIGESTS_KEY], type=dict[str, str])
-    except (KeyError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{path}: damaged: it has no digests ({error})") from error
-    with ThreadPoolExecutor(cores()) as executor:
-        found = dict(zip(parts, executor.map(state.digest, parts), strict=True))
-    found[_HEADER_KEY] = digest_of(header.get(_HEADER_KEY, "").encode())
-    odd = {name for name, one in found.items() if written.get(name) != one}
-    odd |= written.keys() ^ {*state.parts(), _HEADER_KEY}
-    if odd:
-        raise CheckpointError(f"{path}: damaged: {min(odd)} is not as it was written")
-
-
 def digest_of(data: bytes | Tensor | Path) -> str:
-    """XXH3-128 of bytes, of a CPU tensor's, or of a file's: it shows damage, and takes no longer than reading them.
-    Hashing releases the interpreter."""
-    if isinstance(data, Path):
-        with data.open("rb") as file:
-            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    content = data if isinstance(data, bytes) else data.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return xxhash.xxh3_128_hexdigest(content)
+    """The digest of bytes, of a CPU tensor's, or of a file's."""
+    if isinstance(data, Tensor):
+        return soundness.digest_of(data.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return soundness.digest_of(data)

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.serialization import _get_layout
 
 from elastic.engine.model.stored import CheckpointError
-from elastic.worker.trainer.checkpoint import DIGESTS_KEY, StoredFiles, digest_of
 from elastic.worker.trainer.ranks import Ranks
+from elastic.worker.trainer.soundness import DIGESTS_KEY, StoredFiles, digest_of
 
 METADATA_FILE = ".metadata"
 _BESIDE = (torch.Size, PosixPath, _StorageInfo, _get_layout)
