@@ -97,15 +97,23 @@ def files_of(entry: JobEntry, phase: PhaseKind) -> Sequence[SubmittedFile]:
 
 
 def _last_checkpoint(run_dir: Path) -> Sequence[SubmittedFile]:
-    """Return the files of the newest checkpoint that is as it was written; of all that a trainer keeps if none is, so
-    that it says what is wrong with each. Blocks. Raises `ValueError` for one that cannot be read."""
+    """Return the files of the newest checkpoint that is as it was written and may be sent; of all that a trainer keeps
+    if none is, so that it says what is wrong with each. Blocks. Raises `ValueError` where one of these cannot be read.
+    """
     found: list[SubmittedFile] = []
+    wrong, all_read = list[str](), True
     for path in reversed(saved(run_dir / CHECKPOINTS)[-KEEP:]):
-        its = files_below(path, f"{CHECKPOINTS}/{path.name}", POLICY_BYTES_MAX, follow=False, hidden=True)
-        if not (wrong := damage(path)):
-            return its
-        log.warning("a checkpoint is damaged, and the one before it is taken", damage=wrong)
-        found += its
+        try:
+            its = files_below(path, f"{CHECKPOINTS}/{path.name}", POLICY_BYTES_MAX, follow=False, hidden=True)
+            if not (why := damage(path)):
+                return its
+            found += its
+        except ValueError as error:
+            why, all_read = str(error), False
+        log.warning("a checkpoint is damaged, and the one before it is taken", damage=why)
+        wrong.append(why)
+    if not all_read:
+        raise ValueError("; ".join(wrong))
     return found
 
 

@@ -62,11 +62,21 @@ def test_a_trainer_s_node_is_sent_the_newest_checkpoint_that_is_as_it_was_writte
         found = files_of(JobEntry(job="one", directory=str(run)), PhaseKind.TRAIN)
         return [one.file.path.split("/")[1] for one in found if one.file.path.endswith("rows")]
 
+    newest, older = (run / "checkpoints" / name for name in (names[2], names[1]))
     assert sent() == [names[2]]
-    (run / "checkpoints" / names[2] / HEADER_FILE).write_bytes(b'{"\xc3')
+    newest.rename(tmp_path / "elsewhere")
+    newest.symlink_to(tmp_path / "elsewhere")
+    assert sent() == [names[1]], "a link is not followed"
+    newest.unlink()
+    (tmp_path / "elsewhere").rename(newest)
+    (newest / HEADER_FILE).write_bytes(b'{"\xc3')
     assert sent() == [names[1]]
-    (run / "checkpoints" / names[1] / "rows").write_text("other")
+    (older / "rows").write_text("other")
     assert sent() == [names[2], names[1]]
+    shutil.rmtree(older)
+    older.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=f"{newest}: cannot be read.*; {older}: cannot be read"):
+        sent()
 
 
 async def until(holds: Callable[[], bool]) -> None:

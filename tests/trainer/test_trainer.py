@@ -24,6 +24,7 @@ from elastic.protocol.wire import TrainGroupFrame, TrajectoryData
 from elastic.testing.trainers import step_of
 from elastic.testing.trajectories import PlainTrajectory
 from elastic.worker.trainer import checkpoint
+from elastic.worker.trainer.base import remove_saved
 from elastic.worker.trainer.checkpoint_shards import METADATA_FILE, StoredDirectory, save_whole
 from elastic.worker.trainer.embedded.trainer import GRPOTrainer
 from elastic.worker.trainer.ranks import ALONE
@@ -605,6 +606,14 @@ def test_no_flipped_bit_is_read(trainer, group, tmp_path: Path):
         assert damage(path)
     path.write_bytes(raw)
     assert not damage(path)
+
+
+def test_of_a_checkpoint_that_is_a_link_only_the_link_is_removed(tmp_path: Path):
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / "00000001.shards"
+    elsewhere.mkdir()
+    link.symlink_to(elsewhere)
+    remove_saved(link)
+    assert [*tmp_path.iterdir()] == [elsewhere]
 
 
 def test_what_a_killed_save_left_is_swept_and_nothing_else(trainer, tmp_path: Path):

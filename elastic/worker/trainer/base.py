@@ -224,8 +224,8 @@ def saved(directory: Path) -> list[Path]:
 
 
 def remove_saved(path: Path) -> None:
-    """Have no checkpoint at `path`, nor half of one. Raises `OSError`."""
-    if path.is_dir():
+    """Have no checkpoint at `path`, nor half of one; of a link only the link goes. Raises `OSError`."""
+    if path.is_dir() and not path.is_symlink():
         gone = path.with_name(f"{UNFINISHED_PREFIX}former-{path.name}")
         shutil.rmtree(gone, ignore_errors=True)
         path.replace(gone)
