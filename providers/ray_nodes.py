@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 from pydantic import Field
@@ -36,8 +36,6 @@ from providers.ray_actors import (
 )
 from providers.ray_connection import HEAD, RayConnection, RayUnusable, ray
 from providers.vendor_calls import call
-
-T = TypeVar("T")
 
 TICKET_VARIABLE = "ELASTIC_TICKET"
 LAST_WORDS_S, LAST_WORDS_CHARACTERS = 1.0, 300
@@ -91,36 +89,6 @@ class NodeAgentActor(WorkerActor):
             ray().util.remove_placement_group(group)
 
 
-class GroupTable:
-    """The actor on the head that tells of placement groups. Ray's client has no call for that: it runs a task each
-    time, for which the cluster may start a process."""
-
-    def states(self, prefix: str) -> dict[str, str]:
-        """The states of the groups whose names begin so, by name."""
-        table = ray().util.placement_group_table().values()
-        return {
-            one["name"]: one["state"] for one in table if one["name"].startswith(prefix) and one["state"] != REMOVED
-        }
-
-
-class _Groups:
-    """A connection's questions to its `GroupTable`."""
-
-    def __init__(self, within_s: float) -> None:
-        self._within_s = within_s
-        self._table: Any = None
-
-    def forget(self) -> None:
-        """Forget the actor, as of a connection that is lost."""
-        self._table = None
-
-    def states(self, prefix: str) -> dict[str, str]:
-        if self._table is None:
-            again = {"max_restarts": -1, "max_task_retries": -1}
-            self._table = ray().remote(GroupTable).options(num_cpus=0, resources={HEAD: 0.001}, **again).remote()
-        return ray().get(self._table.states.remote(prefix), timeout=self._within_s)
-
-
 class _Look(NamedTuple):
     """The states of placement groups by name, what actors say, and the largest that there is for a node."""
 
@@ -128,6 +96,79 @@ class _Look(NamedTuple):
     actors: ActorsSaid
     named: frozenset[str]
     nodes: Sequence[Mapping[str, float]]
+
+
+class Deputy:
+    """The actor on the head that asks the cluster for one pool's nodes of one kind: `prefix` begins their names. It may
+    be asked again what it has done. Of Ray's client itself a process of the cluster would do much of that, such as
+    telling of groups, and each time another one may have to start.
+    """
+
+    def __init__(self, settings: RayNodesSettings, prefix: str) -> None:
+        self._settings, self._prefix = settings, prefix
+        self._questions = ActorQuestions(settings.namespace)
+
+    def look(self) -> _Look:
+        groups = self._groups()
+        placed = sorted(name for name, state in groups.items() if state == PLACED)
+        actors = self._questions.ask(placed, self._settings.poll_s)
+        return _Look(groups, actors, named_actors(self._settings.namespace, self._prefix), node_resources())
+
+    def ask(
+        self,
+        name: str,
+        bundle: Mapping[str, float],
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        site_label: str,
+    ) -> None:
+        """Have a group, and an actor that starts once that has a machine."""
+        try:
+            group = ray().util.get_placement_group(name)
+        except ValueError:
+            group = ray().util.placement_group([dict(bundle)], strategy="STRICT_PACK", name=name, lifetime="detached")
+        within = ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=0
+        )
+        known = ("CPU", "GPU", "memory")
+        actor: Any = (
+            ray()
+            .remote(NodeAgentActor)
+            .options(
+                name=name,
+                namespace=self._settings.namespace,
+                get_if_exists=True,
+                lifetime="detached",
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                memory=bundle.get("memory", 0) or None,
+                resources={name: amount for name, amount in bundle.items() if name not in known},
+                max_restarts=0,
+                scheduling_strategy=within,
+            )
+        )
+        actor.remote(list(command), dict(environment), site_label)
+
+    def give_back(self, name: str) -> None:
+        """End the actor and the group of this name, and return once neither is known. Raises `TimeoutError`."""
+        timeout_s = self._settings.answer_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        end_actor(name, self._settings.namespace, timeout_s)
+        while name in self._groups():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"Ray still knows placement group {name} after {timeout_s:g} s")
+            with contextlib.suppress(ValueError):  # It may be gone meanwhile.
+                ray().util.remove_placement_group(ray().util.get_placement_group(name))
+            time.sleep(0.1)
+
+    def _groups(self) -> dict[str, str]:
+        """The states of placement groups, by name."""
+        table = ray().util.placement_group_table().values()
+        return {
+            one["name"]: one["state"]
+            for one in table
+            if one["name"].startswith(self._prefix) and one["state"] != REMOVED
+        }
 
 
 class RayNodes:
@@ -145,8 +186,7 @@ class RayNodes:
         asked = settings.asked_with(0 if self._arenas else kind.gpus)
         self._bundle = asked | ({"memory": kind.memory_bytes} if kind.memory_bytes else {})
         self._connection = RayConnection(settings.address, settings.runtime_env)
-        self._questions = ActorQuestions(settings.namespace)
-        self._groups = _Groups(settings.answer_timeout_s)
+        self._deputy: Any = None
         self._connected = False
 
     async def open(self) -> None:
@@ -155,19 +195,18 @@ class RayNodes:
         self._connected = True
 
     async def look(self) -> Sequence[NodeRequest]:
-        seen = await self._asked(_look, self._settings, self._prefix, self._questions, self._groups)
+        seen = await self._asked("look")
         found = [self._request(name, state, seen) for name, state in sorted(seen.groups.items())]
         return found + [self._of(name, ended="it has no resources") for name in sorted(seen.named - seen.groups.keys())]
 
     async def ask(self, ticket: NodeTicket, number: int) -> None:
         name = f"{self._prefix}{ticket.node}/{number}"
         environment = {TICKET_VARIABLE: msgspec.json.encode(ticket).decode()}
-        settings = self._settings.model_copy(update={"site_label": ""}) if ticket.site else self._settings
-        await self._asked(_ask, name, settings, self._bundle, self._command(ticket), environment)
+        site_label = "" if ticket.site else self._settings.site_label
+        await self._asked("ask", name, self._bundle, self._command(ticket), environment, site_label)
 
     async def give_back(self, request: NodeRequest) -> None:
-        name = f"{self._prefix}{request.node}/{request.number}"
-        await self._asked(_give_back, name, self._settings, self._groups)
+        await self._asked("give_back", f"{self._prefix}{request.node}/{request.number}")
 
     async def aclose(self) -> None:
         with contextlib.suppress(Exception):
@@ -199,18 +238,16 @@ class RayNodes:
         said = seen.actors.said.get(name)
         return self._of(name, ended="" if said is None or said.runs else _ending(said))
 
-    async def _asked(self, function: Any, *arguments: Any) -> Any:
-        """Ask the cluster, after a new connection if the last one has failed. Raises `NodeClusterSilent`."""
+    async def _asked(self, what: str, *arguments: Any) -> Any:
+        """Ask the deputy, after a new connection if the last one has failed. Raises `NodeClusterSilent`."""
         try:
             if not self._connected:
                 await self.open()
-            return await self._connection.ask(self._settings.answer_timeout_s, function, *arguments)
+            return await self._connection.ask(self._settings.answer_timeout_s, self._answer, what, *arguments)
         except RayUnusable as error:
             raise NodeClusterSilent(str(error)) from error
         except Exception as error:
-            self._connected = False
-            self._questions.forget()
-            self._groups.forget()
+            self._connected, self._deputy = False, None
             with contextlib.suppress(Exception):
                 await call(self._settings.answer_timeout_s, self._connection.reset)
             raise NodeClusterSilent(
@@ -218,59 +255,18 @@ class RayNodes:
                 "machine"
             ) from error
 
+    def _answer(self, what: str, *arguments: Any) -> Any:
+        if self._deputy is None:
+            again = {"max_restarts": -1, "max_task_retries": -1}
+            deputy: Any = ray().remote(Deputy).options(num_cpus=0, resources={HEAD: 0.001}, **again)
+            self._deputy = deputy.remote(self._settings, self._prefix)
+        try:
+            return ray().get(getattr(self._deputy, what).remote(*arguments), timeout=self._settings.answer_timeout_s)
+        except ray().exceptions.RayTaskError as error:
+            raise error.cause from error
+
 
 def _ending(said: ActorStatus) -> str:
     if said.status is None:
         return "its node agent could not be started"
     return f"its node agent {how_ended(said.status)}{f': {said.words}' if said.words else ''}"
-
-
-# What is called on the cluster, by the client's threads.
-
-
-def _look(settings: RayNodesSettings, prefix: str, questions: ActorQuestions, asked: _Groups) -> _Look:
-    groups = asked.states(prefix)
-    actors = questions.ask(sorted(name for name, state in groups.items() if state == PLACED), settings.poll_s)
-    return _Look(groups, actors, named_actors(settings.namespace, prefix), node_resources())
-
-
-def _ask(
-    name: str,
-    settings: RayNodesSettings,
-    bundle: Mapping[str, float],
-    command: Sequence[str],
-    environment: Mapping[str, str],
-) -> None:
-    """Have a group, and an actor that starts once that has a machine."""
-    group = ray().util.placement_group([dict(bundle)], strategy="STRICT_PACK", name=name, lifetime="detached")
-    within = ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-    known = ("CPU", "GPU", "memory")
-    actor: Any = (
-        ray()
-        .remote(NodeAgentActor)
-        .options(
-            name=name,
-            namespace=settings.namespace,
-            lifetime="detached",
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            memory=bundle.get("memory", 0) or None,
-            resources={name: amount for name, amount in bundle.items() if name not in known},
-            max_restarts=0,
-            scheduling_strategy=within,
-        )
-    )
-    actor.remote(list(command), dict(environment), settings.site_label)
-
-
-def _give_back(name: str, settings: RayNodesSettings, groups: _Groups) -> None:
-    """End the actor and the group of this name, and return once neither is known. Raises `TimeoutError`."""
-    timeout_s = settings.answer_timeout_s
-    deadline_s = time.monotonic() + timeout_s
-    end_actor(name, settings.namespace, timeout_s)
-    while groups.states(name).get(name) is not None:
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"Ray still knows placement group {name} after {timeout_s:g} s")
-        with contextlib.suppress(ValueError):  # It may be gone meanwhile.
-            ray().util.remove_placement_group(ray().util.get_placement_group(name))
-        time.sleep(0.1)

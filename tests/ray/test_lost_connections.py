@@ -1,4 +1,4 @@
-"""What is lost of a real cluster while it is asked: its head, the link to it, and the process that tells of groups."""
+"""What is lost of a real cluster while it is asked: its head, the link to it, and the deputy of a pool."""
 
 import asyncio
 import contextlib
@@ -109,7 +109,7 @@ async def test_a_connection_whose_link_is_silent_is_ended_in_seconds(link: tuple
     assert await connection.ask(PATIENCE_S, ray().nodes)
 
 
-async def test_the_process_that_tells_of_groups_is_killed(nodes: RayNodes, tmp_path: Path) -> None:
+async def test_a_deputy_is_killed_while_a_pool_looks(nodes: RayNodes, tmp_path: Path) -> None:
     """A pool does not notice, and starts nothing a second time."""
     given = {"address": nodes.address, "directory": str(tmp_path / "nodes"), "resources": {"place": 1.0}}
     given |= {"poll_s": 0.5, "answer_timeout_s": PATIENCE_S}
@@ -130,19 +130,19 @@ async def test_the_process_that_tells_of_groups_is_killed(nodes: RayNodes, tmp_p
     async with asyncio.timeout(PATIENCE_S):
         before = await agent()
         for _ in range(2):
-            tables = _processes("ray::GroupTable")
+            deputies = _processes("ray::Deputy")
             looking = asyncio.create_task(cluster.look())
-            for table in tables:
+            for deputy in deputies:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    table.send_signal(signal.SIGKILL)
-            assert tables
+                    deputy.send_signal(signal.SIGKILL)
+            assert deputies
             assert await looking == [NodeRequest("rollout-1", 1)]
         assert await agent() == before, "nothing was started again"
         await cluster.give_back(NodeRequest("rollout-1", 1))
         assert await cluster.look() == []
     await cluster.aclose()
     assert await asyncio.to_thread(nodes.actors_left, PATIENCE_S) == []
-    await awaited("no such process", lambda: not _processes("ray::GroupTable"), PATIENCE_S)
+    await awaited("no such process", lambda: not _processes("ray::Deputy"), PATIENCE_S)
 
 
 def _processes(words: str) -> list[psutil.Process]:
