@@ -39,6 +39,7 @@ QUICK_TO_MISS = {
 }
 """A killed node is lost after 3 s in place of 15, and one that does not answer after 12."""
 OF_AGENTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
+AGENT = "--dashboard_agent_command="
 AS_OTHERS = {
     "RAY_worker_niceness": "0",
     "RAY_prestart_worker_first_driver": "0",
@@ -72,7 +73,7 @@ class RayNodes:
         os.environ |= AS_OTHERS
         self._count, self._cpus = count, cpus
         cluster_utils: Any = importlib.import_module("ray.cluster_utils")
-        _be_patient(importlib.import_module("ray._private.services"))
+        _adapt(importlib.import_module("ray._private.services"))
         head = {
             "num_cpus": 0,
             "include_dashboard": False,
@@ -180,10 +181,15 @@ def processes_on(node: Any) -> list[psutil.Process]:
     return [raylet(node), *raylet(node).children(recursive=True)]
 
 
-def _be_patient(services: Any) -> None:
-    """Have Ray pause between two looks for a node that it starts, and look for as long as this machine may need. By
-    itself it looks without a pause, and gives the node up after 30 s."""
-    look = services.get_node
+def _adapt(services: Any) -> None:
+    """Have Ray start what is needed here, and wait for it as this machine needs.
+
+    - It pauses between two looks for a node that it starts, and looks for as long as it may take. By itself it looks
+      without a pause, and gives the node up after 30 s.
+    - It starts no process for a dashboard, for whose start it waits even where there is to be none, and none on each
+      node that speaks to it. A raylet must have the latter: `cat`, which ends with it, takes its place.
+    """
+    look, start = services.get_node, services.start_ray_process
     if look.__name__ == "patient":
         return
 
@@ -197,7 +203,12 @@ def _be_patient(services: Any) -> None:
                     raise
                 time.sleep(EVERY_S)
 
-    services.get_node = patient
+    def without_agents(command: list[str], *arguments: Any, **further: Any) -> Any:
+        words = [AGENT + "cat" if word.startswith(AGENT) else word for word in command]
+        return start(words, *arguments, **further)
+
+    services.get_node, services.start_ray_process = patient, without_agents
+    services.start_api_server = lambda *_, **__: (None, None)
 
 
 def _taken(state: Any) -> dict[str, dict[str, float]]:
