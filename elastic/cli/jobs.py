@@ -52,7 +52,6 @@ from elastic.pool.control_messages import JOB_NAME, PoolControl, SubmitJob
 from elastic.pool.ports import JobEntry
 from elastic.pool.status import JobStatus, PlacementPlan
 from elastic.protocol.run_control import ControlError, RunNotFound, RunSilent, new_command_id
-from elastic.report.log_files import LogFollower, log_files
 from elastic.runtime.journal import DirectoryStore, JournalError
 from elastic.system.processes import inherited, named
 
@@ -419,6 +418,8 @@ def job_logs(
 
     Example: elastic jobs logs one -f
     """
+    from elastic.report.log_files import LogFollower, log_files
+
     if remote:
         return _print_hosted_logs(name, pool, source or "process", tail, follow=follow)
     at = find_pool(pool, directory)
