@@ -33,9 +33,11 @@ def test_a_run_trains_what_transformers_loads_and_exports_it(elastic, refused, c
     assert ended.code == 0, ended.err
     ended = elastic("run", config, "--resume", run.path, "--set", "run.steps=3")
     assert ended.code == 0, ended.err
-    saved = run.path / "checkpoints" / "00000003.safetensors"
-    saved.write_bytes(saved.read_bytes()[:1000])
-    refused(elastic("run", config, "--resume", run.path, "--set", "run.steps=4"), str(saved), "cannot be read")
+    newest, older = (run.path / "checkpoints" / f"{step:08d}.safetensors" for step in (3, 2))
+    for path in (newest, older):
+        path.write_bytes(path.read_bytes()[:1000])
+    both = (f"{newest}: cannot be read", f"{older}: cannot be read")
+    refused(elastic("run", config, "--resume", run.path, "--set", "run.steps=4"), *both)
 
 
 @pytest.mark.parametrize(
