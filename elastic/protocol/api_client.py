@@ -11,6 +11,7 @@
 - What the server refuses raises `ApiError`, with the problem that it named.
 """
 
+import contextlib
 import hashlib
 import json
 import secrets
@@ -21,7 +22,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from elastic.protocol.api import (
     AccessRole,
@@ -87,6 +88,8 @@ from elastic.protocol.http_clients import sync_client
 from elastic.protocol.proxies import HttpSettingsError, through
 from elastic.system.host import here
 
+_DATA = TypeAdapter(dict[str, Any])
+"""Of a stream's event."""
 R = TypeVar("R", bound=BaseModel)
 
 CONNECT_TIMEOUT_S = 5.0
@@ -324,7 +327,9 @@ class Client:
         asked = {"follow": _flag(follow), "source": source, **({"tail": str(tail)} if tail is not None else {})}
         for id_, _, data in self._stream(path, after, asked, "log.ended" if follow else ""):
             if "line" in data:
-                yield LogLine(id=id_, line=data["line"])
+                with _understood(self.url + path):
+                    line = LogLine(id=id_, line=data["line"])
+                yield line
 
     # Uploads
 
@@ -579,7 +584,9 @@ class Client:
                         if answer.status_code != 200:
                             answer.read()
                         _checked(answer, self._through)
-                        for id_, kind, data in _sse(answer.iter_lines()):
+                        for id_, kind, said in _sse(answer.iter_lines()):
+                            with _understood(self.url + path):
+                                data = _DATA.validate_json(said)
                             if kind == "error":
                                 lost = f"{self.url}: {data.get('detail', 'the stream cannot go on')}"
                                 break
@@ -655,8 +662,9 @@ def upload_files(source: Path) -> list[tuple[UploadFile, Path]]:
 
 
 def _part(name: str) -> str:
-    """A name as one part of a path, whatever is in it."""
-    return quote(name, safe="")
+    """A name as one part of a path, whatever is in it: also `..`, which would lead to another path."""
+    part = quote(name, safe="", errors="surrogateescape")
+    return part if part.strip(".") else part.replace(".", "%2E")
 
 
 def _retention(project: str | None) -> str:
@@ -667,7 +675,7 @@ def _flag(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _sse(lines: Iterator[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _sse(lines: Iterator[str]) -> Iterator[tuple[str, str, str]]:
     """Server-sent events out of their lines; one that was cut is left out."""
     fields: dict[str, str] = {}
     for line in lines:
@@ -677,7 +685,7 @@ def _sse(lines: Iterator[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
                 fields[name] = value.removeprefix(" ")
             continue
         if "data" in fields:
-            yield fields.get("id", ""), fields.get("event", "message"), json.loads(fields["data"])
+            yield fields.get("id", ""), fields.get("event", "message"), fields["data"]
         fields = {}
 
 
@@ -699,9 +707,14 @@ def _checked(answer: httpx.Response, by: str) -> httpx.Response:
 
 
 def _read(kind: type[R], answer: httpx.Response) -> R:
-    try:
+    with _understood(answer.request.url):
         return kind.model_validate_json(answer.content)
+
+
+@contextlib.contextmanager
+def _understood(url: httpx.URL | str) -> Iterator[None]:
+    """Raises `ServerUnreachable` where what is read in the body is none of the API's."""
+    try:
+        yield
     except ValidationError as error:
-        raise ServerUnreachable(
-            f"{answer.request.url} is no elastic server: its answer is none of the API's"
-        ) from error
+        raise ServerUnreachable(f"{url} is no elastic server: its answer is none of the API's") from error

@@ -130,6 +130,16 @@ def test_what_is_no_server_is_said() -> None:
         other.me()
 
 
+@pytest.mark.parametrize("said", ["5", "page", '{"line": 5}', '{"line": "\\ud800"}'])
+def test_a_stream_that_is_none_of_the_api_s_is_said(said: str) -> None:
+    page = httpx.MockTransport(lambda _: httpx.Response(200, text=f"data: {said}\n\n"))
+    with (
+        Client("http://other", "k", transport=page) as other,
+        pytest.raises(ServerUnreachable, match="jobs/one/logs is no elastic server"),
+    ):
+        [*other.job_logs("lab", "one")]
+
+
 def test_a_server_that_starts_anew_is_waited_for() -> None:
     """By time, not by count; no sooner than it says; and not for ever."""
     slept: list[float] = []
