@@ -126,6 +126,9 @@ class RayRelay:
             except exceptions.OutOfMemoryError as error:
                 raise RelayError(f"{self._url}: no room: {told(error)}") from error
             except (exceptions.RayError, ConnectionError, TimeoutError, RuntimeError) as error:
+                if isinstance(error, ConnectionError | TimeoutError):  # The next call is made by a new connection.
+                    with contextlib.suppress(Exception):
+                        called(self._answer_timeout_s, self._connection.reset)
                 cluster = f"the Ray cluster at {self._connection.address}"
                 raise RelayUnavailable(f"{self._url}: {cluster} does not answer: {told(error)}") from error
         raise AssertionError

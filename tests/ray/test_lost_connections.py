@@ -17,8 +17,10 @@ from benchmarks._waiting import awaited
 from elastic.core.cluster.types import NodeKind
 from elastic.pool.machines import NodeTicket
 from elastic.pool.node_requests import NodeRequest
+from elastic.weights.errors import RelayUnavailable
 from providers import ray_nodes as pools
 from providers.ray_connection import RayConnection, ray
+from providers.ray_relay import RayRelay
 from providers.vendor_calls import call
 from tests.bad_link import BadLink
 from tests.ray.conftest import CPUS
@@ -107,6 +109,22 @@ async def test_a_connection_whose_link_is_silent_is_ended_in_seconds(link: tuple
     by.mend()
     await asyncio.to_thread(connection.open, PATIENCE_S)
     assert await connection.ask(PATIENCE_S, ray().nodes)
+
+
+async def test_a_relay_whose_link_is_silent_makes_a_new_connection(nodes: RayNodes) -> None:
+    by = BadLink(nodes.address.removeprefix("ray://"))
+    url = f"ray://{await by.start()}/lost-{os.getpid()}?answer_timeout_s="
+    patient, hasty = RayRelay(f"{url}{PATIENCE_S:g}"), RayRelay(f"{url}10")
+    await asyncio.to_thread(patient.put, "k", b"content")
+    by.cut()
+    with pytest.raises(RelayUnavailable):
+        await asyncio.to_thread(hasty.get, "k")
+    assert not ray().is_initialized(), "what is silent is not asked again"
+    by.mend()
+    assert await asyncio.to_thread(patient.get, "k") == b"content"
+    await asyncio.to_thread(patient.delete, "k")
+    await asyncio.to_thread(patient.close)
+    await by.aclose()
 
 
 async def test_a_deputy_is_killed_while_a_pool_looks(nodes: RayNodes, tmp_path: Path) -> None:
