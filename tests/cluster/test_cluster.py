@@ -322,6 +322,18 @@ def test_a_job_whose_residents_hold_more_than_declared_again_and_again_without_a
     assert isinstance(pool.tell(more, 50)[-1], c.StartResident), "it begins anew"
 
 
+def test_a_job_on_many_nodes_has_as_many_starts_on_each_where_all_hold_more_than_declared_at_once() -> None:
+    pool = Driver()
+    pool.run(job("wide", rollout_nodes=3))
+    nodes = pool.cluster.jobs["wide"].seat.rollout  # type: ignore[union-attr]
+    more = [e.ResidencyMeasured(job="wide", node=node, host_bytes=7) for node in nodes]
+    for at_s in range(STARTS_IN_VAIN - 1):
+        for event in more:
+            assert isinstance(pool.tell(event, at_s)[-1], c.StartResident)
+    pool.tell(more[0], 10)
+    assert pool.cluster.jobs["wide"].state is JobState.FAILED
+
+
 def test_jobs_come_together_when_others_leave_where_that_pays() -> None:
     pool = Driver()
     # a and b fill one group; c finds no room there.

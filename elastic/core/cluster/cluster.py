@@ -41,7 +41,7 @@ NO_ROOM = "no room for it in"
 """How the reason of a job begins that was queued for too long."""
 STARTS_IN_VAIN = 5
 """After so many time slices in a row in which its residents did not start a job may fail, and after so many residents
-in a row that held more host memory than declared. A busy machine explains fewer."""
+in a row on one node that held more host memory than declared. A busy machine explains fewer."""
 
 
 class Cluster:
@@ -510,7 +510,7 @@ class Cluster:
 
     def _progressed(self, record: JobRecord, event: e.JobProgressed) -> None:
         if event.steps_done > record.steps_done:
-            record.overgrown = 0
+            record.overgrown.clear()
         record.steps_done = max(record.steps_done, min(event.steps_done, record.request.steps))
         if event.rollout_ns is not None and event.train_ns is not None and record.seat is not None:
             record.measured_ns = {_ROLLOUT: event.rollout_ns, _TRAIN: event.train_ns}
@@ -734,9 +734,9 @@ class Cluster:
         declared = self.declared_bytes(record, node.phase)
         if event.host_bytes > declared:
             reason = f"it holds {event.host_bytes} bytes of host memory on {event.node}; declared: {declared}"
-            record.overgrown += 1
-            if record.overgrown >= STARTS_IN_VAIN:
-                times, record.overgrown = record.overgrown, 0
+            record.overgrown[event.node] = times = record.overgrown.get(event.node, 0) + 1
+            if times >= STARTS_IN_VAIN:
+                record.overgrown.clear()
                 self._fail(record, f"{times} residents in a row were ended, the last because {reason}")
                 return
             self._emit(c.KillResident(job=event.job, node=event.node, reason=reason))

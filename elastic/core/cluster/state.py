@@ -62,7 +62,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
       rollouts, 0 if none was seen. `parks`: none was seen but of residents that had started.
     - `began_cold`: a resident of the present time slice has started since its last one. `in_vain`: how many such time
       slices in a row were too short for a start. `patience_ns`: what the next one gets besides.
-    - `overgrown`: how many of its residents held more host memory than declared since its last step.
+    - `overgrown`: how many of its residents held more host memory than declared since its last step, by node.
     - `billed`: what it owes, in nano-dollars times nanoseconds per hour.
     - `quota`: why it is queued beyond a quota, and not considered for a place.
     """
@@ -94,7 +94,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     began_cold: bool = False
     in_vain: int = 0
     patience_ns: Nanoseconds = 0
-    overgrown: int = 0
+    overgrown: dict[NodeId, int] = {}
     phase_ns: Nanoseconds = 0
     billed: int = 0
     quota: BeyondQuota | None = None
