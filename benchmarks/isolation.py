@@ -66,7 +66,7 @@ KINDS = (*SHARED_NODES, "node_agent", "residency")
 QUICK_KINDS = ("rollout_resident", "trainer_resident")
 FULL_KILLS, QUICK_KILLS = 10, 1
 CALM_STEPS = {True: 2, False: 6}
-QUICK_STEPS_ALONE = 32
+QUICK_STEPS_ALONE = 16
 """So many steps a quick session's other job hardly ever does."""
 STEPS_BETWEEN = 4
 THREE, AWAY_STEPS = "killed_of_three", 8
