@@ -57,8 +57,8 @@ def group(name: str, words: str) -> typer.Typer:
 
 
 def given_name(context: typer.Context, parameter: typer.CallbackParam, name: str) -> str:
-    """The name, unless one without text was given: a variable that is not set is not the only job or pool there is.
-    Raises `ConfigError`."""
+    """Return the name of a job or pool as it was given, or empty where none was: then the only one there is is meant.
+    Raises `ConfigError` for a name without text, as of a shell's variable that is not set."""
     source = context.get_parameter_source(parameter.name or "")
     if source is not None and source.name in GIVEN and not name.strip():
         raise ConfigError(f"{parameter.metavar}: found {name!r}; allowed: a name")

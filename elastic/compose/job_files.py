@@ -110,7 +110,7 @@ def _last_checkpoint(run_dir: Path) -> Sequence[SubmittedFile]:
             found += its
         except ValueError as error:
             why, all_read = str(error), False
-        log.warning("a checkpoint is damaged, and the one before it is taken", damage=why)
+        log.warning("a checkpoint of a job is damaged", damage=why)
         wrong.append(why)
     if not all_read:
         raise ValueError("; ".join(wrong))
